@@ -16,6 +16,7 @@ from triton_openai.adapters.base import Adapter, Capabilities, Hints
 from triton_openai.adapters.helpers import users_of
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, stop_request, truthy
+from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.adapters.trtllm_tokens import TokenDecoder, dense_bias, word_list
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Generation, Vocabulary
@@ -68,6 +69,7 @@ class Trtllm(Adapter):
             for parameter in bind(PARAMETERS, config)
         )
         self._logprobs = any(each.name == "logprobs" and each.rule is Rule.MAPPED for each in self._parameters)
+        lora = lora_format(config)
         self._capabilities = Capabilities(
             generate=True,
             streaming=config.decoupled,
@@ -75,6 +77,8 @@ class Trtllm(Adapter):
             tokens=True,
             guides=guides(config, self._executor()),
             logprobs=self._logprobs,
+            lora=lora is not None,
+            lora_format=lora,
         )
 
     @classmethod
@@ -155,6 +159,7 @@ class Trtllm(Adapter):
             random = [self.tensor("runtime_top_k", 1)]
         inputs += random
         inputs += guide_tensors(self, generation.guide)
+        inputs += lora_tensors(self, generation.lora)
         if sampling.logit_bias:
             inputs.append(self.tensor("embedding_bias", *dense_bias(sampling.logit_bias, vocabulary.size)))
         outputs: tuple[str, ...] = _OUTPUTS

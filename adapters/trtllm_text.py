@@ -13,6 +13,7 @@ from triton_openai.adapters.base import Adapter, Capabilities
 from triton_openai.adapters.decoding import PromptEcho, TextDecoder
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, truthy
+from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
 
@@ -69,12 +70,15 @@ class TrtllmText(Adapter):
             name in config.inputs and name.removeprefix("return_") in config.outputs for name in _FLAGS[1:]
         )
         self._constant = tuple(self.tensor(name, True) for name in _FLAGS if name in config.inputs)
+        lora = lora_format(config)
         self._capabilities = Capabilities(
             generate=True,
             streaming=config.decoupled,
             echoes=not config.decoupled and "exclude_input_in_output" not in config.inputs and self._engine_echoes(),
             usage=self._counts,
             guides=guides(config, self.engine),
+            lora=lora is not None,
+            lora_format=lora,
         )
 
     @property
@@ -125,6 +129,7 @@ class TrtllmText(Adapter):
             # An id that is never generated.
             inputs.append(self.tensor("end_id", -1))
         inputs += guide_tensors(self, generation.guide)
+        inputs += lora_tensors(self, generation.lora)
         given = {tensor.name for tensor in inputs}
         # 0.5 requires the word lists; an empty word has no effect.
         inputs += [

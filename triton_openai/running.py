@@ -19,13 +19,15 @@ from triton_openai.chat.offload import run as offloaded
 from triton_openai.chat.tokenizer import INLINE_CHARACTERS, Tokenizer
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.generation import Delta, FinishReason, Generation, Usage
+from triton_openai.generation import Delta, FinishReason, Generation, Lora, Usage
+from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
 from triton_openai.text.stops import StopStrings
 from triton_openai.text.tokens import TokenText
 from triton_openai.triton.client import ResponseStream, TritonClient
+from triton_openai.triton.single import SingleAnswer
 from triton_openai.triton.status import no_answer
-from triton_openai.triton.tensors import InferRequest, InferResponse
+from triton_openai.triton.tensors import InferRequest
 
 _log = structlog.get_logger(__name__)
 
@@ -35,40 +37,6 @@ REPLACEMENT = "\ufffd"
 _PIECE_COST = 20
 # Prompts of one request that are sent to Triton at the same time.
 _PARALLEL_RUNS = 32
-
-
-class SingleAnswer:
-    """The one answer of a model that is not decoupled, as a stream of one response."""
-
-    def __init__(self, client: TritonClient, request: InferRequest) -> None:
-        self._task: asyncio.Task[InferResponse] | None = asyncio.create_task(client.infer(request))
-        self._error: ServiceError | None = None
-
-    async def read(self) -> Sequence[InferResponse]:
-        """Return the answer, then nothing."""
-        task = self._task
-        if task is None:
-            return ()
-        try:
-            # Waited for and not awaited: cancelling this reader, or the task by abort(), must not look the same.
-            await asyncio.wait({task})
-        finally:
-            self.close()
-        if self._error is not None:
-            raise self._error
-        return (task.result(),)
-
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error*."""
-        self._error = error
-        if self._task is not None:
-            self._task.cancel()
-
-    def close(self) -> None:
-        """Cancel the call unless it has ended."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
 
 
 class Run:
@@ -127,13 +95,21 @@ class Run:
 
     async def start(self) -> None:
         """Send the request. Raises :class:`ServiceError`."""
-        request = self.model.adapter.encode(self.generation)
         self._last = self._loop.time()
-        if request.stream:
-            self._stream = await self._client.stream(request)
+        if self.model.lora_delivery is not None:
+            answers = LoraAnswers(self.model.lora_delivery, self._open)
+            await answers.start()
+            self._stream = answers
         else:
-            self._stream = SingleAnswer(self._client, request)
+            self._stream = await self._open(self.generation.lora)
         self._watch_silence(self._settings.first_token_timeout)
+
+    async def _open(self, lora: Lora | None) -> ResponseStream:
+        generation = self.generation
+        if lora is not generation.lora:
+            generation = msgspec.structs.replace(generation, lora=lora)
+        request = self.model.adapter.encode(generation)
+        return await self._client.stream(request) if request.stream else SingleAnswer(self._client, request)
 
     async def read(self) -> Sequence[Delta]:
         """
