@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
+import structlog
+
 from triton_openai.errors import LoraNotLoaded, ServiceError
 from triton_openai.generation import Lora
 from triton_openai.loras.delivery import LoraDelivery, LoraLease
 from triton_openai.triton.client import ResponseStream
 from triton_openai.triton.tensors import InferResponse
+
+_log = structlog.get_logger(__name__)
 
 
 class LoraAnswers:
@@ -37,6 +41,9 @@ class LoraAnswers:
         try:
             if self._error is not None:
                 raise self._error
+            if lease.lora.weights is not None:
+                size = len(lease.lora.weights.data)
+                _log.info("LoRA weights are sent", lora=lease.lora.name, number=lease.lora.number, bytes=size)
             self._stream = await self._send(lease.lora)
         except BaseException:
             lease.close()

@@ -56,7 +56,8 @@ def find_loras(
     problems: list[str] = []
     listed = _listed(model, repositories, problems)
     entries = {entry.name: entry for entry in map(_entry, settings.loras)}
-    bases = [base for base in (settings.lora_dir, *(repository / model for repository in repositories)) if base]
+    folders = [settings.lora_dir] if settings.lora_dir is not None else []
+    folders += [repository / model for repository in repositories if (repository / model).is_dir()]
     found = []
     for name in (*entries, *sorted(listed.keys() - entries.keys())):
         entry = entries.get(name, LoraSettings(name=name))
@@ -66,7 +67,7 @@ def find_loras(
                     raise ConfigurationError("the model takes adapters by name, without task_id and path")
                 found.append(FoundLora(name=name))
             elif entry.path is not None:
-                found.append(_with_files(entry, entry.path, bases[:1], bases[:1], wanted))
+                found.append(_with_files(entry, entry.path, folders[:1], folders[:1], wanted))
             elif name in listed:
                 path, version = listed[name]
                 folder = version.parent

@@ -8,7 +8,7 @@ layer and rank of each row, and in newer releases a fourth column that marks DoR
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ CONFIG = "model.lora_config.npy"
 _SIZES = {"FP16": 2, "BF16": 2, "FP32": 4}
 # A message of gRPC ends at 2 GiB; the rest of the request is far smaller than this margin.
 _MAX_BYTES = 2**31 - 2**24
-# Everything that numpy raises for what is no array that can be mapped.
-_UNREADABLE = (OSError, ValueError, TypeError, SyntaxError, EOFError, OverflowError, MemoryError)
 _BF16_INFINITE = 0x7F80
 
 
@@ -56,7 +54,7 @@ def find_folder(path: str, *, root: Path, bases: Sequence[Path]) -> Path:
 
 def check(folder: Path, root: Path, wanted: LoraFormat) -> None:
     """Look at the headers of the files in *folder*. Raises :class:`ConfigurationError` for what cannot be sent."""
-    _opened(folder, root, wanted)
+    _arrays(folder, root, wanted, _mapped)
 
 
 def load(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Matrix, Matrix]:
@@ -65,15 +63,14 @@ def load(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Matrix, Matrix]:
 
     Raises :class:`ConfigurationError` for files that are broken, or that hold numbers which the model's dtype does not.
     """
-    weights, config = _opened(folder, root, wanted)
-    try:
-        rows = _config_rows(config, wanted)
-        return (
-            Matrix(wanted.weights, (weights.shape[0], weights.shape[1]), _weight_bytes(weights, wanted.weights)),
-            Matrix("INT32", (rows.shape[0], rows.shape[1]), rows.astype("<i4").tobytes()),
-        )
-    except (OSError, MemoryError) as error:
-        raise ConfigurationError(f"its files cannot be read: {error}") from error
+    # The headers first: a wrong one must not make room for what is not there.
+    check(folder, root, wanted)
+    weights, config = _arrays(folder, root, wanted, _contents)
+    rows = _config_rows(config, wanted)
+    return (
+        Matrix(wanted.weights, (weights.shape[0], weights.shape[1]), _weight_bytes(weights, wanted.weights)),
+        Matrix("INT32", (rows.shape[0], rows.shape[1]), rows.astype("<i4").tobytes()),
+    )
 
 
 def number_of(weights: Matrix, config: Matrix) -> int:
@@ -90,9 +87,9 @@ def number_of(weights: Matrix, config: Matrix) -> int:
     return int.from_bytes(digest.digest(), "little") % (2**63 - 1) + 1
 
 
-def _opened(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Any, Any]:
-    """Return both arrays, mapped and two-dimensional."""
-    weights, config = _mapped(folder / WEIGHTS, root), _mapped(folder / CONFIG, root)
+def _arrays(folder: Path, root: Path, wanted: LoraFormat, read: Callable[[Path], Any]) -> tuple[Any, Any]:
+    """Return both arrays, two-dimensional."""
+    weights, config = _array(folder / WEIGHTS, root, read), _array(folder / CONFIG, root, read)
     if not (_is_bf16(weights.dtype) or (weights.dtype.kind == "f" and weights.dtype.itemsize in (2, 4))):
         raise ConfigurationError(f"{WEIGHTS} holds {weights.dtype} and not float16, bfloat16 or float32")
     if config.dtype.kind not in "iu":
@@ -108,26 +105,35 @@ def _opened(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Any, Any]:
     return weights, config
 
 
-def _mapped(path: Path, root: Path) -> Any:
+def _array(path: Path, root: Path, read: Callable[[Path], Any]) -> Any:
     try:
         real = path.resolve()
         if not real.is_relative_to(root.resolve()):
             raise ConfigurationError(f"{path.name} is a link that leads out of {root}")
         if not real.is_file():
             raise ConfigurationError(f"there is no file {path.name} in {path.parent}")
-        # Never a pickle: what would have to be unpickled cannot be mapped.
-        array: Any = np.lib.format.open_memmap(real, mode="r")  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        # A loop of links, before Python 3.13; a header too deep to be parsed.
-        raise ConfigurationError(f"{path} cannot be read: {error}") from error
-    except _UNREADABLE as error:
-        raise ConfigurationError(
-            f"{path} is no array that can be read: {' '.join(str(error).split())[:200]}"
-        ) from error
+        array = read(real)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigurationError(f"{path} is no array that can be read: {reason}") from error
     shape = array.shape[1:] if array.ndim == 3 and array.shape[0] == 1 else array.shape
     if len(shape) != 2 or not all(shape):
         raise ConfigurationError(f"{path.name} has the shape {list(array.shape)} and not [rows, columns]")
     return array.reshape(shape)
+
+
+def _mapped(path: Path) -> Any:
+    """Return the array without reading it; its file is as long as its header says."""
+    # Never a pickle: what would have to be unpickled cannot be mapped.
+    return np.lib.format.open_memmap(path, mode="r")  # type: ignore[no-untyped-call]
+
+
+def _contents(path: Path) -> Any:
+    """Return the array, read: a mapped one would take the process with it when somebody shortens the file."""
+    with path.open("rb") as file:
+        return np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
 def _is_bf16(dtype: Any) -> bool:
