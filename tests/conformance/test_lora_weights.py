@@ -14,6 +14,8 @@ from tests.conformance.calls import BLS, ENGINES, PATHS, id_of, in_session_loop,
 from tests.lora_files import write_lora
 from tests.proxy_fixture import changed, proxy_settings, serving
 from triton_openai.config.tree import LoraSettings, ModelSettings
+from triton_openai.inspection import render
+from triton_openai.inspection import report as report_of
 
 pytestmark = in_session_loop
 
@@ -196,9 +198,23 @@ async def test_what_only_http_cannot_carry_is_not_served(served):
         listed = {model["id"] for model in (await proxy.get("/v1/models")).json["data"]}
         (problem,) = proxy.models.lora_problems["ensemble"]
 
+        (report,) = [each for each in await report_of(proxy.models) if each.name == "ensemble"]
+
     assert "ensemble" in listed
     assert "french" not in listed
     assert "gRPC" in problem
+    assert problem in report.notes
+    assert problem in render([report])
+
+
+async def test_inspect_names_the_adapters(served):
+    """Once each, however many names they have."""
+    async with served("ensemble", "both", lora_separator=":") as proxy:
+        (report,) = [each for each in await report_of(proxy.models) if each.name == "ensemble"]
+
+    assert ["french"] == report.loras
+    assert {"ensemble", "french", "ensemble:french"} == set(report.served_as)
+    assert "LoRA adapters  french" in render([report])
 
 
 async def test_files_that_break_later_fail_their_requests_only(served, tmp_path):
