@@ -129,6 +129,21 @@ async def test_several_answers_of_one_request(triton, served, model, transport, 
     assert 1 == sum("lora_weights" in inputs for inputs in found)
 
 
+@pytest.mark.parametrize("model, transport", [("ensemble", "grpc"), ("ensemble_nonstreaming", "http")])
+async def test_weights_of_megabytes(triton, served, tmp_path, model, transport):
+    """They take another way to the connection, and arrive all the same."""
+    write_lora(tmp_path / "large", rows=64, width=2**15)
+    entry = LoraSettings(name="large", path="large")
+    async with served(model, transport, names=(), entries=(entry,)) as proxy:
+        (inputs,) = await sent(triton, model, id_of(await ask(proxy, "large")), 1)
+
+    assert [1, 64, 2**15] == inputs["lora_weights"]["shape"]
+    weights = np.load(tmp_path / "large" / "model.lora_weights.npy").reshape(-1)
+    recorded_values = inputs["lora_weights"]["value"]
+    assert weights[: len(recorded_values)].tolist() == recorded_values
+    assert [1, 64, 3] == inputs["lora_config"]["shape"]
+
+
 async def test_a_first_request_that_fails_is_followed_by_one_that_brings_the_weights(triton, served):
     """Whether they arrived with a request that failed is not known, so they are sent with the next."""
     async with served("ensemble", "both") as proxy:

@@ -10,7 +10,8 @@ from triton_openai.adapters.trtllm import Trtllm
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Lora, LoraFormat, Matrix, Vocabulary
-from triton_openai.triton.grpc import encode_request
+from triton_openai.triton.grpc import encode_request, message_of
+from triton_openai.triton.grpc_large import is_large, serialize, serialized
 from triton_openai.triton.http import infer_body
 from triton_openai.triton.tensors import ModelConfig
 
@@ -79,3 +80,18 @@ def test_a_number_alone():
     assert request.json_expressible
     with pytest.raises(ConfigurationError):
         adapter.encode(msgspec.structs.replace(asked, lora=Lora(name="french")))
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 2**20 - 1, 2**20, 3 * 2**20 + 1])
+async def test_large_requests_are_the_same_messages(size):
+    """However they are put together."""
+    weights = Matrix("FP16", (1, size // 2), bytes(number % 251 for number in range(size)))
+    asked = msgspec.structs.replace(generation(), lora=msgspec.structs.replace(FULL, weights=weights))
+    request = ensemble(*INPUTS).encode(asked)
+    message = encode_request(request)
+
+    by_hand = await serialized(encode_request(request, contents=False), request)
+
+    assert message == type(message).FromString(by_hand)
+    assert message == type(message).FromString(serialize(await message_of(request)))
+    assert is_large(request) == isinstance(await message_of(request), bytes) == (size >= 2**20)
