@@ -68,6 +68,8 @@ class LoraAnswers:
                     self.read = self._stream.read
                 else:
                     self._lease.close()
+                # It holds the weights, and the answer may be long.
+                self._lease = None
                 return responses
             self._misses += 1
             self._stream.close()
