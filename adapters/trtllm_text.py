@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from triton_openai.adapters.base import Adapter, Capabilities
 from triton_openai.adapters.decoding import PromptEcho, TextDecoder
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
+from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, truthy
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
@@ -68,6 +69,7 @@ class TrtllmText(Adapter):
         self._counts = all(
             name in config.inputs and name.removeprefix("return_") in config.outputs for name in _FLAGS[1:]
         )
+        self._cache = cache_report(config)
         self._constant = tuple(self.tensor(name, True) for name in _FLAGS if name in config.inputs)
         self._capabilities = Capabilities(
             generate=True,
@@ -125,6 +127,10 @@ class TrtllmText(Adapter):
             # An id that is never generated.
             inputs.append(self.tensor("end_id", -1))
         inputs += guide_tensors(self, generation.guide)
+        outputs: tuple[str, ...] = _OUTPUTS
+        if self._cache is not None and generation.kv_cache_block_size is not None:
+            inputs.append(self.tensor(self._cache.flag, True))
+            outputs += (self._cache.output,)
         given = {tensor.name for tensor in inputs}
         # 0.5 requires the word lists; an empty word has no effect.
         inputs += [
@@ -133,7 +139,7 @@ class TrtllmText(Adapter):
             if name not in given and name in config.inputs and not config.inputs[name].optional
         ]
         # An ensemble's engine is not told of a cancellation, and a BLS model never looks for one.
-        return self.request(generation.id, inputs, _OUTPUTS, cancellable=False)
+        return self.request(generation.id, inputs, outputs, cancellable=False)
 
     def cumulative(self) -> bool:
         """Return whether every response repeats the text from its start."""
@@ -149,4 +155,5 @@ class TrtllmText(Adapter):
             prompt_count="num_input_tokens" if self._counts else None,
             token_count="num_output_tokens" if self._counts else None,
             echo=echo,
+            cached_tokens=CachedTokens.of(self._cache, generation),
         )

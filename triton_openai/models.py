@@ -75,6 +75,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     A model that clients can use: one Triton model under one public *name*. *created* is when it was first seen.
 
     *owner* is the Triton model whose name and settings these are; *adapter* may answer for it with another one.
+    *priorities* are the levels of priority in its queue, 0 where there are none.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     lazy_prompter: LazyPrompter
     lora: str | None = None
+    priorities: int = 0
 
     async def prompter(self) -> Prompter:
         """Return tokenizer and template. Raises :class:`ConfigurationError`."""
@@ -225,6 +227,7 @@ class Models:
             settings=settings,
             created=self._since(config.name),
             lazy_prompter=before.lazy_prompter if before is not None and same else LazyPrompter(settings, hint),
+            priorities=_priorities(adapter.config, repository),
         )
 
     def _adapter(
@@ -257,6 +260,12 @@ class Models:
         if not direct.capabilities.tokens:
             return adapter, reason
         return direct, f"{adapter.name}, answered by its engine '{engine.name}' as prefer_token_level is set"
+
+
+def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:
+    """Return the levels of priority of a model's queue; an ensemble hands a request's priority to each of its steps."""
+    steps = [step for step in (repository.get(step.model) for step in config.steps) if step is not None]
+    return max([config.priority_levels, *(step.priority_levels for step in steps)])
 
 
 def _why_unclaimed(config: ModelConfig) -> str:

@@ -24,8 +24,9 @@ from triton_openai.models import ServedModel
 from triton_openai.text.stops import StopStrings
 from triton_openai.text.tokens import TokenText
 from triton_openai.triton.client import ResponseStream, TritonClient
+from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
-from triton_openai.triton.tensors import InferRequest, InferResponse
+from triton_openai.triton.tensors import InferRequest
 
 _log = structlog.get_logger(__name__)
 
@@ -35,40 +36,6 @@ REPLACEMENT = "\ufffd"
 _PIECE_COST = 20
 # Prompts of one request that are sent to Triton at the same time.
 _PARALLEL_RUNS = 32
-
-
-class SingleAnswer:
-    """The one answer of a model that is not decoupled, as a stream of one response."""
-
-    def __init__(self, client: TritonClient, request: InferRequest) -> None:
-        self._task: asyncio.Task[InferResponse] | None = asyncio.create_task(client.infer(request))
-        self._error: ServiceError | None = None
-
-    async def read(self) -> Sequence[InferResponse]:
-        """Return the answer, then nothing."""
-        task = self._task
-        if task is None:
-            return ()
-        try:
-            # Waited for and not awaited: cancelling this reader, or the task by abort(), must not look the same.
-            await asyncio.wait({task})
-        finally:
-            self.close()
-        if self._error is not None:
-            raise self._error
-        return (task.result(),)
-
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error*."""
-        self._error = error
-        if self._task is not None:
-            self._task.cancel()
-
-    def close(self) -> None:
-        """Cancel the call unless it has ended."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
 
 
 class Run:
@@ -105,6 +72,7 @@ class Run:
         self._ended = False
         # Counts: None once the backend has left one out
         self._prompt_tokens: int | None = None
+        self._cached_tokens: int | None = None
         self._tokens: int | None = 0
         self._steps = 0
         self._text: list[str] = []
@@ -128,6 +96,8 @@ class Run:
     async def start(self) -> None:
         """Send the request. Raises :class:`ServiceError`."""
         request = self.model.adapter.encode(self.generation)
+        if self.generation.priority:
+            request = msgspec.structs.replace(request, priority=self.generation.priority, json_expressible=False)
         self._last = self._loop.time()
         if request.stream:
             self._stream = await self._client.stream(request)
@@ -225,6 +195,8 @@ class Run:
         self._steps += 1
         if delta.prompt_tokens is not None:
             self._prompt_tokens = delta.prompt_tokens
+        if delta.cached_tokens is not None:
+            self._cached_tokens = delta.cached_tokens
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
         if delta.tokens is None:
@@ -273,7 +245,13 @@ class Run:
                 if tokens is None:
                     tokens = await count_pieces(tokenizer, self._text)
         if tokens is not None and prompt is not None:
-            self.usage = Usage(prompt_tokens=prompt, completion_tokens=tokens)
+            cached = self._cached_tokens
+            self.usage = Usage(
+                prompt_tokens=prompt,
+                completion_tokens=tokens,
+                # A backend may count a block of its cache whole that the prompt fills in part.
+                cached_tokens=None if cached is None else min(cached, prompt),
+            )
         if self.finish_reason is None:
             self.finish_reason = self._reason_by_count(prompt, tokens)
 

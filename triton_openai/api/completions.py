@@ -17,7 +17,15 @@ from triton_openai.api.bodies import read_json
 from triton_openai.api.guides import guide_of
 from triton_openai.api.logprobs import CompletionLogprobs, completion_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
-from triton_openai.api.parameters import SamplingRequest, StreamOptions, refuse, sampling, stream_options
+from triton_openai.api.parameters import (
+    SamplingRequest,
+    StreamOptions,
+    priority,
+    refuse,
+    sampling,
+    stream_options,
+    truncation,
+)
 from triton_openai.api.prompts import prompts_of
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.sse import END, FIELD
@@ -193,7 +201,15 @@ def _task(service: Service, model: ServedModel, body: CompletionRequest, complet
     )
     guide = guide_of(body, model.adapter.capabilities.guides)
     open_ended = body.max_tokens is None and model.settings.default_parameters.max_tokens is None
-    return Task(id=completion_id, sampling=wanted, n=best_of, guide=guide, open_ended=open_ended)
+    return Task(
+        id=completion_id,
+        sampling=wanted,
+        n=best_of,
+        guide=guide,
+        open_ended=open_ended,
+        truncation=truncation(body),
+        priority=priority(body, model.priorities),
+    )
 
 
 def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:

@@ -30,8 +30,8 @@ from triton_openai.errors import (
 )
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.models import ServedModel
-from triton_openai.running import SingleAnswer
 from triton_openai.triton.client import ResponseStream
+from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
 

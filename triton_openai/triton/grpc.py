@@ -61,6 +61,8 @@ def encode_request(request: InferRequest) -> Any:
         entry.datatype = tensor.datatype
         entry.shape.extend(tensor.shape)
         message.raw_input_contents.append(tensor.raw())
+    if request.priority:
+        message.parameters["priority"].int64_param = request.priority
     for name in request.outputs:
         message.outputs.add().name = name
     return message
@@ -91,6 +93,7 @@ def decode_config(config: Any) -> ModelConfig:
             EnsembleStep(model=step.model_name, input_map=dict(step.input_map), output_map=dict(step.output_map))
             for step in config.ensemble_scheduling.step
         ),
+        priority_levels=config.dynamic_batching.priority_levels,
     )
 
 
