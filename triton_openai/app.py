@@ -16,6 +16,8 @@ from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
 from triton_openai.models import Models
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
+from triton_openai.telemetry.access_log import AccessLog
+from triton_openai.telemetry.observation import OBSERVERS, Observers
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 from triton_openai.triton.client import TritonClient
@@ -42,6 +44,7 @@ def create_app(settings: Settings, *, client: TritonClient | None = None) -> web
     )
     app[SERVICE] = service
     app[DRAINING] = Draining()
+    app[OBSERVERS] = Observers(AccessLog())
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
     add_routes(app)

@@ -79,6 +79,10 @@ class Run:
         # The result
         self.finish_reason: FinishReason | None = None
         self.usage: Usage | None = None
+        # When: sent to Triton, answered with a first token, and at its end
+        self.sent: float | None = None
+        self.first: float | None = None
+        self.ended: float | None = None
         self.cumulative_logprob = 0.0
 
     @property
@@ -98,7 +102,7 @@ class Run:
         request = self.model.adapter.encode(self.generation)
         if self.generation.priority:
             request = msgspec.structs.replace(request, priority=self.generation.priority, json_expressible=False)
-        self._last = self._loop.time()
+        self.sent = self._last = self._loop.time()
         if request.stream:
             self._stream = await self._client.stream(request)
         else:
@@ -134,6 +138,7 @@ class Run:
                 await self._conclude()
                 return deltas
             if self._steps == 0:
+                self.first = self._loop.time()
                 self._watch_silence(self._settings.idle_timeout)
             for response in responses:
                 for delta in self._decoder.feed(response):
@@ -170,6 +175,7 @@ class Run:
             self._ended = True
             return
         self._ended = True
+        self.ended = self._loop.time()
         self._stream.close()
         if self._settings.stop_requests:
             order = self.model.adapter.cancel(self.generation)
@@ -235,6 +241,7 @@ class Run:
             self._watch.cancel()
             self._watch = None
         self._ended = True
+        self.ended = self._loop.time()
         tokens, prompt = self._tokens, self._prompt_tokens
         if tokens is None or prompt is None:
             tokenizer = self._tokenizer

@@ -38,6 +38,7 @@ from triton_openai.chat.messages import Message
 from triton_openai.chat.parsers import Parsers
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.models import ServedModel
+from triton_openai.telemetry.observation import observe
 from triton_openai.text.answer import AnswerParser, ForcedCall
 from triton_openai.text.tools.base import CallGrammar, ToolParser
 from triton_openai.text.tools.events import Content, Event
@@ -95,6 +96,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, ChatRequest, strict=service.settings.api.strict_parameters)
     model = await service.models.find(body.model)
+    adapter = model.adapter.name
+    observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("chatcmpl")
     plan = plan_tools(
@@ -117,7 +120,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
             trust_template=service.settings.api.trust_request_chat_template,
         )
         prompt = as_sent(model, prompter, prompt)
-        runs = await service.runs(model, [prompt], task)
+        runs = observation.answers = await service.runs(model, [prompt], task)
+        observation.n = task.n
         answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
         if body.stream:
             chunks = ChatChunks(

@@ -35,6 +35,7 @@ from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Unsuppor
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.models import ServedModel
 from triton_openai.running import Run
+from triton_openai.telemetry.observation import observe
 
 _encode = msgspec.json.Encoder().encode
 
@@ -137,13 +138,16 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, CompletionRequest, strict=service.settings.api.strict_parameters)
     model = await service.models.find(body.model)
+    adapter = model.adapter.name
+    observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("cmpl")
     n = body.n or 1
     try:
         task = _task(service, model, body, completion_id)
         given = await prompts_of(model, body.prompt)
-        runs = await service.runs(model, given, task)
+        runs = observation.answers = await service.runs(model, given, task)
+        observation.n = task.n
         prompts = [run.generation.prompt for run in runs[:: task.n]]
         if body.stream:
             chunks = CompletionChunks(
