@@ -28,12 +28,14 @@ class TextDecoder:
         finish: str | None = None,
         echo: PromptEcho | None = None,
         logprobs: Callable[[InferResponse], Sequence[TokenLogprob]] | None = None,
+        cached_tokens: Callable[[InferResponse], int | None] | None = None,
     ) -> None:
         # What to read
         self._text = text
         self._prompt_count = prompt_count
         self._token_count = token_count
         self._finish = finish
+        self._cached_tokens = cached_tokens
         # Stream state
         self._cumulative = CumulativeText(skip) if cumulative else None
         self._prompt_known = False
@@ -64,6 +66,8 @@ class TextDecoder:
                 delta.finish_reason = self._finish_reason(reasons[0])
         if self._logprobs is not None:
             delta.logprobs = self._logprobs(response)
+        if self._cached_tokens is not None:
+            delta.cached_tokens = self._cached_tokens(response)
         return (delta,)
 
     def flush(self) -> Sequence[Delta]:

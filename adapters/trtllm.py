@@ -15,6 +15,7 @@ import msgspec
 from triton_openai.adapters.base import Adapter, Capabilities, Hints
 from triton_openai.adapters.helpers import users_of
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
+from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, stop_request, truthy
 from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.adapters.trtllm_tokens import TokenDecoder, dense_bias, word_list
@@ -68,6 +69,7 @@ class Trtllm(Adapter):
             else parameter
             for parameter in bind(PARAMETERS, config)
         )
+        self._cache = cache_report(config)
         self._logprobs = any(each.name == "logprobs" and each.rule is Rule.MAPPED for each in self._parameters)
         lora = lora_format(config)
         self._capabilities = Capabilities(
@@ -166,6 +168,9 @@ class Trtllm(Adapter):
         if sampling.logprobs is not None:
             inputs.append(self.tensor("return_log_probs", True))
             outputs += (_LOGPROBS,)
+        if self._cache is not None and generation.kv_cache_block_size is not None:
+            inputs.append(self.tensor(self._cache.flag, True))
+            outputs += (self._cache.output,)
         if generation.bad_word_ids:
             inputs.append(word_list(self.config, "bad_words_list", generation.bad_word_ids))
         request = self.request(generation.id, inputs, outputs)
@@ -205,6 +210,7 @@ class Trtllm(Adapter):
             if "sequence_length" not in config.outputs
             else frozenset(),
             logprobs=_LOGPROBS if generation.sampling.logprobs is not None else None,
+            cached_tokens=CachedTokens.of(self._cache, generation),
         )
 
     def cancel(self, generation: Generation) -> InferRequest | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from triton_openai.adapters.base import Adapter, Capabilities, Hints
 from triton_openai.adapters.decoding import PromptEcho, TextDecoder
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
+from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, randomness
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig
@@ -55,6 +56,7 @@ class TrtllmLlmapi(Adapter):
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
         self._parameters = bind(PARAMETERS, config)
+        self._cache = cache_report(config)
         self._finish = "return_finish_reason" in config.inputs and "finish_reason" in config.outputs
         self._capabilities = Capabilities(
             generate=True,
@@ -98,7 +100,11 @@ class TrtllmLlmapi(Adapter):
             if values and parameter.target is not None:
                 inputs.append(self.tensor(parameter.target, *values))
         inputs += randomness(self, self._parameters, generation.sampling)
-        return self.request(generation.id, inputs, ("text_output", "finish_reason"))
+        outputs: tuple[str, ...] = ("text_output", "finish_reason")
+        if self._cache is not None and generation.kv_cache_block_size is not None:
+            inputs.append(self.tensor(self._cache.flag, True))
+            outputs += (self._cache.output,)
+        return self.request(generation.id, inputs, outputs)
 
     def decoder(self, generation: Generation) -> TextDecoder:
         """Return a decoder for one request."""
@@ -106,5 +112,8 @@ class TrtllmLlmapi(Adapter):
         if self._capabilities.echoes and not self.config.decoupled:
             echo = PromptEcho(*(form for form in (generation.prompt, generation.prompt_echo) if form))
         return TextDecoder(
-            cumulative=self.config.decoupled, finish="finish_reason" if self._finish else None, echo=echo
+            cumulative=self.config.decoupled,
+            finish="finish_reason" if self._finish else None,
+            echo=echo,
+            cached_tokens=CachedTokens.of(self._cache, generation),
         )

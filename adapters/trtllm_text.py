@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from triton_openai.adapters.base import Adapter, Capabilities
 from triton_openai.adapters.decoding import PromptEcho, TextDecoder
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
+from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, truthy
 from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.generation import Generation
@@ -69,6 +70,7 @@ class TrtllmText(Adapter):
         self._counts = all(
             name in config.inputs and name.removeprefix("return_") in config.outputs for name in _FLAGS[1:]
         )
+        self._cache = cache_report(config)
         self._constant = tuple(self.tensor(name, True) for name in _FLAGS if name in config.inputs)
         lora = lora_format(config)
         self._capabilities = Capabilities(
@@ -130,6 +132,10 @@ class TrtllmText(Adapter):
             inputs.append(self.tensor("end_id", -1))
         inputs += guide_tensors(self, generation.guide)
         inputs += lora_tensors(self, generation.lora)
+        outputs: tuple[str, ...] = _OUTPUTS
+        if self._cache is not None and generation.kv_cache_block_size is not None:
+            inputs.append(self.tensor(self._cache.flag, True))
+            outputs += (self._cache.output,)
         given = {tensor.name for tensor in inputs}
         # 0.5 requires the word lists; an empty word has no effect.
         inputs += [
@@ -138,7 +144,7 @@ class TrtllmText(Adapter):
             if name not in given and name in config.inputs and not config.inputs[name].optional
         ]
         # An ensemble's engine is not told of a cancellation, and a BLS model never looks for one.
-        return self.request(generation.id, inputs, _OUTPUTS, cancellable=False)
+        return self.request(generation.id, inputs, outputs, cancellable=False)
 
     def cumulative(self) -> bool:
         """Return whether every response repeats the text from its start."""
@@ -154,4 +160,5 @@ class TrtllmText(Adapter):
             prompt_count="num_input_tokens" if self._counts else None,
             token_count="num_output_tokens" if self._counts else None,
             echo=echo,
+            cached_tokens=CachedTokens.of(self._cache, generation),
         )

@@ -5,7 +5,7 @@ out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 
 from triton_openai.errors import InvalidRequest, UpstreamError
@@ -56,12 +56,14 @@ class TokenDecoder:
         repeats: bool = False,
         padding: Collection[int | None] = (),
         logprobs: str | None = None,
+        cached_tokens: Callable[[InferResponse], int | None] | None = None,
     ) -> None:
         # What to read
         self._prompt_ids = list(prompt_ids)
         self._repeats = repeats
         self._padding = padding
         self._logprobs = logprobs
+        self._cached_tokens = cached_tokens
         # Stream state
         self._count = 0
         self._counted_prompt = False
@@ -84,6 +86,8 @@ class TokenDecoder:
             self._counted_prompt = True
         if self._logprobs is not None and ids:
             delta.logprobs = self._new(response.numbers(self._logprobs), len(ids))
+        if self._cached_tokens is not None:
+            delta.cached_tokens = self._cached_tokens(response)
         return (delta,)
 
     def flush(self) -> Sequence[Delta]:

@@ -51,7 +51,8 @@ _FRAME = {"model", "messages", "prompt", "stream", "stream_options", "max_comple
 _DONE_HERE = {
     "n", "best_of", "echo", "top_logprobs", "response_format", "structured_outputs", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
-    "reasoning_effort", "add_generation_prompt", "chat_template_kwargs", "documents",
+    "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+    "documents", "truncate_prompt_tokens", "truncation_side", "priority",
 }  # fmt: skip
 
 

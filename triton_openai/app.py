@@ -16,17 +16,23 @@ from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
 from triton_openai.models import Models
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
+from triton_openai.telemetry.access_log import AccessLog
+from triton_openai.telemetry.observation import OBSERVERS, Observers
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
+from triton_openai.worker import WORKER, Worker
 
 
-def create_app(settings: Settings, *, client: TritonClient | None = None) -> web.Application:
+def create_app(
+    settings: Settings, *, client: TritonClient | None = None, worker: Worker | None = None
+) -> web.Application:
     """
     Return the application; nothing runs and nothing is connected before it is started.
 
-    *client* replaces the connection to Triton. Raises :class:`ConfigurationError` for settings that cannot work.
+    *client* replaces the connection to Triton; *worker* is this process among several that serve together. Raises
+    :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
     connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
@@ -41,7 +47,9 @@ def create_app(settings: Settings, *, client: TritonClient | None = None) -> web
         client_max_size=settings.server.max_body_size,
     )
     app[SERVICE] = service
+    app[WORKER] = worker or Worker()
     app[DRAINING] = Draining()
+    app[OBSERVERS] = Observers(AccessLog())
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
     add_routes(app)

@@ -129,7 +129,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     for backends that repeat it.
 
     ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are set for backends that
-    are given token ids.
+    are given token ids. ``kv_cache_block_size`` is how many tokens a block of the engine's cache holds, where that is
+    known: with it, a count of blocks is one of tokens. ``priority`` is the place in the server's queue: 1 comes first,
+    0 is the server's default.
     """
 
     id: str
@@ -141,13 +143,19 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
     lora: Lora | None = None
+    kv_cache_block_size: int | None = None
+    priority: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts as the backend or the model's own tokenizer gave them."""
+    """
+    Token counts as the backend or the model's own tokenizer gave them. ``cached_tokens`` are those of the prompt that
+    came from the backend's cache, ``None`` where it does not tell.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -161,7 +169,8 @@ class Delta(msgspec.Struct, gc=False):
 
     ``tokens`` is the number of new tokens that the backend says this step brought, ``None`` where it does not say;
     a step may bring tokens and no text (a character still incomplete, a stop string still possible).
-    ``prompt_tokens`` and ``finish_reason`` are set on the steps on which the backend tells them. ``logprobs`` are those
+    ``prompt_tokens``, ``cached_tokens`` (of the prompt, from the backend's cache) and ``finish_reason`` are set on the
+    steps on which the backend tells them. ``logprobs`` are those
     of the new tokens, whether or not their text is there already. A backend that answers in token ids sets
     ``token_ids``: the text, and the names of the log probabilities' tokens, are added here.
     """
@@ -172,6 +181,7 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     logprobs: Sequence[TokenLogprob] = ()
     token_ids: Sequence[int] = ()
+    cached_tokens: int | None = None
 
 
 class EmbeddingJob(msgspec.Struct, frozen=True, kw_only=True):

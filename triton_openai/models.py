@@ -79,6 +79,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     *owner* is the Triton model whose name and settings these are; *adapter* may answer for it with another one.
     *lora* is the LoRA adapter that the name stands for, *lora_delivery* what brings its weights where requests have to.
+    *priorities* are the levels of priority in its queue, 0 where there are none.
     """
 
     name: str
@@ -90,6 +91,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     lazy_prompter: LazyPrompter
     lora: Lora | None = None
     lora_delivery: LoraDelivery | None = None
+    priorities: int = 0
 
     async def prompter(self) -> Prompter:
         """Return tokenizer and template. Raises :class:`ConfigurationError`."""
@@ -264,6 +266,7 @@ class Models:
             settings=settings,
             created=self._since(config.name),
             lazy_prompter=before.lazy_prompter if before is not None and same else LazyPrompter(settings, hint),
+            priorities=_priorities(adapter.config, repository),
         )
 
     def _adapter(
@@ -296,6 +299,12 @@ class Models:
         if not direct.capabilities.tokens:
             return adapter, reason
         return direct, f"{adapter.name}, answered by its engine '{engine.name}' as prefer_token_level is set"
+
+
+def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:
+    """Return the levels of priority of a model's queue; an ensemble hands a request's priority to each of its steps."""
+    steps = [step for step in (repository.get(step.model) for step in config.steps) if step is not None]
+    return max([config.priority_levels, *(step.priority_levels for step in steps)])
 
 
 def _why_unclaimed(config: ModelConfig) -> str:

@@ -25,7 +25,7 @@ from triton_openai.models import ServedModel
 from triton_openai.text.stops import StopStrings
 from triton_openai.text.tokens import TokenText
 from triton_openai.triton.client import ResponseStream, TritonClient
-from triton_openai.triton.single import SingleAnswer
+from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import InferRequest
 
@@ -73,12 +73,17 @@ class Run:
         self._ended = False
         # Counts: None once the backend has left one out
         self._prompt_tokens: int | None = None
+        self._cached_tokens: int | None = None
         self._tokens: int | None = 0
         self._steps = 0
         self._text: list[str] = []
         # The result
         self.finish_reason: FinishReason | None = None
         self.usage: Usage | None = None
+        # When: sent to Triton, answered with a first token, and at its end
+        self.sent: float | None = None
+        self.first: float | None = None
+        self.ended: float | None = None
         self.cumulative_logprob = 0.0
 
     @property
@@ -95,7 +100,6 @@ class Run:
 
     async def start(self) -> None:
         """Send the request. Raises :class:`ServiceError`."""
-        self._last = self._loop.time()
         if self.model.lora_delivery is not None:
             answers = LoraAnswers(self.model.lora_delivery, self._open)
             await answers.start()
@@ -109,6 +113,11 @@ class Run:
         if lora is not generation.lora:
             generation = msgspec.structs.replace(generation, lora=lora)
         request = self.model.adapter.encode(generation)
+        if generation.priority:
+            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
+        self._last = self._loop.time()
+        # A LoRA adapter's weights may make a second attempt of it; the client has waited since the first.
+        self.sent = self._last if self.sent is None else self.sent
         return await self._client.stream(request) if request.stream else SingleAnswer(self._client, request)
 
     async def read(self) -> Sequence[Delta]:
@@ -140,6 +149,7 @@ class Run:
                 await self._conclude()
                 return deltas
             if self._steps == 0:
+                self.first = self._loop.time()
                 self._watch_silence(self._settings.idle_timeout)
             for response in responses:
                 for delta in self._decoder.feed(response):
@@ -176,6 +186,7 @@ class Run:
             self._ended = True
             return
         self._ended = True
+        self.ended = self._loop.time()
         self._stream.close()
         if self._settings.stop_requests:
             order = self.model.adapter.cancel(self.generation)
@@ -201,6 +212,8 @@ class Run:
         self._steps += 1
         if delta.prompt_tokens is not None:
             self._prompt_tokens = delta.prompt_tokens
+        if delta.cached_tokens is not None:
+            self._cached_tokens = delta.cached_tokens
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
         if delta.tokens is None:
@@ -239,6 +252,7 @@ class Run:
             self._watch.cancel()
             self._watch = None
         self._ended = True
+        self.ended = self._loop.time()
         tokens, prompt = self._tokens, self._prompt_tokens
         if tokens is None or prompt is None:
             tokenizer = self._tokenizer
@@ -249,7 +263,13 @@ class Run:
                 if tokens is None:
                     tokens = await count_pieces(tokenizer, self._text)
         if tokens is not None and prompt is not None:
-            self.usage = Usage(prompt_tokens=prompt, completion_tokens=tokens)
+            cached = self._cached_tokens
+            self.usage = Usage(
+                prompt_tokens=prompt,
+                completion_tokens=tokens,
+                # A backend may count a block of its cache whole that the prompt fills in part.
+                cached_tokens=None if cached is None else min(cached, prompt),
+            )
         if self.finish_reason is None:
             self.finish_reason = self._reason_by_count(prompt, tokens)
 

@@ -285,7 +285,8 @@ REFUSED = [
     ("completions", "suffix", "end"),
     ("completions", "best_of", 2),
     ("completions", "stop_token_ids", [1]),
-    ("completions", "truncate_prompt_tokens", 5),
+    ("completions", "priority", 1),
+    ("chat", "chat_template", "{{ messages }}"),
 ]
 
 

@@ -237,7 +237,7 @@ def test_a_lora_task_that_is_not_in_the_cache(url, model):
     asked = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2, "streaming": True}
     if model != "tensorrt_llm":
         asked = {"text_input": "Hi", "max_tokens": 2, "stream": True}
-    (answer,) = ask(url, model, lora_task_id=4711, **asked)
+    answer = ask(url, model, lora_task_id=4711, **asked)[0]
     assert answer.error is not None
     assert "LoRA task 4711 not found in cache. Please send LoRA weights with request" in answer.error
     assert "processing the input values" not in answer.error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from array import array
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -222,6 +224,18 @@ def test_an_infer_body_can_be_read_back():
     header = b'{"outputs":[{"name":"out","datatype":"BYTES","shape":[2],"parameters":{"binary_data_size":%d}}]}'
     header = header % len(raw)
     assert ["a", "é"] == list(parse_infer(header + raw, len(header)).texts("out"))
+
+
+def test_a_priority_is_said_where_there_is_one():
+    """It is a parameter of the request, in both protocols, and left out where it is the default."""
+    urgent = msgspec.structs.replace(REQUEST, priority=3)
+    body, length = infer_body(urgent)
+
+    assert {"priority": 3} == json.loads(body[:length])["parameters"]
+    assert 3 == encode_request(urgent).parameters["priority"].int64_param
+    plain, plain_length = infer_body(REQUEST)
+    assert "parameters" not in json.loads(plain[:plain_length])
+    assert not encode_request(REQUEST).parameters
 
 
 @pytest.mark.parametrize("header", [b"", b"{", b"[]", b'{"outputs":[{"name":"out"}]}', b'{"outputs":1}'])

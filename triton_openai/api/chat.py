@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from triton_openai.adapters.parameters import Rule
 from triton_openai.api.bodies import read_json
+from triton_openai.api.chat_prompt import PromptOptions, as_sent, rendered
 from triton_openai.api.chat_response import (
     ChatChunks,
     ChatCompletion,
@@ -27,7 +28,7 @@ from triton_openai.api.chat_response import (
 from triton_openai.api.guides import guide_of
 from triton_openai.api.logprobs import chat_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
-from triton_openai.api.parameters import SamplingRequest, refuse, sampling, stream_options
+from triton_openai.api.parameters import SamplingRequest, priority, refuse, sampling, stream_options, truncation
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.streaming import Collected, collect, stream
 from triton_openai.api.tools import ToolPlan
@@ -35,9 +36,9 @@ from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
 from triton_openai.chat.messages import Message
 from triton_openai.chat.parsers import Parsers
-from triton_openai.chat.prompts import Prompter
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.models import ServedModel
+from triton_openai.telemetry.observation import observe
 from triton_openai.text.answer import AnswerParser, ForcedCall
 from triton_openai.text.tools.base import CallGrammar, ToolParser
 from triton_openai.text.tools.events import Content, Event
@@ -57,6 +58,8 @@ class ChatRequest(SamplingRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -72,8 +75,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
     verbosity: Any = None
     web_search_options: Any = None
     moderation: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
     echo: Any = None
     best_of: Any = None
 
@@ -85,8 +86,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "chat_template": (),
-    "continue_final_message": (False,),
     "echo": (False,),
     "best_of": (1,),
 }
@@ -97,6 +96,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, ChatRequest, strict=service.settings.api.strict_parameters)
     model = await service.models.find(body.model)
+    adapter = model.adapter.name
+    observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("chatcmpl")
     plan = plan_tools(
@@ -111,8 +112,16 @@ async def handle(request: web.Request) -> web.StreamResponse:
         prompter = await model.prompter()
         parsers = await model.parsers()
         task = _task(service, model, body, completion_id, plan, parsers)
-        prompt = await _prompt(model, prompter, body, plan)
-        runs = await service.runs(model, [prompt], task)
+        prompt = await rendered(
+            prompter,
+            body.messages,
+            PromptOptions.of(body),
+            tools=plan.prompt,
+            trust_template=service.settings.api.trust_request_chat_template,
+        )
+        prompt = as_sent(model, prompter, prompt)
+        runs = observation.answers = await service.runs(model, [prompt], task)
+        observation.n = task.n
         answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
         if body.stream:
             chunks = ChatChunks(
@@ -199,6 +208,8 @@ def _task(
         n=body.n or 1,
         guide=forced or guide,
         open_ended=max_tokens is None and defaults.max_tokens is None,
+        truncation=truncation(body),
+        priority=priority(body, model.priorities),
     )
 
 
@@ -224,32 +235,3 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser |
         return None
     inside = None if reasoning is None else reasoning.inside_after(prompt)
     return AnswerParser(None if reasoning is None else reasoning(inside=inside), tools, parallel=plan.parallel)
-
-
-async def _prompt(model: ServedModel, prompter: Prompter, body: ChatRequest, plan: ToolPlan) -> str:
-    if plan.active and "tools" not in prompter.template_for(tools=plan.prompt).variables:
-        raise UnsupportedParameter("The model's chat template does not take tools.", param="tools")
-    prompt = await prompter.render_async(
-        body.messages,
-        tools=plan.prompt or None,
-        documents=body.documents,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        variables=_template_variables(body, prompter),
-    )
-    tokenizer = prompter.tokenizer
-    if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
-        # The backend puts the same token in front once more.
-        prompt = prompter.strip_bos(prompt)
-    return prompt
-
-
-def _template_variables(body: ChatRequest, prompter: Prompter) -> dict[str, Any]:
-    """Return what the client gives to the template, and ``reasoning_effort`` where the template reads it."""
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        if "reasoning_effort" not in prompter.template_for().variables:
-            raise UnsupportedParameter(
-                "The model's chat template does not take a 'reasoning_effort'.", param="reasoning_effort"
-            )
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return variables

@@ -17,7 +17,15 @@ from triton_openai.api.bodies import read_json
 from triton_openai.api.guides import guide_of
 from triton_openai.api.logprobs import CompletionLogprobs, completion_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
-from triton_openai.api.parameters import SamplingRequest, StreamOptions, refuse, sampling, stream_options
+from triton_openai.api.parameters import (
+    SamplingRequest,
+    StreamOptions,
+    priority,
+    refuse,
+    sampling,
+    stream_options,
+    truncation,
+)
 from triton_openai.api.prompts import prompts_of
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.sse import END, FIELD
@@ -27,6 +35,7 @@ from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Unsuppor
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.models import ServedModel
 from triton_openai.running import Run
+from triton_openai.telemetry.observation import observe
 
 _encode = msgspec.json.Encoder().encode
 
@@ -129,13 +138,16 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, CompletionRequest, strict=service.settings.api.strict_parameters)
     model = await service.models.find(body.model)
+    adapter = model.adapter.name
+    observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("cmpl")
     n = body.n or 1
     try:
         task = _task(service, model, body, completion_id)
         given = await prompts_of(model, body.prompt)
-        runs = await service.runs(model, given, task)
+        runs = observation.answers = await service.runs(model, given, task)
+        observation.n = task.n
         prompts = [run.generation.prompt for run in runs[:: task.n]]
         if body.stream:
             chunks = CompletionChunks(
@@ -193,7 +205,15 @@ def _task(service: Service, model: ServedModel, body: CompletionRequest, complet
     )
     guide = guide_of(body, model.adapter.capabilities.guides)
     open_ended = body.max_tokens is None and model.settings.default_parameters.max_tokens is None
-    return Task(id=completion_id, sampling=wanted, n=best_of, guide=guide, open_ended=open_ended)
+    return Task(
+        id=completion_id,
+        sampling=wanted,
+        n=best_of,
+        guide=guide,
+        open_ended=open_ended,
+        truncation=truncation(body),
+        priority=priority(body, model.priorities),
+    )
 
 
 def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:

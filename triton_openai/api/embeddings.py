@@ -30,8 +30,9 @@ from triton_openai.errors import (
 )
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.models import ServedModel
+from triton_openai.telemetry.observation import observe
 from triton_openai.triton.client import ResponseStream
-from triton_openai.triton.single import SingleAnswer
+from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -80,6 +81,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, EmbeddingsRequest, strict=service.settings.api.strict_parameters)
     model = await service.models.find(body.model)
+    observation = observe(request, "embeddings", model=body.model, adapter=model.adapter.name)
     capabilities = model.adapter.capabilities
     if not capabilities.embed:
         raise InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
@@ -96,7 +98,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     except ContextLengthExceeded as error:
         error.param = error.param or "input"
         raise
-    tokens = await _count(model, job, result)
+    tokens = observation.input_tokens = await _count(model, job, result)
     as_text = body.encoding_format == "base64"
     answer = EmbeddingList(
         data=[

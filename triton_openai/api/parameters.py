@@ -8,7 +8,7 @@ vLLM's server does it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from msgspec import Meta
 from triton_openai.adapters.base import Adapter
 from triton_openai.adapters.parameters import Rule, check_range
 from triton_openai.api.bodies import is_neutral
+from triton_openai.chat.truncation import Truncation
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Sampling
@@ -65,6 +66,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    priority: Annotated[int, Meta(ge=0)] | None = None
     # Documented, and without influence on the answer: accepted.
     user: Any = None
     metadata: Any = None
@@ -74,19 +78,27 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     prompt_cache_key: Any = None
     # Documented or in common use, and not honoured: refused unless neutral (see REFUSED).
     logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
+    allowed_token_ids: Any = None
+    use_beam_search: Any = None
+    spaces_between_special_tokens: Any = None
+    return_tokens_as_token_ids: Any = None
+    thinking_token_budget: Any = None
+    include_reasoning: Any = None
     prompt_logprobs: Any = None
     return_token_ids: Any = None
-    priority: Any = None
 
 
 # Parameters that would change the answer and are not supported, with the values that mean "not used".
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
+    "allowed_token_ids": ([],),
+    "use_beam_search": (False,),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
-    "priority": (0,),
 }
 
 # Fields that a request and a sampling have in common, under the same name.
@@ -213,6 +225,41 @@ def sampling(
         if isinstance(asked[row.name], int | float):
             check_range(max_tokens_name if row.name == "max_tokens" else row.name, asked[row.name], row.datatype)
     return result
+
+
+def truncation(request: SamplingRequest) -> Truncation | None:
+    """Return what the prompt is to be cut to. Raises :class:`InvalidRequest` for a side of nothing, and for 0."""
+    if request.truncate_prompt_tokens is None:
+        if request.truncation_side is not None:
+            raise InvalidRequest(
+                "'truncation_side' needs 'truncate_prompt_tokens'.", param="truncation_side", code="invalid_value"
+            )
+        return None
+    if request.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "'truncate_prompt_tokens' must be -1 (as many as there is room for) or at least 1.",
+            param="truncate_prompt_tokens",
+            code="invalid_value",
+        )
+    return Truncation(tokens=request.truncate_prompt_tokens, side=request.truncation_side or "left")
+
+
+def priority(request: SamplingRequest, levels: int) -> int:
+    """
+    Return the request's priority, 0 for the default; *levels* is how many the model's queue has.
+
+    Raises :class:`UnsupportedParameter` where it has none, and :class:`InvalidRequest` for more than that.
+    """
+    given = request.priority or 0
+    if given and not levels:
+        raise UnsupportedParameter("The model's queue has no priorities.", param="priority")
+    if given > levels:
+        raise InvalidRequest(
+            f"'priority' must be from 0 (the default) or 1 (the first) to {levels} for this model, got {given}.",
+            param="priority",
+            code="invalid_value",
+        )
+    return given
 
 
 def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOptions:

@@ -15,6 +15,7 @@ from aiohttp import web
 from triton_openai.api.limits import fit
 from triton_openai.background import Background
 from triton_openai.chat.tokenizer import Tokenizer
+from triton_openai.chat.truncation import Truncation, cut_ids, cut_text
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Generation, Guide, Sampling, Vocabulary
@@ -33,7 +34,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a request wants for each of its prompts: *n* answers under the ids that begin with *id*.
 
-    ``open_ended`` is whether the client left the length of the answer open.
+    ``open_ended`` is whether the client left the length of the answer open. ``truncation`` is what the prompts are cut
+    to; ``priority`` is the request's place in Triton's queue.
     """
 
     id: str
@@ -41,6 +43,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     guide: Guide | None = None
     open_ended: bool = False
+    truncation: Truncation | None = None
+    priority: int = 0
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -119,12 +123,36 @@ async def prepare(
         return await _as_ids(model, tokenizer, prompt, task)
     if not isinstance(prompt, str):
         raise UnsupportedParameter("This model does not take prompts as token ids.", param="prompt")
+    truncation = _truncation(model, task)
+    if truncation is not None:
+        if tokenizer is None:
+            raise UnsupportedParameter(
+                "'truncate_prompt_tokens' needs the model's tokenizer, which is not configured.",
+                param="truncate_prompt_tokens",
+            )
+        prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
     echo = None
     if capabilities.echoes and tokenizer is not None:
         echo = tokenizer.decode(await tokenizer.encode_async(prompt))
     return Generation(
-        id=task.id, prompt=prompt, sampling=task.sampling, prompt_echo=echo, guide=task.guide, lora=model.lora
+        id=task.id,
+        prompt=prompt,
+        sampling=task.sampling,
+        prompt_echo=echo,
+        guide=task.guide,
+        lora=model.lora,
+        kv_cache_block_size=model.settings.kv_cache_block_size,
+        priority=task.priority,
     )
+
+
+def _truncation(model: ServedModel, task: Task) -> Truncation | None:
+    """Return what prompts are cut to; room is left for the answer, or for one token of it where its length is open."""
+    if task.truncation is None:
+        return None
+    limit = model.settings.max_model_len
+    answer = 1 if task.open_ended else task.sampling.max_tokens
+    return task.truncation.within(None if limit is None else limit - answer)
 
 
 async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: Generation, task: Task) -> Sampling:
@@ -141,11 +169,14 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: G
 
 async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequence[int], task: Task) -> Generation:
     size = tokenizer.vocab_size
+    truncation = _truncation(model, task)
     if isinstance(prompt, str):
         # A chat's template has written the special tokens itself; where the tokenizer adds them, they were taken off.
+        if truncation is not None:
+            prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
         ids = await tokenizer.encode_async(prompt, model.adapter.hints.adds_bos)
     else:
-        ids = list(prompt)
+        ids = list(prompt if truncation is None else cut_ids(prompt, truncation))
         outside = next((number for number in ids if not 0 <= number < size), None)
         if outside is not None:
             raise InvalidRequest(
@@ -174,6 +205,8 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
         sampling=task.sampling,
         guide=task.guide,
         lora=model.lora,
+        kv_cache_block_size=model.settings.kv_cache_block_size,
+        priority=task.priority,
     )
 
 

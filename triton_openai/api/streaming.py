@@ -16,6 +16,7 @@ from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError, UpstreamTimeout
 from triton_openai.generation import Delta, TokenLogprob
 from triton_openai.running import Answers, Run, Step
+from triton_openai.telemetry.observation import OBSERVATION
 
 _log = structlog.get_logger(__name__)
 
@@ -117,21 +118,25 @@ async def stream(request: web.Request, runs: Sequence[Run], chunks: Chunks, *, h
                 reason=error.detail or error.message,
                 code=error.code,
             )
+            request[OBSERVATION].error = error
             await writer.fail(error)
         except asyncio.CancelledError:
             reason = request.app[DRAINING].reason()
             if reason is None or not writer.started:
                 raise
+            request[OBSERVATION].error = reason
             await writer.fail(reason)
         except ConnectionError:
             # The client has left: there is nobody to tell, and what ran for it is stopped below.
+            request[OBSERVATION].client_left = True
             return writer.response
         except Exception:
             if not writer.started:
                 raise
             # A mistake of ours, or of a third party's parser: the answer has begun, so it has to be told in it.
             _log.exception("stream failed", request_id=request.get(REQUEST_ID), model=runs[0].model.name)
-            await writer.fail(ServiceError("The service failed to answer the request."))
+            failure = request[OBSERVATION].error = ServiceError("The service failed to answer the request.")
+            await writer.fail(failure)
         finally:
             await answers.close()
         await writer.finish()

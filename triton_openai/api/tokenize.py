@@ -13,7 +13,9 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.api.bodies import read_json
+from triton_openai.api.chat_prompt import PromptOptions, rendered
 from triton_openai.api.service import service_of
+from triton_openai.api.tools import plan
 from triton_openai.chat.messages import Message
 from triton_openai.chat.prompts import Prompter
 from triton_openai.chat.tokenizer import Tokenizer
@@ -34,7 +36,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -70,10 +76,13 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
     if body.messages is not None:
-        text = await prompter.render_async(
+        tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+        text = await rendered(
+            prompter,
             body.messages,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            variables=body.chat_template_kwargs,
+            PromptOptions.of(body),
+            tools=tools.prompt,
+            trust_template=service.settings.api.trust_request_chat_template,
         )
         special = bool(body.add_special_tokens)
     else:

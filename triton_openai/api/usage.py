@@ -30,12 +30,24 @@ def usage_so_far(runs: Sequence[Run], *, n: int = 1) -> UsageObject | None:
 
 def _total(usages: Sequence[Usage | None], n: int) -> UsageObject | None:
     prompt = completion = 0
+    cached: int | None = 0
     for number, usage in enumerate(usages):
         if usage is None:
             return None
-        prompt += 0 if number % n else usage.prompt_tokens
         completion += usage.completion_tokens
-    return UsageObject(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        if number % n == 0:
+            prompt += usage.prompt_tokens
+            cached = None if cached is None or usage.cached_tokens is None else cached + usage.cached_tokens
+    total = UsageObject(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    if cached is None:
+        return total
+    return msgspec.structs.replace(total, prompt_tokens_details=PromptTokensDetails(cached_tokens=cached))
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """How many of the prompt's tokens came from the backend's cache."""
+
+    cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,4 +62,5 @@ class UsageObject(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET

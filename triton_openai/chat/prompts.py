@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.chat import builtin
+from triton_openai.chat.continuation import Continuation
 from triton_openai.chat.messages import Message
 from triton_openai.chat.prepare import prepare
 from triton_openai.chat.template import ChatTemplate
@@ -145,22 +146,27 @@ class Prompter:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """
         Return the prompt for *messages*; *variables* are the client's ``chat_template_kwargs``.
 
-        Raises :class:`ConfigurationError` where the model has no usable template, :class:`InvalidRequest` for
-        messages that are wrong or that the template does not accept, and for reserved *variables*.
+        With *continue_final_message* it ends where the last message's text does. Raises :class:`ConfigurationError`
+        where the model has no usable template, :class:`InvalidRequest` for messages that are wrong or that the
+        template does not accept, and for reserved *variables*.
         """
         template = self.template_for(tools=tools, documents=documents)
-        return template.render(
-            prepare(messages, template),
+        continuation = Continuation() if continue_final_message else None
+        prepared = prepare(messages, template)
+        prompt = template.render(
+            prepared if continuation is None else continuation.mark(prepared),
             **_variables(variables),
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,
             documents=documents or None,
         )
+        return prompt if continuation is None else continuation.cut(prompt)
 
     async def render_async(
         self,
@@ -169,17 +175,25 @@ class Prompter:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Do :meth:`render` without holding the event loop for long messages. Raises the same."""
         template = self.template_for(tools=tools, documents=documents)
-        return await template.render_async(
-            prepare(messages, template),
+        continuation = Continuation() if continue_final_message else None
+        prepared = prepare(messages, template)
+        prompt = await template.render_async(
+            prepared if continuation is None else continuation.mark(prepared),
             **_variables(variables),
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,
             documents=documents or None,
         )
+        return prompt if continuation is None else continuation.cut(prompt)
+
+    def with_template(self, template: ChatTemplate) -> Prompter:
+        """Return the same with *template* in place of the model's own ones."""
+        return Prompter(tokenizer=self._tokenizer, templates={"default": template}, provenance=self._provenance)
 
     def starts_with_bos(self, prompt: str) -> bool:
         """Say whether *prompt* begins with the text of ``bos_token``, so that a backend would add a second one."""

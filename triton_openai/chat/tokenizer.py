@@ -120,6 +120,20 @@ class Tokenizer:
                 "The text is not valid Unicode (it holds a lone surrogate).", detail=str(error)
             ) from error
 
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """
+        Return where each token of *text* begins and ends in it, in characters, without special tokens added to it.
+
+        Tokens that are parts of one character share its place. Raises as :meth:`encode`.
+        """
+        try:
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequest(
+                "The text is not valid Unicode (it holds a lone surrogate).", detail=str(error)
+            ) from error
+        return encoding.offsets
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """
         Return the text of *ids*. Ids that do not exist give no text.

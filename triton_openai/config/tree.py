@@ -136,6 +136,10 @@ class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         Literal["reasoning_content", "reasoning", "both"],
         Meta(description="Name under which an answer's reasoning is given."),
     ] = "reasoning_content"
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(description="Let a request bring its own chat template: a program that runs here, in Jinja's sandbox."),
+    ] = False
     list_all_models: Annotated[
         bool, Meta(description="List helper models (tokenizing and detokenizing steps) too, and serve inner engines.")
     ] = False
@@ -207,6 +211,14 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             extra={"metavar": "[MODEL=]TOKENS", "per_model": True},
         ),
     ] = None
+    kv_cache_block_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Tokens in a block of the engine's KV cache (its tokens_per_block): with it, usage tells how "
+            "many of the prompt's tokens came from the cache, where the backend counts them.",
+            extra={"metavar": "[MODEL=]TOKENS", "per_model": True},
+        ),
+    ] = None
     default_parameters: Annotated[
         DefaultParameters,
         Meta(description="Values for request parameters that a client leaves out, such as temperature."),
@@ -272,6 +284,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             tool_call_parser=own.tool_call_parser or self.defaults.tool_call_parser,
             reasoning_parser=own.reasoning_parser or self.defaults.reasoning_parser,
             max_model_len=own.max_model_len or self.defaults.max_model_len,
+            kv_cache_block_size=own.kv_cache_block_size or self.defaults.kv_cache_block_size,
             default_parameters=DefaultParameters(**parameters),
             aliases=own.aliases,
             loras=own.loras,

@@ -46,6 +46,7 @@ def render(
     decoupled: bool | None = None,
     instances: int = 0,
     dynamic_batching: bool = False,
+    priority_levels: int = 0,
     parameters: Mapping[str, str] | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> str:
@@ -60,7 +61,8 @@ def render(
     if decoupled is not None:
         lines.append(f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}")
     if dynamic_batching:
-        lines.append("dynamic_batching { }")
+        levels = f"priority_levels: {priority_levels} default_priority_level: {priority_levels}"
+        lines.append(f"dynamic_batching {{ {levels if priority_levels else ''} }}")
     lines += [_tensor("input", text) for text in contract.inputs]
     lines += [_tensor("output", text) for text in contract.outputs]
     if contract.steps:

@@ -159,9 +159,12 @@ def _engine(site: _Site, name: str) -> None:
     if not legacy:
         parameters |= {"cancellation_check_period_ms": "100", "guided_decoding_backend": "xgrammar"}
         parameters |= _tokenizer_parameters(site)
+    streams = name != "tensorrt_llm_nonstreaming"
     text = render(
         name, contract, backend="tensorrtllm" if legacy else "python", max_batch_size=_BATCH, dynamic_batching=True,
-        decoupled=name != "tensorrt_llm_nonstreaming", instances=1, parameters=parameters,
+        # One of them as an operator sets it up who wants priorities; no installed repository has any.
+        priority_levels=0 if streams else 2,
+        decoupled=streams, instances=1, parameters=parameters,
     )  # fmt: skip
     site.write(name, text, None if legacy else "tensorrt_llm")
 

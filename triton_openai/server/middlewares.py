@@ -1,5 +1,5 @@
 """
-Middlewares: the request id, and the last line of the error policy.
+Middlewares: the request id, its record, and the last line of the error policy.
 
 Before the first byte of an answer an error is a JSON body with its own status; after it, the handlers themselves end
 their streams with an error event. What no rule knows is logged with its traceback and answered with a sentence that
@@ -24,6 +24,7 @@ from triton_openai.errors import (
     PayloadTooLarge,
     ServiceError,
 )
+from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation
 
 _log = structlog.get_logger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -31,26 +32,27 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give the request its id, and say so in the answer and in one log line."""
+    """Give the request its id and its record, and tell the observers of its beginning and its end."""
     name = request_id(request)
     request[REQUEST_ID] = name
-    started = time.monotonic()
+    observation = request[OBSERVATION] = Observation(request_id=name, method=request.method, path=request.path)
+    observers = request.app[OBSERVERS]
     draining = request.app[DRAINING]
     task = draining.enter()
-    status = 499
+    observers.started(observation)
+    # In every line that is written on behalf of this request, by work that outlives it too.
+    bound = structlog.contextvars.bind_contextvars(request_id=name)
     try:
         response = await handler(request)
-        status = response.status
+        observation.status = response.status
+    except (asyncio.CancelledError, ConnectionError):
+        observation.client_left = True
+        raise
     finally:
         draining.leave(task)
-        _log.debug(
-            "request",
-            request_id=name,
-            method=request.method,
-            path=request.path,
-            status=status,
-            seconds=round(time.monotonic() - started, 4),
-        )
+        observation.ended = time.monotonic()
+        observers.ended(observation)
+        structlog.contextvars.reset_contextvars(**bound)
     return response
 
 
@@ -89,6 +91,7 @@ async def envelope_errors(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def _answer(request: web.Request, error: ServiceError, headers: dict[str, str] | None = None) -> web.Response:
+    request[OBSERVATION].error = error
     if error.status >= 500 or error.detail:
         _log.warning(
             "request refused",

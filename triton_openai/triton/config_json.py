@@ -33,6 +33,10 @@ class _Ensemble(msgspec.Struct, frozen=True):
     step: list[_Step] = []
 
 
+class _Batching(msgspec.Struct, frozen=True):
+    priority_levels: int | str = 0
+
+
 class _Config(msgspec.Struct, frozen=True):
     name: str
     backend: str = ""
@@ -43,6 +47,7 @@ class _Config(msgspec.Struct, frozen=True):
     parameters: dict[str, _Value] = {}
     model_transaction_policy: _Policy = _Policy()
     ensemble_scheduling: _Ensemble = _Ensemble()
+    dynamic_batching: _Batching = _Batching()
 
 
 _decoder = msgspec.json.Decoder(_Config)
@@ -84,6 +89,8 @@ def parse_model_config(data: bytes) -> ModelConfig:
                 EnsembleStep(model=step.model_name, input_map=step.input_map, output_map=step.output_map)
                 for step in config.ensemble_scheduling.step
             ),
+            # An uint64: text in protobuf's JSON form.
+            priority_levels=int(config.dynamic_batching.priority_levels),
         )
     except (msgspec.MsgspecError, ValueError) as error:
         raise UpstreamError("Triton sent a model configuration that cannot be read.", detail=str(error)) from error

@@ -64,6 +64,8 @@ def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
         entry.shape.extend(tensor.shape)
         if contents:
             message.raw_input_contents.append(tensor.raw())
+    if request.priority:
+        message.parameters["priority"].int64_param = request.priority
     for name in request.outputs:
         message.outputs.add().name = name
     return message
@@ -101,6 +103,7 @@ def decode_config(config: Any) -> ModelConfig:
             EnsembleStep(model=step.model_name, input_map=dict(step.input_map), output_map=dict(step.output_map))
             for step in config.ensemble_scheduling.step
         ),
+        priority_levels=config.dynamic_batching.priority_levels,
     )
 
 

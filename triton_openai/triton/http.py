@@ -77,10 +77,13 @@ def infer_body(request: InferRequest) -> tuple[bytes, int]:
             }
         )
     header: dict[str, Any] = {"id": request.id, "inputs": inputs}
+    parameters: dict[str, Any] = {"priority": request.priority} if request.priority else {}
     if request.outputs:
         header["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in request.outputs]
     else:
-        header["parameters"] = {"binary_data_output": True}
+        parameters["binary_data_output"] = True
+    if parameters:
+        header["parameters"] = parameters
     encoded = msgspec.json.encode(header)
     return b"".join([encoded, *contents]), len(encoded)
 

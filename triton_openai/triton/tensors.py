@@ -65,7 +65,11 @@ class EnsembleStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A model's configuration as Triton serves it: the only thing that adapters may decide by."""
+    """
+    A model's configuration as Triton serves it: the only thing that adapters may decide by.
+
+    ``priority_levels`` are those of the dynamic batcher's queue; 0 where it has none.
+    """
 
     name: str
     backend: str = ""
@@ -76,6 +80,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     outputs: Mapping[str, TensorSpec] = {}
     parameters: Mapping[str, str] = {}
     steps: tuple[EnsembleStep, ...] = ()
+    priority_levels: int = 0
 
     @property
     def batching(self) -> bool:
@@ -150,6 +155,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``outputs`` are the outputs wanted (HTTP's generate extension cannot choose and sends all). ``stream`` is true when
     the model is decoupled: its answers come one by one and the request can be cancelled on the way. ``cancellable`` is
     whether cancelling ends the work on the backend; where it does not, a transport may read the rest and drop it.
+    ``priority`` is that of Triton's queues, 1 first and 0 for the default; the generate extension cannot say it.
     """
 
     model: str
@@ -159,6 +165,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     cancellable: bool = True
     json_expressible: bool = True
+    priority: int = 0
 
 
 class InferResponse(Protocol):

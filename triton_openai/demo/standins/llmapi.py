@@ -22,7 +22,7 @@ from .engine import HonestEngine, Options
 from .generation import Generation, SteeredFailure
 from .tensors import Recorder, array, as_text, scalar, strings
 from .text import Vocabulary
-from .trt_outputs import log_probability
+from .trt_outputs import PrefixCache, log_probability
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PREFIX = "sampling_param_"
@@ -41,6 +41,7 @@ class TritonPythonModel:
         self.recorder = Recorder(self.settings.record, self.settings.name)
         self.check_seconds = 0.1
         self.streams = _FIRST_THAT_STREAMS in self.settings.inputs()
+        self.cache = PrefixCache()
         self._running: dict[str, Request] = {}
         self._lock = threading.Lock()
         self._batcher = Batcher()
@@ -119,10 +120,14 @@ class Request:
             for name in ("finish_reason", "stop_reason", "cumulative_logprob")
             if _one(request, f"return_{name}", False)
         ]
+        if _one(request, f"{_PREFIX}return_perf_metrics", False):
+            self._wanted.append("kv_cache_reused_block")
         self._requested = set(request.requested_output_names())
+        ids = model.vocabulary.encode(prompt, add_special_tokens=True)
+        self._reused_blocks = model.cache.reuse(ids)
         self.generation = Generation(
             HonestEngine(model.vocabulary, steered, rest).generate(
-                model.vocabulary.encode(prompt, add_special_tokens=True),
+                ids,
                 Options(seed=int(_one(request, f"{_PREFIX}seed", 0))),
             ),
             steering=steered,
@@ -185,6 +190,7 @@ class Request:
             "stop_reason": "None",
             # Text where the config declares a number.
             "cumulative_logprob": str(float(np.sum([log_probability(token) for token in ids]))),
+            "kv_cache_reused_block": str(self._reused_blocks),
         }
         names = ["text_output", *self._wanted]
         if self._requested:

@@ -60,6 +60,7 @@ class TritonPythonModel:
         self.declared = self.settings.outputs()
         self._texts = _TEXTS[self.flavour]
         self._loras: set[int] = set()
+        self._cache = trt_outputs.PrefixCache()
         self._running: dict[str, Request] = {}
         self._lock = threading.Lock()
         self._batcher = Batcher()
@@ -138,7 +139,8 @@ class TritonPythonModel:
                     f"Prompt length ({len(ids)}) exceeds maximum input length ({_MAX_INPUT_LENGTH}). Set log level to"
                     " info and check TRTGptModel logs for how maximum input length is set"
                 )
-            found += [Sequence(self._generation(request, row, ids, i), ids, row, i) for i in range(wanted)]
+            reused = self._cache.reuse(ids)
+            found += [Sequence(self._generation(request, row, ids, i), ids, row, i, reused) for i in range(wanted)]
         return found
 
     def _check(self, request: Any, input_ids: Any) -> None:
@@ -221,6 +223,7 @@ class Sequence:
     prompt: list[int]
     row: int
     index: int
+    reused_blocks: int
 
 
 class Request:

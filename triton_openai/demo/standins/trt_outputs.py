@@ -10,6 +10,11 @@ import triton_python_backend_utils as pb
 
 from .tensors import scalar
 
+# Tokens in a block of the cache, which every engine of the demo is built with.
+TOKENS_PER_BLOCK = 64
+# Blocks that the cache holds, the latest ones.
+_CACHE_SIZE = 4096
+
 # Versions without this output sent placeholders for everything that was not asked for.
 _FIRST_WITHOUT_PLACEHOLDERS = "sequence_index"
 
@@ -78,11 +83,11 @@ class Writer:
         }
 
     def _metrics(self, sequence: Any) -> dict[str, Any]:
-        blocks = len(sequence.prompt) // 64 + 1
+        blocks = len(sequence.prompt) // TOKENS_PER_BLOCK + 1
         counts = {
-            "kv_cache_alloc_new_blocks": blocks,
-            "kv_cache_reused_blocks": 0,
-            "kv_cache_alloc_total_blocks": blocks,
+            "kv_cache_alloc_new_blocks": blocks - sequence.reused_blocks,
+            "kv_cache_reused_blocks": sequence.reused_blocks,
+            "kv_cache_alloc_total_blocks": blocks - sequence.reused_blocks,
             "total_accepted_draft_tokens": 0,
             "total_draft_tokens": 0,
         }
@@ -97,6 +102,26 @@ class Writer:
             **{name: np.array([[value]], dtype=np.int64) for name, value in times.items()},
             "acceptance_rate": np.zeros((1, 1), dtype=np.float32),
         }
+
+
+class PrefixCache:
+    """What of earlier prompts an engine still has: full blocks, each with everything before it."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, None] = {}
+
+    def reuse(self, prompt: list[int]) -> int:
+        """Return how many of *prompt*'s full blocks were there already, and keep all of them."""
+        keys: list[int] = []
+        for start in range(0, len(prompt) - TOKENS_PER_BLOCK + 1, TOKENS_PER_BLOCK):
+            keys.append(hash((*keys[-1:], *prompt[start : start + TOKENS_PER_BLOCK])))
+        reused = next((place for place, key in enumerate(keys) if key not in self._blocks), len(keys))
+        for key in keys:
+            self._blocks.pop(key, None)
+            self._blocks[key] = None
+        while len(self._blocks) > _CACHE_SIZE:
+            del self._blocks[next(iter(self._blocks))]
+        return reused
 
 
 def log_probability(token: int) -> float:

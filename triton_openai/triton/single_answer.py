@@ -1,4 +1,4 @@
-"""The answer of a model that is not decoupled, read like a stream."""
+"""The one answer of a model that answers once, in the form of a stream."""
 
 from __future__ import annotations
 

@@ -1,0 +1,81 @@
+"""One line per request, with what an operator wants to know and nothing that belongs to a client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import structlog
+
+from tests.conformance.calls import PATHS, ask, in_session_loop, request, steered
+from tests.proxy_fixture import Proxy
+
+pytestmark = in_session_loop
+
+
+def lines(captured: list[Any], **wanted: Any) -> list[Any]:
+    """Return the lines about requests with these fields."""
+    return [
+        line for line in captured if line["event"] == "request" and all(line.get(k) == v for k, v in wanted.items())
+    ]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for *condition*, which nothing tells of."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("endpoint", PATHS)
+async def test_the_line_of_an_answer(proxies: dict[str, Proxy], endpoint: str, stream: bool) -> None:
+    """It says who answered, how much it was, how long it took, and why it ended."""
+    with structlog.testing.capture_logs() as captured:
+        answer = await ask(proxies["http"], endpoint, "ensemble", steered("a secret", text="one two"), stream=stream)
+    assert 200 == answer.status
+
+    (line,) = lines(captured, request_id=answer.headers["x-request-id"])
+    assert ("info", 200, "ensemble", "trtllm-ensemble", stream, "stop") == tuple(
+        line[name] for name in ("log_level", "status", "model", "adapter", "stream", "finish_reason")
+    )
+    assert 2 == line["output_tokens"] <= line["input_tokens"]
+    assert 0 < line["first_token_seconds"] <= line["seconds"]
+    assert not {"error", "client_left"} & set(line)
+    assert "secret" not in str(captured)
+
+
+async def test_the_line_of_a_refusal(proxies: dict[str, Proxy]) -> None:
+    """The code says what was wrong; a health check is no line for every day."""
+    with structlog.testing.capture_logs() as captured:
+        refused = await ask(proxies["http"], "chat", "ensemble", "x", temperature=9)
+        nobody = await ask(proxies["http"], "chat", "no-such-model", "x")
+        health = await proxies["http"].get("/health/live")
+        failed = await ask(
+            proxies["http"], "chat", "vllm_model", steered(text="a b c", fail_at=2, delay_ms=50), stream=True
+        )
+
+    def line_of(answer: Any) -> Any:
+        (line,) = lines(captured, request_id=answer.headers["x-request-id"])
+        return line
+
+    assert (400, "invalid_value") == (line_of(refused)["status"], line_of(refused)["error"])
+    assert (404, "model_not_found") == (line_of(nobody)["status"], line_of(nobody)["error"])
+    assert "debug" == line_of(health)["log_level"]
+    # The status had left when it failed.
+    assert (200, "upstream_error") == (line_of(failed)["status"], line_of(failed)["error"])
+
+
+async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None:
+    """It is known that nobody got the answer."""
+    client = proxies["http"].client
+    with structlog.testing.capture_logs() as captured:
+        body = request("chat", "vllm_model", steered(text="a ", repeat=2000, delay_ms=20), stream=True, max_tokens=2000)
+        async with client.post("/v1/chat/completions", json=body) as response:
+            await response.content.readany()
+            name = response.headers["x-request-id"]
+            response.close()
+        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
+
+    assert lines(captured, request_id=name)[0]["client_left"]

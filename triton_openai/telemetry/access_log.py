@@ -1,0 +1,50 @@
+"""One log line per request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton_openai.telemetry.logging import get_logger
+from triton_openai.telemetry.observation import Observation
+
+_log = get_logger("triton_openai.access")
+
+
+class AccessLog:
+    """
+    Writes the line when the request has ended: "info" for inference, "debug" for the rest, which is mostly health
+    checks.
+    """
+
+    def started(self, observation: Observation) -> None:
+        """Do nothing: the request's id stands in every line that is written about it."""
+
+    def identified(self, observation: Observation) -> None:
+        """Do nothing: there is one line, and it comes at the end."""
+
+    def ended(self, observation: Observation) -> None:
+        """Write the line."""
+        fields: dict[str, Any] = {
+            "request_id": observation.request_id,
+            "method": observation.method,
+            "path": observation.path,
+            "status": observation.status,
+            "seconds": round(observation.duration, 4),
+        }
+        if observation.error is not None:
+            fields["error"] = observation.error.code
+        if observation.client_left:
+            fields["client_left"] = True
+        if observation.operation is None:
+            _log.debug("request", **fields)
+            return
+        fields |= {"model": observation.model, "adapter": observation.adapter, "stream": observation.stream}
+        usage = observation.usage
+        if usage is not None:
+            fields |= {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+        first = observation.time_to_first_token
+        if first is not None:
+            fields["first_token_seconds"] = round(first, 4)
+        if observation.finish_reasons:
+            fields["finish_reason"] = ",".join(dict.fromkeys(observation.finish_reasons))
+        _log.info("request", **fields)
