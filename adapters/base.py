@@ -15,7 +15,7 @@ import msgspec
 
 from triton_openai.adapters.parameters import BoundParameter
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation
+from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation, LoraFormat
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
 
@@ -28,7 +28,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``finish_reason`` are whether the backend reports them. ``dimensions`` and ``token_inputs`` are about embeddings.
     ``tokens`` is whether it is given token ids and answers in them: the text is made here. ``guides`` are the kinds of
     :class:`Guide` that the answer can be held to; ``logprobs`` is whether tokens come with their log probabilities;
-    ``lora`` whether a request can name a LoRA adapter.
+    ``lora`` whether a request can name a LoRA adapter, and ``lora_format`` how it takes an adapter's weights where they
+    have to be sent.
     """
 
     generate: bool = False
@@ -44,6 +45,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     guides: frozenset[str] = frozenset()
     logprobs: bool = False
     lora: bool = False
+    lora_format: LoraFormat | None = None
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,5 +158,7 @@ class Adapter:
             outputs=tuple(name for name in outputs if name in self.config.outputs),
             stream=self.config.decoupled,
             cancellable=cancellable,
-            json_expressible=all(tensor.datatype not in ("FP16", "BF16") for tensor in inputs),
+            json_expressible=all(
+                tensor.datatype not in ("FP16", "BF16") and not isinstance(tensor.values, bytes) for tensor in inputs
+            ),
         )

@@ -17,6 +17,7 @@ from triton_openai.adapters.helpers import users_of
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
 from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, stop_request, truthy
+from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.adapters.trtllm_tokens import TokenDecoder, dense_bias, word_list
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Generation, Vocabulary
@@ -70,6 +71,7 @@ class Trtllm(Adapter):
         )
         self._cache = cache_report(config)
         self._logprobs = any(each.name == "logprobs" and each.rule is Rule.MAPPED for each in self._parameters)
+        lora = lora_format(config)
         self._capabilities = Capabilities(
             generate=True,
             streaming=config.decoupled,
@@ -77,6 +79,8 @@ class Trtllm(Adapter):
             tokens=True,
             guides=guides(config, self._executor()),
             logprobs=self._logprobs,
+            lora=lora is not None,
+            lora_format=lora,
         )
 
     @classmethod
@@ -157,6 +161,7 @@ class Trtllm(Adapter):
             random = [self.tensor("runtime_top_k", 1)]
         inputs += random
         inputs += guide_tensors(self, generation.guide)
+        inputs += lora_tensors(self, generation.lora)
         if sampling.logit_bias:
             inputs.append(self.tensor("embedding_bias", *dense_bias(sampling.logit_bias, vocabulary.size)))
         outputs: tuple[str, ...] = _OUTPUTS

@@ -14,6 +14,7 @@ from triton_openai.adapters.decoding import PromptEcho, TextDecoder
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
 from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, truthy
+from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
 
@@ -71,12 +72,15 @@ class TrtllmText(Adapter):
         )
         self._cache = cache_report(config)
         self._constant = tuple(self.tensor(name, True) for name in _FLAGS if name in config.inputs)
+        lora = lora_format(config)
         self._capabilities = Capabilities(
             generate=True,
             streaming=config.decoupled,
             echoes=not config.decoupled and "exclude_input_in_output" not in config.inputs and self._engine_echoes(),
             usage=self._counts,
             guides=guides(config, self.engine),
+            lora=lora is not None,
+            lora_format=lora,
         )
 
     @property
@@ -127,6 +131,7 @@ class TrtllmText(Adapter):
             # An id that is never generated.
             inputs.append(self.tensor("end_id", -1))
         inputs += guide_tensors(self, generation.guide)
+        inputs += lora_tensors(self, generation.lora)
         outputs: tuple[str, ...] = _OUTPUTS
         if self._cache is not None and generation.kv_cache_block_size is not None:
             inputs.append(self.tensor(self._cache.flag, True))

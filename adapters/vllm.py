@@ -177,7 +177,7 @@ class Vllm(Adapter):
             # The value is JSON text inside the JSON: an object there fails the request.
             sampling[self._guide_key] = msgspec.json.encode(_guide_fields(guide)).decode()
         if generation.lora is not None:
-            sampling["lora_name"] = generation.lora
+            sampling["lora_name"] = generation.lora.name
         inputs: list[Tensor] = [
             self.tensor("text_input", generation.prompt),
             self.tensor(_KEYS, msgspec.json.encode(sampling).decode()),

@@ -15,7 +15,8 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     ├── Overloaded                     429  rate_limit_exceeded
     ├── UpstreamError                  502  upstream_error
     │   ├── UpstreamUnavailable        503  upstream_unavailable
-    │   └── UpstreamTimeout            504  upstream_timeout
+    │   ├── UpstreamTimeout            504  upstream_timeout
+    │   └── LoraNotLoaded              502  lora_not_loaded
     ├── NotImplementedUpstream         501  not_supported
     └── ConfigurationError             400  configuration_error   (also what the CLI prints and exits with)
 
@@ -164,6 +165,12 @@ class UpstreamTimeout(UpstreamError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class LoraNotLoaded(UpstreamError):
+    """The engine does not have, or no longer has, the weights of the LoRA adapter that a request names by number."""
+
+    code = "lora_not_loaded"
 
 
 class NotImplementedUpstream(ServiceError):

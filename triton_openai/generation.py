@@ -92,6 +92,34 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     pad_id: int | None = None
 
 
+class Matrix(msgspec.Struct, frozen=True):
+    """Numbers of *shape* (rows, columns) as raw little-endian contents of *datatype*."""
+
+    datatype: str
+    shape: tuple[int, int]
+    data: bytes
+
+
+class LoraFormat(msgspec.Struct, frozen=True):
+    """The dtype in which a model takes a LoRA adapter's weights, and the width of the table that describes them."""
+
+    weights: str
+    config_width: int
+
+
+class Lora(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    A LoRA adapter to answer with: its *name*, and for engines that know adapters by one, its *number*.
+
+    ``weights``, and ``config`` which says what each of their rows is for, are there on requests that bring them.
+    """
+
+    name: str
+    number: int | None = None
+    weights: Matrix | None = None
+    config: Matrix | None = None
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """
     One prompt to continue.
@@ -114,7 +142,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: Vocabulary | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
-    lora: str | None = None
+    lora: Lora | None = None
     kv_cache_block_size: int | None = None
     priority: int = 0
 

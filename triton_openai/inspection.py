@@ -46,6 +46,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: str | None = None
     reasoning: str | None = None
     guides: Sequence[str] = ()
+    loras: Sequence[str] = ()
     notes: Sequence[str] = ()
 
 
@@ -67,11 +68,21 @@ async def inspect(settings: Settings) -> list[ModelReport]:
 async def report(models: Models) -> list[ModelReport]:
     """Return the reports, by name."""
     names: dict[str, list[str]] = {}
+    loras: dict[str, set[str]] = {}
     served: dict[str, ServedModel] = {}
     for public, model in models.served.items():
         names.setdefault(model.owner, []).append(public)
         served[model.owner] = model
-    reports = list(await asyncio.gather(*(_served(model, names[name]) for name, model in served.items())))
+        if model.lora is not None:
+            loras.setdefault(model.owner, set()).add(model.lora.name)
+    reports = [
+        msgspec.structs.replace(
+            item,
+            loras=sorted(loras.get(item.name, ())),
+            notes=[*item.notes, *models.lora_problems.get(item.name, ())],
+        )
+        for item in await asyncio.gather(*(_served(model, names[name]) for name, model in served.items()))
+    ]
     reports += [ModelReport(name=entry.name, reason=entry.why) for entry in models.unserved]
     reports += [
         ModelReport(name=name, reason=f"not ready: {why}", ready=False)
@@ -147,6 +158,7 @@ def _render(item: ModelReport) -> str:
             f"  tool calls     {item.tool_calls or 'not recognised (--tool-call-parser)'}",
             f"  reasoning      {item.reasoning or 'not recognised (--reasoning-parser)'}",
             f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
+            *([f"  LoRA adapters  {', '.join(item.loras)}"] if item.loras else ()),
             *(f"  note           {note}" for note in item.notes),
             "  parameters",
             *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),

@@ -19,7 +19,8 @@ from triton_openai.chat.offload import run as offloaded
 from triton_openai.chat.tokenizer import INLINE_CHARACTERS, Tokenizer
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.generation import Delta, FinishReason, Generation, Usage
+from triton_openai.generation import Delta, FinishReason, Generation, Lora, Usage
+from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
 from triton_openai.text.stops import StopStrings
 from triton_openai.text.tokens import TokenText
@@ -99,15 +100,25 @@ class Run:
 
     async def start(self) -> None:
         """Send the request. Raises :class:`ServiceError`."""
-        request = self.model.adapter.encode(self.generation)
-        if self.generation.priority:
-            request = msgspec.structs.replace(request, priority=self.generation.priority, json_expressible=False)
-        self.sent = self._last = self._loop.time()
-        if request.stream:
-            self._stream = await self._client.stream(request)
+        if self.model.lora_delivery is not None:
+            answers = LoraAnswers(self.model.lora_delivery, self._open)
+            await answers.start()
+            self._stream = answers
         else:
-            self._stream = SingleAnswer(self._client, request)
+            self._stream = await self._open(self.generation.lora)
         self._watch_silence(self._settings.first_token_timeout)
+
+    async def _open(self, lora: Lora | None) -> ResponseStream:
+        generation = self.generation
+        if lora is not generation.lora:
+            generation = msgspec.structs.replace(generation, lora=lora)
+        request = self.model.adapter.encode(generation)
+        if generation.priority:
+            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
+        self._last = self._loop.time()
+        # A LoRA adapter's weights may make a second attempt of it; the client has waited since the first.
+        self.sent = self._last if self.sent is None else self.sent
+        return await self._client.stream(request) if request.stream else SingleAnswer(self._client, request)
 
     async def read(self) -> Sequence[Delta]:
         """

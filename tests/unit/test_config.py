@@ -166,6 +166,16 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
             "models.m.default_parameters.temperature in FILE: 3 is not accepted: expected a number <= 2.0.",
         ),
         ("models: {a: {aliases: [x]}, b: {aliases: [x]}}", "the alias 'x' stands for two models, 'a' and 'b'."),
+        ("models: {a: {loras: [x, {name: x}]}}", "models.a.loras in FILE: two LoRA adapters have the name 'x'."),
+        (
+            "models: {a: {loras: [{name: x, task_id: 1}, {name: y, task_id: 1}]}}",
+            "models.a.loras in FILE: two LoRA adapters have the task_id 1.",
+        ),
+        ("models: {a: {loras: [{path: x}]}}", "models.a.loras in FILE: [{'path': 'x'}] is not accepted:"),
+        ("models: {a: {loras: [{name: x, taskid: 1}]}}", "is not accepted:"),
+        ("models: {a: {loras: [{name: x, task_id: -1}]}}", "is not accepted: expected a whole number >= 0."),
+        ("models: {a: {loras: [{name: x, task_id: 9223372036854775808}]}}", "is not accepted:"),
+        ("models: {a: {loras: ['']}}", "is not accepted:"),
     ],
 )
 def test_mistakes_in_the_file(read, yaml: str, message: str) -> None:
@@ -216,6 +226,19 @@ def test_mistakes_in_flags_and_variables(read, flags, environ, message: str) -> 
         read(None, flags, environ)
 
     assert message in caught.value.message
+
+
+def test_lora_adapters(read) -> None:
+    """Names, and mappings for those whose weights are sent, side by side; other models are free to have the same."""
+    mappings = "[french, {name: german, path: 1/german}, {name: dutch, task_id: 9223372036854775807}]"
+    settings = read(f"models: {{a: {{loras: {mappings}, lora_dir: /models/a}}, b: {{loras: french}}}}")
+
+    french, german, dutch = settings.model("a").loras
+    assert "french" == french
+    assert ("german", "1/german", None) == (german.name, german.path, german.task_id)
+    assert ("dutch", None, 2**63 - 1) == (dutch.name, dutch.path, dutch.task_id)
+    assert Path("/models/a") == settings.model("a").lora_dir
+    assert ("french",) == settings.model("b").loras
 
 
 def test_a_password_in_an_address_is_refused_and_not_repeated(read) -> None:

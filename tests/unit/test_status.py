@@ -11,6 +11,7 @@ import pytest
 from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,
+    LoraNotLoaded,
     ModelNotFound,
     NotImplementedUpstream,
     Overloaded,
@@ -37,6 +38,7 @@ TOO_LONG = (
     " maximum input length is set"
 )
 STREAM = "Error generating stream: "
+LORA_GONE = "LoRA task 7 not found in cache. Please send LoRA weights with request"
 
 # text -> the class of our error, and a part of what the client reads
 TEXTS: list[tuple[str, type[ServiceError], str]] = [
@@ -92,6 +94,14 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
     (f"{STREAM}Model m does not support 'embed' request", InvalidRequest, "does not support 'embed' request"),
     ("LoRA x is not supported, we currently support ['alpha', 'beta']", InvalidRequest, "LoRA x is not supported"),
     ("LoRA feature is not enabled.", InvalidRequest, "LoRA feature is not enabled"),
+    (LORA_GONE, LoraNotLoaded, "weights of this LoRA adapter"),
+    (f"Executor failed process requestId 3 due to the following error: {LORA_GONE}", LoraNotLoaded, "LoRA adapter"),
+    (f"Cannot process new request: [TensorRT-LLM][ERROR] Assertion failed: {LORA_GONE} (/src/cpp/peft.cpp:268)", LoraNotLoaded, "LoRA adapter"),
+    (f"in ensemble 'ensemble', [request id: 7] {LORA_GONE}", LoraNotLoaded, "LoRA adapter"),
+    (f"An error occurred when processing the input values for request id 7, the error was '{LORA_GONE}'", LoraNotLoaded, "LoRA adapter"),
+    (TRACEBACK.format(error=f"c_python_backend_utils.TritonModelException: {LORA_GONE}"), LoraNotLoaded, "LoRA adapter"),
+    ("PEFT Cache is full. Could not store taskId=7", Overloaded, "no room"),
+    ("Cache is full. There are no done tasks to evict", Overloaded, "no room"),
     ("Model is unavailable due to unhealthy vLLM engine", UpstreamUnavailable, "not available"),
     (f"{STREAM}EngineCore encountered an issue. See stack trace (above) for the root cause.", UpstreamUnavailable, "not available"),
     ("Request was cancelled", UpstreamError, "cancelled"),

@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, options_by_name
-from triton_openai.config.tree import Settings
+from triton_openai.config.tree import LoraSettings, Settings
 from triton_openai.errors import ConfigurationError
 
 # Not part of the tree: it says where the rest of the tree is.
@@ -244,6 +244,7 @@ def _check(found: _Layer) -> None:
             f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
         )
     _check_aliases(found)
+    _check_loras(found)
 
 
 def _check_urls(urls: tuple[str, ...], origin: str) -> None:
@@ -294,3 +295,16 @@ def _check_aliases(found: _Layer) -> None:
                 raise ConfigurationError(
                     f"{origin}: the alias {alias!r} stands for two models, {other!r} and {path[1]!r}."
                 )
+
+
+def _check_loras(found: _Layer) -> None:
+    for path, (value, origin) in found.items():
+        if path[-1] != "loras":
+            continue
+        entries = [entry for entry in value if isinstance(entry, LoraSettings)]
+        names = [entry if isinstance(entry, str) else entry.name for entry in value]
+        numbers = [entry.task_id for entry in entries if entry.task_id is not None]
+        for what, given in (("name", names), ("task_id", numbers)):
+            twice = next((item for place, item in enumerate(given) if item in given[:place]), None)
+            if twice is not None:
+                raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")

@@ -225,6 +225,17 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = DefaultParameters()
 
 
+class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """
+    A LoRA adapter that an engine is sent, or has read itself: its *name*, the *task_id* that stands for it there (made
+    from its contents if left out), and the *path* of the folder with its weights.
+    """
+
+    name: Annotated[str, Meta(min_length=1)]
+    task_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    path: Annotated[str, Meta(min_length=1)] | None = None
+
+
 class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How one model is used; what is left out comes from the defaults."""
 
@@ -236,12 +247,19 @@ class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = ()
     loras: Annotated[
-        tuple[str, ...],
+        tuple[Annotated[str, Meta(min_length=1)] | LoraSettings, ...],
         Meta(
-            description="LoRA adapters that the model's server knows; each is served under its name. In a repository "
-            "that can be read here, multi_lora.json is read as well."
+            description="LoRA adapters of the model, each served under its name: names that the model's server knows, "
+            "or mappings with name, path and task_id. In a repository that can be read here, multi_lora.json is read "
+            "as well."
         ),
     ] = ()
+    lora_dir: Annotated[
+        Path | None,
+        Meta(
+            description="Folder in which the paths of loras lie; by default the model's own folder in model_repository."
+        ),
+    ] = None
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -270,6 +288,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             default_parameters=DefaultParameters(**parameters),
             aliases=own.aliases,
             loras=own.loras,
+            lora_dir=own.lora_dir,
         )
 
     def aliases(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ import msgspec
 from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,
+    LoraNotLoaded,
     ModelNotFound,
     NotImplementedUpstream,
     Overloaded,
@@ -133,6 +134,14 @@ RULES: tuple[Rule, ...] = (
     _rule(r"(?P<reason>Model [^\n]* does not support '(?:generate|embed)' request)", _refused),
     _rule(r"Error generating (?:stream|request): ?(?P<reason>.*)", _generation_failed),
     _rule(r"(?P<reason>LoRA .* is not (?:supported|enabled)[^\n]*)", _refused),
+    _rule(
+        r"LoRA task \d+ not found in cache",
+        lambda f, _: LoraNotLoaded("The model does not have the weights of this LoRA adapter.", detail=f.text),
+    ),
+    _rule(
+        r"PEFT Cache is full|There are no done tasks to evict",
+        lambda f, _: Overloaded("The model has no room for another LoRA adapter now.", detail=f.text, retry_after=1),
+    ),
     # The BLS and Python models, whose texts stand inside tracebacks.
     _rule(r"max_tokens must be a single value > 0", _refused),
     _rule(

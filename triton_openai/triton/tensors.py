@@ -114,7 +114,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """An input: flat *values* (row-major) of *shape*. BYTES values are ``str`` (sent as UTF-8)."""
+    """
+    An input: flat *values* (row-major) of *shape*. BYTES values are ``str`` (sent as UTF-8).
+
+    Values that are ``bytes`` are the raw contents: a large matrix never becomes Python numbers.
+    """
 
     name: str
     datatype: str
@@ -125,6 +129,8 @@ class Tensor(msgspec.Struct, frozen=True):
         """
         Return the raw little-endian contents. Raises ``OverflowError`` or ``TypeError`` on values that do not fit.
         """
+        if isinstance(self.values, bytes):
+            return self.values
         if self.datatype == "BYTES":
             out = bytearray()
             for value in self.values:
