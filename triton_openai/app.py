@@ -15,8 +15,10 @@ from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
 from triton_openai.models import Models
+from triton_openai.server.admission import Admission
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.telemetry.access_log import AccessLog
+from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
 from triton_openai.telemetry.observation import OBSERVERS, Observers
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
@@ -36,20 +38,25 @@ def create_app(
     """
     _check_names(settings)
     connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
+    worker = worker or Worker()
+    observers = Observers(AccessLog())
+    lag = LoopLag()
     service = Service(
         settings=settings,
         models=Models(settings, connection),
         client=connection,
         background=Background(),
+        admission=Admission(settings.server, lambda: lag.sustained, workers=worker.count, observer=observers),
     )
     app = web.Application(
         middlewares=[identify, envelope_errors],
         client_max_size=settings.server.max_body_size,
     )
     app[SERVICE] = service
-    app[WORKER] = worker or Worker()
+    app[WORKER] = worker
+    app[LOOP_LAG] = lag
     app[DRAINING] = Draining()
-    app[OBSERVERS] = Observers(AccessLog())
+    app[OBSERVERS] = observers
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
     add_routes(app)
@@ -75,10 +82,11 @@ def models_of(app: web.Application) -> Models:
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
-    discovery = asyncio.create_task(service.models.catalog.run())
+    tasks = [asyncio.create_task(service.models.catalog.run()), asyncio.create_task(app[LOOP_LAG].run())]
     yield
-    discovery.cancel()
-    await asyncio.gather(discovery, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await service.models.catalog.close()
     await service.background.close()
     await service.client.close()

@@ -13,6 +13,7 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     │   ├── PayloadTooLarge            413  request_too_large
     │   └── UnsupportedMediaType       415  unsupported_media_type
     ├── Overloaded                     429  rate_limit_exceeded
+    ├── ServiceOverloaded              503  overloaded
     ├── UpstreamError                  502  upstream_error
     │   ├── UpstreamUnavailable        503  upstream_unavailable
     │   ├── UpstreamTimeout            504  upstream_timeout
@@ -143,6 +144,13 @@ class Overloaded(ServiceError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+
+class ServiceOverloaded(ServiceError):
+    """This service has as many requests as it may, or more than it can follow; another replica may have room."""
+
+    status = 503
+    code = "overloaded"
 
 
 class UpstreamError(ServiceError):

@@ -15,8 +15,8 @@ import structlog
 
 from triton_openai.adapters.base import Decoder
 from triton_openai.background import Background
-from triton_openai.chat.offload import run as offloaded
-from triton_openai.chat.tokenizer import INLINE_CHARACTERS, Tokenizer
+from triton_openai.chat.counting import count_pieces
+from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, Usage
@@ -24,6 +24,7 @@ from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
 from triton_openai.text.stops import StopStrings
 from triton_openai.text.tokens import TokenText
+from triton_openai.time_limits import TimeLimits
 from triton_openai.triton.client import ResponseStream, TritonClient
 from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
@@ -32,9 +33,6 @@ from triton_openai.triton.tensors import InferRequest
 _log = structlog.get_logger(__name__)
 
 _STOP_REQUEST_TIMEOUT = 5.0
-REPLACEMENT = "\ufffd"
-# What counting one piece costs beside its length, in characters of a long text.
-_PIECE_COST = 20
 # Prompts of one request that are sent to Triton at the same time.
 _PARALLEL_RUNS = 32
 
@@ -49,6 +47,7 @@ class Run:
         *,
         client: TritonClient,
         settings: TritonSettings,
+        limits: TimeLimits,
         background: Background,
         tokenizer: Tokenizer | None,
     ) -> None:
@@ -57,6 +56,7 @@ class Run:
         self.generation = generation
         self._client = client
         self._settings = settings
+        self._limits = limits
         self._background = background
         self._tokenizer = tokenizer
         # The stream's state
@@ -106,7 +106,7 @@ class Run:
             self._stream = answers
         else:
             self._stream = await self._open(self.generation.lora)
-        self._watch_silence(self._settings.first_token_timeout)
+        self._watch_silence(self._limits.first_token)
 
     async def _open(self, lora: Lora | None) -> ResponseStream:
         generation = self.generation
@@ -150,7 +150,7 @@ class Run:
                 return deltas
             if self._steps == 0:
                 self.first = self._loop.time()
-                self._watch_silence(self._settings.idle_timeout)
+                self._watch_silence(self._limits.idle)
             for response in responses:
                 for delta in self._decoder.feed(response):
                     if token_text is not None:
@@ -176,6 +176,11 @@ class Run:
             if deltas:
                 return deltas
         return ()
+
+    def abort(self, error: ServiceError) -> None:
+        """Make :meth:`read` raise *error* and stop the work on the backend, unless it has ended or not begun."""
+        if self._stream is not None and not self._ended:
+            self._stream.abort(error)
 
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
@@ -316,22 +321,6 @@ def _token_text(model: ServedModel, generation: Generation, tokenizer: Tokenizer
     )
 
 
-async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> int:
-    """
-    Return how many tokens *pieces*, each what one step brought, were made of.
-
-    Tokenized one by one, because that is how they came: a step is a token, or a few. A backend that decodes token by
-    token shows each part of a split character as one U+FFFD, which is one token and not the three of its UTF-8 bytes.
-    """
-
-    def count_one(piece: str) -> int:
-        broken = piece.count(REPLACEMENT)
-        return broken + tokenizer.count(piece.replace(REPLACEMENT, "")) if broken else tokenizer.count(piece)
-
-    size = sum(map(len, pieces)) + _PIECE_COST * len(pieces)
-    return await offloaded(lambda: sum(map(count_one, pieces)), size=size, threshold=INLINE_CHARACTERS)
-
-
 class Step(msgspec.Struct, gc=False):
     """What run number *choice* adds, and whether that was its end; the last step may add nothing."""
 
@@ -373,6 +362,18 @@ class Answers:
         if isinstance(item, Exception):
             raise item
         return item
+
+    def abort(self, error: ServiceError) -> None:
+        """Make :meth:`read` raise *error*."""
+        if not self._tasks:
+            self.runs[0].abort(error)
+            return
+        for task in self._tasks:
+            task.cancel()
+        # What is still in the queue is late already.
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(error)
 
     async def close(self) -> None:
         """Stop what still runs."""

@@ -38,11 +38,12 @@ from triton_openai.chat.messages import Message
 from triton_openai.chat.parsers import Parsers
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.models import ServedModel
-from triton_openai.telemetry.observation import observe
+from triton_openai.telemetry.observation import Observation, observe
 from triton_openai.text.answer import AnswerParser, ForcedCall
 from triton_openai.text.tools.base import CallGrammar, ToolParser
 from triton_openai.text.tools.events import Content, Event
 from triton_openai.text.tools.guided import GuidedCalls
+from triton_openai.time_limits import TimeLimits
 
 _encode = msgspec.json.Encoder().encode
 
@@ -98,6 +99,14 @@ async def handle(request: web.Request) -> web.StreamResponse:
     model = await service.models.find(body.model)
     adapter = model.adapter.name
     observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
+    async with service.admission.enter(model.owner, observation):
+        return await _answer(request, service, model, body, observation)
+
+
+async def _answer(
+    request: web.Request, service: Service, model: ServedModel, body: ChatRequest, observation: Observation
+) -> web.StreamResponse:
+    limits = TimeLimits.of(service.settings.triton, request.headers, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("chatcmpl")
     plan = plan_tools(
@@ -120,15 +129,16 @@ async def handle(request: web.Request) -> web.StreamResponse:
             trust_template=service.settings.api.trust_request_chat_template,
         )
         prompt = as_sent(model, prompter, prompt)
-        runs = observation.answers = await service.runs(model, [prompt], task)
+        runs = observation.answers = await service.runs(model, [prompt], task, limits=limits)
         observation.n = task.n
         answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
         if body.stream:
             chunks = ChatChunks(
                 completion_id, body.model, parsers=answer_parsers, plan=plan, field=field, options=options
             )
-            return await stream(request, runs, chunks, heartbeat=service.settings.server.heartbeat_interval)
-        answers = await collect(runs, timeout=service.settings.triton.request_timeout)
+            heartbeat = service.settings.server.heartbeat_interval
+            return await stream(request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
+        answers = await collect(runs, timeout=limits.total)
     except ContextLengthExceeded as error:
         error.param = error.param or "messages"
         raise

@@ -35,7 +35,8 @@ from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Unsuppor
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.models import ServedModel
 from triton_openai.running import Run
-from triton_openai.telemetry.observation import observe
+from triton_openai.telemetry.observation import Observation, observe
+from triton_openai.time_limits import TimeLimits
 
 _encode = msgspec.json.Encoder().encode
 
@@ -140,21 +141,30 @@ async def handle(request: web.Request) -> web.StreamResponse:
     model = await service.models.find(body.model)
     adapter = model.adapter.name
     observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
+    async with service.admission.enter(model.owner, observation):
+        return await _answer(request, service, model, body, observation)
+
+
+async def _answer(
+    request: web.Request, service: Service, model: ServedModel, body: CompletionRequest, observation: Observation
+) -> web.StreamResponse:
+    limits = TimeLimits.of(service.settings.triton, request.headers, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("cmpl")
     n = body.n or 1
     try:
         task = _task(service, model, body, completion_id)
         given = await prompts_of(model, body.prompt)
-        runs = observation.answers = await service.runs(model, given, task)
+        runs = observation.answers = await service.runs(model, given, task, limits=limits)
         observation.n = task.n
         prompts = [run.generation.prompt for run in runs[:: task.n]]
         if body.stream:
             chunks = CompletionChunks(
                 completion_id, body.model, prompts=prompts, n=n, echo=bool(body.echo), options=options
             )
-            return await stream(request, runs, chunks, heartbeat=service.settings.server.heartbeat_interval)
-        answers = await collect(runs, timeout=service.settings.triton.request_timeout)
+            heartbeat = service.settings.server.heartbeat_interval
+            return await stream(request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
+        answers = await collect(runs, timeout=limits.total)
     except ContextLengthExceeded as error:
         error.param = error.param or "prompt"
         raise

@@ -31,6 +31,7 @@ from triton_openai.errors import (
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.models import ServedModel
 from triton_openai.telemetry.observation import observe
+from triton_openai.time_limits import TimeLimits
 from triton_openai.triton.client import ResponseStream
 from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
@@ -92,9 +93,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
             "check_embedding_ctx_length=False.)",
             param="input",
         )
+    limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     try:
-        result = await _embed(service, model, job)
+        async with service.admission.enter(model.owner, observation):
+            result = await _embed(service, model, job, limits.total)
     except ContextLengthExceeded as error:
         error.param = error.param or "input"
         raise
@@ -133,15 +136,14 @@ def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[i
     return items
 
 
-async def _embed(service: Service, model: ServedModel, job: EmbeddingJob) -> EmbeddingResult:
+async def _embed(service: Service, model: ServedModel, job: EmbeddingJob, timeout: float | None) -> EmbeddingResult:
     requests = model.adapter.encode_embeddings(job)
     gate = asyncio.Semaphore(_PARALLEL_REQUESTS)
     tasks = [asyncio.create_task(_answer(service, model, request, gate)) for request in requests]
-    timeout = service.settings.triton.request_timeout
     try:
         responses = await asyncio.wait_for(asyncio.gather(*tasks), timeout)
     except asyncio.TimeoutError as error:
-        raise UpstreamTimeout(f"The answer was not complete after {timeout:g} seconds.") from error
+        raise UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
     finally:
         for task in tasks:
             task.cancel()

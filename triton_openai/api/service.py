@@ -21,6 +21,8 @@ from triton_openai.errors import ConfigurationError, InvalidRequest, Unsupported
 from triton_openai.generation import Generation, Guide, Sampling, Vocabulary
 from triton_openai.models import Models, ServedModel
 from triton_openai.running import Run
+from triton_openai.server.admission import Admission
+from triton_openai.time_limits import TimeLimits
 from triton_openai.triton.client import TritonClient
 
 # Seeds fit every backend's integer: some take 32 bits, some refuse negative ones.
@@ -54,8 +56,11 @@ class Service(msgspec.Struct, frozen=True):
     models: Models
     client: TritonClient
     background: Background
+    admission: Admission
 
-    async def runs(self, model: ServedModel, prompts: Sequence[str | Sequence[int]], task: Task) -> list[Run]:
+    async def runs(
+        self, model: ServedModel, prompts: Sequence[str | Sequence[int]], task: Task, *, limits: TimeLimits
+    ) -> list[Run]:
         """
         Return the runs that answer *prompts*, not yet started: *n* for each, numbered prompt by prompt.
 
@@ -89,15 +94,16 @@ class Service(msgspec.Struct, frozen=True):
                 generation = msgspec.structs.replace(
                     prepared, id=task.id if single else f"{task.id}-{place * count + number}", sampling=sampling
                 )
-                runs.append(self._run(model, generation, tokenizer))
+                runs.append(self._run(model, generation, tokenizer, limits))
         return runs
 
-    def _run(self, model: ServedModel, generation: Generation, tokenizer: Tokenizer | None) -> Run:
+    def _run(self, model: ServedModel, generation: Generation, tokenizer: Tokenizer | None, limits: TimeLimits) -> Run:
         return Run(
             model,
             generation,
             client=self.client,
             settings=self.settings.triton,
+            limits=limits,
             background=self.background,
             tokenizer=tokenizer,
         )

@@ -58,7 +58,7 @@ class Collected(msgspec.Struct):
         return [entry for delta in self.deltas for entry in delta.logprobs]
 
 
-async def collect(runs: Sequence[Run], *, timeout: float) -> list[Collected]:
+async def collect(runs: Sequence[Run], *, timeout: float | None) -> list[Collected]:
     """
     Return the whole answer of each run.
 
@@ -78,20 +78,25 @@ async def collect(runs: Sequence[Run], *, timeout: float) -> list[Collected]:
     try:
         await asyncio.wait_for(read_all(answers), timeout)
     except asyncio.TimeoutError as error:
-        raise UpstreamTimeout(f"The answer was not complete after {timeout:g} seconds.") from error
+        raise _too_long(timeout) from error
     finally:
         await answers.close()
     return [Collected(run=run, deltas=pieces) for run, pieces in zip(runs, deltas, strict=True)]
 
 
-async def stream(request: web.Request, runs: Sequence[Run], chunks: Chunks, *, heartbeat: float) -> web.StreamResponse:
+async def stream(
+    request: web.Request, runs: Sequence[Run], chunks: Chunks, *, heartbeat: float, timeout: float | None
+) -> web.StreamResponse:
     """
-    Stream *runs* to the client.
+    Stream *runs* to the client, for *timeout* seconds at most.
 
     The status line waits for Triton's first answer (at most *heartbeat* seconds), so that a request which is refused
     upstream gets its own status; after that, errors are events.
     """
     answers = Answers(runs)
+    deadline = None
+    if timeout is not None:
+        deadline = asyncio.get_running_loop().call_later(timeout, answers.abort, _too_long(timeout))
     async with EventWriter(request, heartbeat=heartbeat) as writer:
         try:
             await answers.start()
@@ -138,9 +143,15 @@ async def stream(request: web.Request, runs: Sequence[Run], chunks: Chunks, *, h
             failure = request[OBSERVATION].error = ServiceError("The service failed to answer the request.")
             await writer.fail(failure)
         finally:
+            if deadline is not None:
+                deadline.cancel()
             await answers.close()
         await writer.finish()
     return writer.response
+
+
+def _too_long(timeout: float | None) -> UpstreamTimeout:
+    return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.")
 
 
 async def _relay(step: Step, answers: Answers, writer: EventWriter, chunks: Chunks) -> None:

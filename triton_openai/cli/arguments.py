@@ -36,7 +36,9 @@ _LEFT_OUT = {
     "inspect": frozenset(
         {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
-            *("first-token-timeout", "idle-timeout", "request-timeout", "refresh-interval", "stop-requests"),
+            *("first-token-timeout", "idle-timeout", "request-timeout", "stream-timeout"),
+            *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
+            *("max-queued-requests", "queue-timeout", "max-loop-lag"),
             *("model-repository", "strict-parameters"),
         }
     ),

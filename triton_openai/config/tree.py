@@ -40,6 +40,33 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     heartbeat_interval: Annotated[
         Seconds, Meta(description="A stream that has nothing to send sends a comment this often.")
     ] = 15.0
+    max_running_requests: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Requests that may run at the same time, shared by the workers; further ones wait.",
+            extra={"metavar": "N"},
+        ),
+    ] = None
+    max_running_requests_per_model: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Requests that may run at the same time on one model, shared by the workers.",
+            extra={"metavar": "N"},
+        ),
+    ] = None
+    max_queued_requests: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Requests that may wait for others to end; further ones are refused with 503 at once.",
+            extra={"metavar": "N"},
+        ),
+    ] = 1000
+    queue_timeout: Annotated[Seconds, Meta(description="Longest wait for others to end, then it is a 503.")] = 30.0
+    max_loop_lag: Annotated[
+        Seconds | None,
+        Meta(description="A process that is late by more than this for half a second refuses new requests with 503."),
+    ] = 1.0
     shutdown_grace: Annotated[
         Seconds, Meta(description="Time that running requests are given to finish when the service is told to stop.")
     ] = 10.0
@@ -79,6 +106,9 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     request_timeout: Annotated[
         Seconds, Meta(description="Longest time that a request which does not stream may take.")
     ] = 600.0
+    stream_timeout: Annotated[
+        Seconds | None, Meta(description="Longest time that a stream may take in all; without it there is no limit.")
+    ] = None
     refresh_interval: Annotated[
         Seconds, Meta(description="How often the list of models and their readiness is read again.")
     ] = 2.0
