@@ -28,7 +28,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``finish_reason`` are whether the backend reports them. ``dimensions`` and ``token_inputs`` are about embeddings.
     ``tokens`` is whether it is given token ids and answers in them: the text is made here. ``guides`` are the kinds of
     :class:`Guide` that the answer can be held to; ``logprobs`` is whether tokens come with their log probabilities;
-    ``lora`` whether a request can name a LoRA adapter.
+    ``lora`` whether a request can name a LoRA adapter. ``images`` is whether a prompt can come with images, and
+    ``max_images`` how many of them, where the model's tensors tell.
     """
 
     generate: bool = False
@@ -44,6 +45,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     guides: frozenset[str] = frozenset()
     logprobs: bool = False
     lora: bool = False
+    images: bool = False
+    max_images: int | None = None
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from triton_openai.adapters.base import Adapter, Capabilities
 from triton_openai.adapters.decoding import PromptEcho, TextDecoder
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, truthy
+from triton_openai.adapters.trtllm_images import ENCODERS_NAME, image_tensors, max_images, takes_images
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
 
@@ -44,7 +45,7 @@ PARAMETERS: tuple[Parameter, ...] = (
 _OWN_RULES = (*RANDOMNESS, "ignore_eos")
 _FLAGS = ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
 # Parameters by which a BLS names further models that it calls.
-_OTHERS = ("multimodal_encoders_name", "tensorrt_llm_draft_model_name")
+_OTHERS = (ENCODERS_NAME, "tensorrt_llm_draft_model_name")
 _WORDS = ("stop_words", "bad_words")
 _SUPPLIED = frozenset({"text_input", "stream", *_FLAGS, *_WORDS, *(name for p in PARAMETERS for name in p.inputs)})
 _OUTPUTS = ("text_output", "num_input_tokens", "num_output_tokens")
@@ -75,6 +76,8 @@ class TrtllmText(Adapter):
             echoes=not config.decoupled and "exclude_input_in_output" not in config.inputs and self._engine_echoes(),
             usage=self._counts,
             guides=guides(config, self.engine),
+            images=takes_images(config),
+            max_images=max_images(config),
         )
 
     @property
@@ -125,6 +128,7 @@ class TrtllmText(Adapter):
             # An id that is never generated.
             inputs.append(self.tensor("end_id", -1))
         inputs += guide_tensors(self, generation.guide)
+        inputs += image_tensors(self, self.engine, generation.images)
         given = {tensor.name for tensor in inputs}
         # 0.5 requires the word lists; an empty word has no effect.
         inputs += [

@@ -14,6 +14,10 @@ from triton_openai.background import Background
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
+from triton_openai.media.addresses import is_public, is_public_or_private
+from triton_openai.media.fetch import ImageFetcher
+from triton_openai.media.hosts import AllowedHosts
+from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.text.reasoning import registry as reasoning_parsers
@@ -22,11 +26,14 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
 
 
-def create_app(settings: Settings, *, client: TritonClient | None = None) -> web.Application:
+def create_app(
+    settings: Settings, *, client: TritonClient | None = None, images: ImageLoader | None = None
+) -> web.Application:
     """
     Return the application; nothing runs and nothing is connected before it is started.
 
-    *client* replaces the connection to Triton. Raises :class:`ConfigurationError` for settings that cannot work.
+    *client* replaces the connection to Triton, *images* what loads the images of requests. Raises
+    :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
     connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
@@ -35,6 +42,7 @@ def create_app(settings: Settings, *, client: TritonClient | None = None) -> web
         models=Models(settings, connection),
         client=connection,
         background=Background(),
+        images=images or _image_loader(settings),
     )
     app = web.Application(
         middlewares=[identify, envelope_errors],
@@ -46,6 +54,21 @@ def create_app(settings: Settings, *, client: TritonClient | None = None) -> web
     app.cleanup_ctx.append(_run_service)
     add_routes(app)
     return app
+
+
+def _image_loader(settings: Settings) -> ImageLoader:
+    media = settings.media
+    fetcher = ImageFetcher(
+        AllowedHosts(media.allowed_domains),
+        largest=media.max_image_size,
+        timeout=media.fetch_timeout,
+        concurrency=media.max_fetches,
+        allows=is_public_or_private if media.private_addresses else is_public,
+    )
+    # Fetched images may make a request no larger than it could be with the images in it.
+    return ImageLoader(
+        fetcher, most=media.max_images, largest=media.max_image_size, together=settings.server.max_body_size
+    )
 
 
 def _check_names(settings: Settings) -> None:
@@ -73,4 +96,5 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     await asyncio.gather(discovery, return_exceptions=True)
     await service.models.catalog.close()
     await service.background.close()
+    await service.images.close()
     await service.client.close()

@@ -92,6 +92,25 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     pad_id: int | None = None
 
 
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One image file, as the client gave it or as it was fetched: nothing is decoded or scaled here.
+
+    ``base64`` is the file in the standard alphabet, padded and in one line, which is the form in which backends take
+    it; ``size`` is its length in bytes; ``media_type`` (``image/png``) is what its first bytes say it is. ``digest`` is
+    63 bits that tell images apart.
+    """
+
+    media_type: str
+    base64: str
+    size: int
+    digest: int
+
+    def __repr__(self) -> str:
+        """Return what may stand in a log: images are the client's, and large."""
+        return f"Image({self.media_type}, {self.size} bytes)"
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """
     One prompt to continue.
@@ -102,6 +121,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are set for backends that
     are given token ids.
+
+    ``images`` stand in the order in which the prompt refers to them.
     """
 
     id: str
@@ -113,6 +134,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     guide: Guide | None = None
     lora: str | None = None
+    images: tuple[Image, ...] = ()
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

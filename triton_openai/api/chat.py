@@ -6,7 +6,7 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +25,7 @@ from triton_openai.api.chat_response import (
     reasoning_tokens,
 )
 from triton_openai.api.guides import guide_of
+from triton_openai.api.images import images_of
 from triton_openai.api.logprobs import chat_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
 from triton_openai.api.parameters import SamplingRequest, refuse, sampling, stream_options
@@ -33,10 +34,12 @@ from triton_openai.api.streaming import Collected, collect, stream
 from triton_openai.api.tools import ToolPlan
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
+from triton_openai.chat.images import marks
 from triton_openai.chat.messages import Message
 from triton_openai.chat.parsers import Parsers
 from triton_openai.chat.prompts import Prompter
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from triton_openai.media.images import ImageReference
 from triton_openai.models import ServedModel
 from triton_openai.text.answer import AnswerParser, ForcedCall
 from triton_openai.text.tools.base import CallGrammar, ToolParser
@@ -111,7 +114,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
         prompter = await model.prompter()
         parsers = await model.parsers()
         task = _task(service, model, body, completion_id, plan, parsers)
-        prompt = await _prompt(model, prompter, body, plan)
+        pictures = images_of(model, body.messages)
+        prompt = await _prompt(model, prompter, body, plan, pictures)
+        if pictures:
+            loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
+            task = msgspec.structs.replace(task, images=loaded)
         runs = await service.runs(model, [prompt], task)
         answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
         if body.stream:
@@ -226,8 +233,11 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser |
     return AnswerParser(None if reasoning is None else reasoning(inside=inside), tools, parallel=plan.parallel)
 
 
-async def _prompt(model: ServedModel, prompter: Prompter, body: ChatRequest, plan: ToolPlan) -> str:
-    if plan.active and "tools" not in prompter.template_for(tools=plan.prompt).variables:
+async def _prompt(
+    model: ServedModel, prompter: Prompter, body: ChatRequest, plan: ToolPlan, pictures: Sequence[ImageReference]
+) -> str:
+    template = prompter.template_for(tools=plan.prompt, documents=body.documents)
+    if plan.active and "tools" not in template.variables:
         raise UnsupportedParameter("The model's chat template does not take tools.", param="tools")
     prompt = await prompter.render_async(
         body.messages,
@@ -235,6 +245,7 @@ async def _prompt(model: ServedModel, prompter: Prompter, body: ChatRequest, pla
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt is not False,
         variables=_template_variables(body, prompter),
+        images=marks(template, model.settings.image_placeholder, pictures[0].place) if pictures else None,
     )
     tokenizer = prompter.tokenizer
     if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:

@@ -17,7 +17,8 @@ from triton_openai.background import Background
 from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
-from triton_openai.generation import Generation, Guide, Sampling, Vocabulary
+from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
+from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models, ServedModel
 from triton_openai.running import Run
 from triton_openai.triton.client import TritonClient
@@ -41,6 +42,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     guide: Guide | None = None
     open_ended: bool = False
+    images: tuple[Image, ...] = ()
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -50,6 +52,7 @@ class Service(msgspec.Struct, frozen=True):
     models: Models
     client: TritonClient
     background: Background
+    images: ImageLoader
 
     async def runs(self, model: ServedModel, prompts: Sequence[str | Sequence[int]], task: Task) -> list[Run]:
         """
@@ -123,7 +126,13 @@ async def prepare(
     if capabilities.echoes and tokenizer is not None:
         echo = tokenizer.decode(await tokenizer.encode_async(prompt))
     return Generation(
-        id=task.id, prompt=prompt, sampling=task.sampling, prompt_echo=echo, guide=task.guide, lora=model.lora
+        id=task.id,
+        prompt=prompt,
+        sampling=task.sampling,
+        prompt_echo=echo,
+        guide=task.guide,
+        lora=model.lora,
+        images=task.images,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.chat import builtin
+from triton_openai.chat.images import ImageMarks
 from triton_openai.chat.messages import Message
 from triton_openai.chat.prepare import prepare
 from triton_openai.chat.template import ChatTemplate
@@ -146,16 +147,18 @@ class Prompter:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        images: ImageMarks | None = None,
     ) -> str:
         """
-        Return the prompt for *messages*; *variables* are the client's ``chat_template_kwargs``.
+        Return the prompt for *messages*; *variables* are the client's ``chat_template_kwargs``, *images* says how the
+        images in them are written (see :func:`images.marks`).
 
         Raises :class:`ConfigurationError` where the model has no usable template, :class:`InvalidRequest` for
         messages that are wrong or that the template does not accept, and for reserved *variables*.
         """
         template = self.template_for(tools=tools, documents=documents)
         return template.render(
-            prepare(messages, template),
+            prepare(messages, template, images),
             **_variables(variables),
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,
@@ -170,11 +173,12 @@ class Prompter:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        images: ImageMarks | None = None,
     ) -> str:
         """Do :meth:`render` without holding the event loop for long messages. Raises the same."""
         template = self.template_for(tools=tools, documents=documents)
         return await template.render_async(
-            prepare(messages, template),
+            prepare(messages, template, images),
             **_variables(variables),
             add_generation_prompt=add_generation_prompt,
             tools=tools or None,

@@ -98,6 +98,16 @@ class ChatTemplate:
         return self._analysis.content_format is not ContentFormat.STRING
 
     @property
+    def image_part(self) -> Mapping[str, Any] | None:
+        """The part that stands for an image, as ``transformers`` has it; ``None`` where the template knows none."""
+        if self.takes_parts:
+            if self.mentions("image"):
+                return {"type": "image"}
+            if self.mentions("image_url"):
+                return {"type": "image_url", "image_url": {}}
+        return None
+
+    @property
     def keeps_null_content(self) -> bool:
         """Whether a null content must stay null, because the template tests for it."""
         return self._analysis.tests_null_content

@@ -182,6 +182,8 @@ def _bls(site: _Site, name: str) -> None:
         "accumulate_tokens": "false" if name == "tensorrt_llm_bls_delta" else "true",
         "tensorrt_llm_model_name": "tensorrt_llm",
     }
+    if name == "tensorrt_llm_bls_multimodal":
+        parameters["multimodal_encoders_name"] = "multimodal_encoders"
     text = render(
         name, site.contracts["tensorrt_llm_bls"], backend="python", max_batch_size=_BATCH, decoupled=True,
         instances=_BLS_INSTANCES, parameters=parameters,
@@ -220,8 +222,8 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-# Built only when named: the same backend as of an older release.
-_ON_DEMAND = ("vllm_model_r24_12", "tensorrt_llm_llmapi_r1_0")
+# Built only when named: the same backend as of an older release, and one that few deployments have.
+_ON_DEMAND = ("vllm_model_r24_12", "tensorrt_llm_llmapi_r1_0", "tensorrt_llm_bls_multimodal")
 
 _PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
 
@@ -233,6 +235,7 @@ _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
     "ensemble": (_ensemble, _PIPELINE),
     "tensorrt_llm_bls": (_bls, _PIPELINE),
     "tensorrt_llm_bls_delta": (_bls, _PIPELINE),
+    "tensorrt_llm_bls_multimodal": (_bls, _PIPELINE),
     "preprocessing_legacy": (_preprocessing, ()),
     "tensorrt_llm_legacy": (_engine, ()),
     "postprocessing_legacy": (_postprocessing, ()),
