@@ -182,11 +182,12 @@ def _bls(site: _Site, name: str) -> None:
         "accumulate_tokens": "false" if name == "tensorrt_llm_bls_delta" else "true",
         "tensorrt_llm_model_name": "tensorrt_llm",
     }
-    if name == "tensorrt_llm_bls_multimodal":
+    sees = name == "tensorrt_llm_bls_multimodal"
+    if sees:
         parameters["multimodal_encoders_name"] = "multimodal_encoders"
     text = render(
         name, site.contracts["tensorrt_llm_bls"], backend="python", max_batch_size=_BATCH, decoupled=True,
-        instances=_BLS_INSTANCES, parameters=parameters,
+        instances=1 if sees else _BLS_INSTANCES, parameters=parameters,
     )  # fmt: skip
     site.write(name, text, "tensorrt_llm_bls")
 

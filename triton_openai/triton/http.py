@@ -8,6 +8,7 @@ Source of the facts: the KServe v2 HTTP protocol with Triton's binary data, mode
 from __future__ import annotations
 
 import asyncio
+import io
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import BinaryResponse, InferRequest, InferResponse, ModelConfig, OutputTensor
 
 _CONTROL_TIMEOUT = 10.0
+_LARGE_BODY = 2**20
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _index_decoder = msgspec.json.Decoder(list[IndexEntry])
 
@@ -98,6 +100,11 @@ def parse_infer(body: bytes, header_length: int) -> BinaryResponse:
         outputs[output.name] = OutputTensor(output.datatype, output.shape, body[offset:end])
         offset = end
     return BinaryResponse(outputs)
+
+
+def _payload(body: bytes) -> bytes | io.BytesIO:
+    """Return *body* in the form in which aiohttp sends a large one (with images in it) piece by piece."""
+    return body if len(body) <= _LARGE_BODY else io.BytesIO(body)
 
 
 class HttpClient:
@@ -181,7 +188,7 @@ class HttpClient:
         path = f"/v2/models/{quote(request.model, safe='')}/infer"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
         async with self._call(
-            "POST", path, model=request.model, data=body, headers=headers, timeout=timeout
+            "POST", path, model=request.model, data=_payload(body), headers=headers, timeout=timeout
         ) as response:
             answer = await response.read()
             length = response.headers.get(_HEADER_LENGTH)

@@ -13,6 +13,9 @@ INPUTS = ("image", "image_url_input")
 _PREFIX = "data:image/jpeg;base64,"
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*")
 
+# No format says the image's size in fewer bytes.
+_HEADER = 20
+
 
 def decode_images(values: Any | None) -> list[bytes]:
     """Return the files in vLLM's ``image`` input; raises `ValueError` with the original's words."""
@@ -49,6 +52,6 @@ def summary(text: str) -> Any:
 
 
 def _opened(file: bytes) -> bytes:
-    if not file.startswith(_SIGNATURES):
+    if not file.startswith(_SIGNATURES) or len(file) < _HEADER:
         raise ValueError(f"cannot identify image file {io.BytesIO(file)!r}")
     return file
