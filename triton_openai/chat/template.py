@@ -49,8 +49,9 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template: Template = environment.from_string(source)
-            undeclared = meta.find_undeclared_variables(tree)
+            # First: what comes next compiles the tree, and folds lists of constants in it to one.
             self._analysis = analyse(tree)
+            undeclared = meta.find_undeclared_variables(tree)
         except TemplateSyntaxError as error:
             _raise_unusable(
                 f"The chat template '{name}' is wrong in line {error.lineno}: {(error.message or '').rstrip('.')}",

@@ -135,7 +135,10 @@ RULES: tuple[Rule, ...] = (
         _sampling_refused,
     ),
     # Pillow, in whichever backend.
-    _rule(r"cannot identify image file|image file is truncated|broken data stream|DecompressionBomb", _unreadable_image),
+    _rule(
+        r"cannot identify image file|image file is truncated|broken data stream|decompression bomb",
+        _unreadable_image,
+    ),
     _rule(r"(?P<reason>Model [^\n]* does not support '(?:generate|embed)' request)", _refused),
     _rule(r"Error generating (?:stream|request): ?(?P<reason>.*)", _generation_failed),
     _rule(r"(?P<reason>LoRA .* is not (?:supported|enabled)[^\n]*)", _refused),
