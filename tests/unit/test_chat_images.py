@@ -140,3 +140,11 @@ def test_other_parts_are_refused_beside_images() -> None:
         with pytest.raises(UnsupportedParameter) as caught:
             prepare(decode([IMAGE, {"type": "input_audio", "input_audio": {}}]), STRING, mark)
         assert "messages[1].content[1]" == caught.value.param
+
+
+def test_the_bare_text() -> None:
+    """The template of the documents, for backends that write the rest themselves."""
+    template = ChatTemplate("{{ messages[-1].content }}", name="bare")
+
+    assert "What is it?" == rendered(template, "none", [IMAGE, text("What is it?")])
+    assert "What is it?" == rendered(template, "none", [text("What is it?"), IMAGE])

@@ -99,10 +99,8 @@ async def from_bytes(data: bytes) -> Image:
             await asyncio.sleep(0)
         piece = binascii.b2a_base64(data[start : start + _BYTES_SLICE], newline=False)
         digest.update(piece)
-        pieces.append(piece)
-    return Image(
-        media_type=kind, base64=b"".join(pieces).decode("ascii"), size=len(data), digest=_number(digest.digest())
-    )
+        pieces.append(piece.decode("ascii"))
+    return Image(media_type=kind, base64="".join(pieces), size=len(data), digest=_number(digest.digest()))
 
 
 def _number(digest: bytes) -> int:
