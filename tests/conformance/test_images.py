@@ -221,6 +221,11 @@ class Host:
     address: str
     asked: list[str]
 
+    @property
+    def named(self) -> str:
+        """Its address by name, for the system's resolver to find."""
+        return f"localhost:{self.address.rpartition(':')[2]}"
+
 
 @asynccontextmanager
 async def image_host() -> AsyncIterator[Host]:
@@ -265,7 +270,12 @@ async def image_host() -> AsyncIterator[Host]:
 @asynccontextmanager
 async def fetching(triton: TestTriton, transport: str, host: Host, **media: Any) -> AsyncIterator[Proxy]:
     """Run a service that may fetch images from *host*, which has no public address."""
-    given = {"allowed_domains": (host.address,), "private_addresses": True, "max_image_size": 1_000_000, **media}
+    given = {
+        "allowed_domains": (host.address, host.named),
+        "private_addresses": True,
+        "max_image_size": 1_000_000,
+        **media,
+    }
     async with serving(settings_for(triton, transport, MediaSettings(**given)), transport=transport) as running:
         await running.ready()
         yield running
@@ -276,8 +286,13 @@ async def fetching(triton: TestTriton, transport: str, host: Host, **media: Any)
 async def test_fetched_images(triton: TestTriton, transport: str, model: str) -> None:
     """An image of an allowed host reaches the model as a file: no backend is given an address."""
     async with image_host() as host, fetching(triton, transport, host) as proxy:
-        for path in ("image.png", "unnamed", "near"):
-            answer = await ask(proxy, model, "What is it?", part(f"http://{host.address}/{path}"))
+        for url in (
+            f"{host.address}/image.png",
+            f"{host.address}/unnamed",
+            f"{host.address}/near",
+            f"{host.named}/near",
+        ):
+            answer = await ask(proxy, model, "What is it?", part(f"http://{url}"))
 
             assert 200 == answer.status, answer.body
             inputs = await inputs_of(triton, model, id_of(answer))

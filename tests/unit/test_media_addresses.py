@@ -19,6 +19,7 @@ from triton_openai.media.addresses import (
     parse_address,
 )
 from triton_openai.media.hosts import AllowedHosts, parse_url
+from triton_openai.media.resolver import SystemResolver
 
 PUBLIC = ("8.8.8.8", "1.1.1.1", "172.15.0.1", "172.32.0.1", "2606:4700::1111", "2a00:1450:4001::1", "64:ff9b::808:808")
 PRIVATE = ("127.0.0.1", "127.255.0.9", "10.1.2.3", "172.16.0.1", "192.168.1.1", "100.64.0.1", "::1", "fd00::1")
@@ -158,6 +159,12 @@ def test_other_urls(url: str) -> None:
     assert "pw" not in caught.value.message
 
 
+def test_urls_have_an_end() -> None:
+    """A text that could not be a request's first line is not parsed at all."""
+    with pytest.raises(InvalidRequest, match="too long"):
+        parse_url("https://example.com/" + "a" * 10_000_000)
+
+
 @given(st.text(max_size=60).map(lambda text: f"https://{text}"))
 def test_no_text_slips_through(text: str) -> None:
     """What is allowed is what the client library would connect to."""
@@ -190,3 +197,18 @@ def test_no_host_is_allowed_by_default() -> None:
     assert not hosts
     with pytest.raises(InvalidRequest, match="data URL"):
         hosts.check(parse_url("https://example.com/a.png"))
+
+
+async def test_the_systems_resolver() -> None:
+    """It gives addresses, and raises what the system raises."""
+    resolver = SystemResolver()
+    try:
+        found = await resolver.resolve("localhost", 80)
+        assert {"127.0.0.1", "::1"} >= {each["host"] for each in found}
+        assert found
+        assert 80 == found[0]["port"]
+        # A label of more than 63 characters is no name, so no server is asked.
+        with pytest.raises((OSError, UnicodeError)):
+            await resolver.resolve("a" * 300, 80)
+    finally:
+        await resolver.close()

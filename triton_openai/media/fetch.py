@@ -27,6 +27,7 @@ from triton_openai.media.addresses import (
 )
 from triton_openai.media.files import HEAD, from_bytes, media_type_of, too_large, unknown_format
 from triton_openai.media.hosts import AllowedHosts, parse_url, refused
+from triton_openai.media.resolver import SystemResolver
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 3
@@ -147,7 +148,7 @@ class ImageFetcher:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    resolver=CheckedResolver(self._resolver or aiohttp.ThreadedResolver(), self._allows),
+                    resolver=CheckedResolver(self._resolver or SystemResolver(), self._allows),
                     # Neither an answer nor a connection outlives the fetch that it was checked for.
                     use_dns_cache=False,
                     force_close=True,

@@ -9,6 +9,8 @@ from yarl import URL
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
 
+# What web servers take in a request's first line. Also keeps large texts from the parser.
+_LONGEST_URL = 8_000
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -65,6 +67,8 @@ def refused(message: str) -> InvalidRequest:
 
 def parse_url(text: str) -> URL:
     """Return *text* as a URL, parsed once and by the library that also sends the request. Raises InvalidRequest."""
+    if len(text) > _LONGEST_URL:
+        raise refused("The image's URL is too long.")
     try:
         url = URL(text)
         # Read lazily, and wrong ports are found only then.
