@@ -29,7 +29,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``tokens`` is whether it is given token ids and answers in them: the text is made here. ``guides`` are the kinds of
     :class:`Guide` that the answer can be held to; ``logprobs`` is whether tokens come with their log probabilities;
     ``lora`` whether a request can name a LoRA adapter, and ``lora_format`` how it takes an adapter's weights where they
-    have to be sent.
+    have to be sent. ``images`` is whether a prompt can come with images, and
+    ``max_images`` how many of them, where the model's tensors tell.
     """
 
     generate: bool = False
@@ -46,6 +47,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     lora: bool = False
     lora_format: LoraFormat | None = None
+    images: bool = False
+    max_images: int | None = None
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):

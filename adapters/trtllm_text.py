@@ -14,6 +14,7 @@ from triton_openai.adapters.decoding import PromptEcho, TextDecoder
 from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
 from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, truthy
+from triton_openai.adapters.trtllm_images import ENCODERS_NAME, image_tensors, max_images, takes_images
 from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
@@ -46,7 +47,7 @@ PARAMETERS: tuple[Parameter, ...] = (
 _OWN_RULES = (*RANDOMNESS, "ignore_eos")
 _FLAGS = ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
 # Parameters by which a BLS names further models that it calls.
-_OTHERS = ("multimodal_encoders_name", "tensorrt_llm_draft_model_name")
+_OTHERS = (ENCODERS_NAME, "tensorrt_llm_draft_model_name")
 _WORDS = ("stop_words", "bad_words")
 _SUPPLIED = frozenset({"text_input", "stream", *_FLAGS, *_WORDS, *(name for p in PARAMETERS for name in p.inputs)})
 _OUTPUTS = ("text_output", "num_input_tokens", "num_output_tokens")
@@ -81,6 +82,8 @@ class TrtllmText(Adapter):
             guides=guides(config, self.engine),
             lora=lora is not None,
             lora_format=lora,
+            images=takes_images(config),
+            max_images=max_images(config),
         )
 
     @property
@@ -136,6 +139,7 @@ class TrtllmText(Adapter):
         if self._cache is not None and generation.kv_cache_block_size is not None:
             inputs.append(self.tensor(self._cache.flag, True))
             outputs += (self._cache.output,)
+        inputs += image_tensors(self, self.engine, generation.images)
         given = {tensor.name for tensor in inputs}
         # 0.5 requires the word lists; an empty word has no effect.
         inputs += [

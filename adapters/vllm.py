@@ -119,6 +119,8 @@ class Vllm(Adapter):
             guides=frozenset(_GUIDE_FIELDS) if self._guide_key is not None else frozenset(),
             logprobs=self._logprobs,
             lora=True,
+            # Declared for every model, also for those that see nothing: their chat templates take no images.
+            images="image" in config.inputs,
         )
 
     @classmethod
@@ -185,6 +187,8 @@ class Vllm(Adapter):
         ]
         if "stream" in self.config.inputs:
             inputs.append(self.tensor("stream", self.config.decoupled))
+        if generation.images:
+            inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))
         if generation.sampling.logprobs is None:
             return self.request(generation.id, inputs, _OUTPUTS)
         inputs.append(self.tensor("return_logprobs", True))

@@ -169,6 +169,7 @@ _titles = {
     "server": "The service",
     "triton": "Triton",
     "api": "The API",
+    "media": "Images",
     "defaults": "Models",
     "models": "Single models",
 }

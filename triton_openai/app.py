@@ -14,6 +14,10 @@ from triton_openai.background import Background
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
+from triton_openai.media.addresses import is_public, is_public_or_private
+from triton_openai.media.fetch import ImageFetcher
+from triton_openai.media.hosts import AllowedHosts
+from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models
 from triton_openai.server.admission import Admission
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
@@ -28,12 +32,17 @@ from triton_openai.worker import WORKER, Worker
 
 
 def create_app(
-    settings: Settings, *, client: TritonClient | None = None, worker: Worker | None = None
+    settings: Settings,
+    *,
+    client: TritonClient | None = None,
+    images: ImageLoader | None = None,
+    worker: Worker | None = None,
 ) -> web.Application:
     """
     Return the application; nothing runs and nothing is connected before it is started.
 
-    *client* replaces the connection to Triton; *worker* is this process among several that serve together. Raises
+    *client* replaces the connection to Triton, *images* what loads the images of requests; *worker* is this process
+    among several that serve together. Raises
     :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
@@ -47,6 +56,7 @@ def create_app(
         client=connection,
         background=Background(),
         admission=Admission(settings.server, lambda: lag.sustained, workers=worker.count, observer=observers),
+        images=images or _image_loader(settings),
     )
     app = web.Application(
         middlewares=[identify, envelope_errors],
@@ -61,6 +71,21 @@ def create_app(
     app.cleanup_ctx.append(_run_service)
     add_routes(app)
     return app
+
+
+def _image_loader(settings: Settings) -> ImageLoader:
+    media = settings.media
+    fetcher = ImageFetcher(
+        AllowedHosts(media.allowed_domains),
+        largest=media.max_image_size,
+        timeout=media.fetch_timeout,
+        concurrency=media.max_fetches,
+        allows=is_public_or_private if media.private_addresses else is_public,
+    )
+    # Fetched images may make a request no larger than it could be with the images in it.
+    return ImageLoader(
+        fetcher, most=media.max_images, largest=media.max_image_size, together=settings.server.max_body_size
+    )
 
 
 def _check_names(settings: Settings) -> None:
@@ -89,4 +114,5 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     await asyncio.gather(*tasks, return_exceptions=True)
     await service.models.catalog.close()
     await service.background.close()
+    await service.images.close()
     await service.client.close()

@@ -120,6 +120,25 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
     config: Matrix | None = None
 
 
+class Image(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One image file, as the client gave it or as it was fetched: nothing is decoded or scaled here.
+
+    ``base64`` is the file in the standard alphabet, padded and in one line, which is the form in which backends take
+    it; ``size`` is its length in bytes; ``media_type`` (``image/png``) is what its first bytes say it is. ``digest`` is
+    63 bits that tell images apart.
+    """
+
+    media_type: str
+    base64: str
+    size: int
+    digest: int
+
+    def __repr__(self) -> str:
+        """Return what may stand in a log: images are the client's, and large."""
+        return f"Image({self.media_type}, {self.size} bytes)"
+
+
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """
     One prompt to continue.
@@ -132,6 +151,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     are given token ids. ``kv_cache_block_size`` is how many tokens a block of the engine's cache holds, where that is
     known: with it, a count of blocks is one of tokens. ``priority`` is the place in the server's queue: 1 comes first,
     0 is the server's default.
+
+    ``images`` stand in the order in which the prompt refers to them.
     """
 
     id: str
@@ -145,6 +166,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     lora: Lora | None = None
     kv_cache_block_size: int | None = None
     priority: int = 0
+    images: tuple[Image, ...] = ()
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,9 +10,11 @@ import msgspec
 from triton_openai.adapters.parameters import BoundParameter, Rule
 from triton_openai.api.chat import REFUSED as CHAT_REFUSED
 from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
+from triton_openai.chat.images import marks
 from triton_openai.chat.parsers import Parsers
+from triton_openai.chat.prompts import Prompter
 from triton_openai.config import Settings
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.models import Models, ServedModel
 from triton_openai.triton.endpoint import Endpoint
 
@@ -47,6 +49,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     guides: Sequence[str] = ()
     loras: Sequence[str] = ()
+    images: str = ""
     notes: Sequence[str] = ()
 
 
@@ -95,10 +98,12 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
     capabilities = model.adapter.capabilities
     tokenizer = template = None
     parsers = Parsers()
+    images = "none"
     try:
         prompter = await model.prompter()
         provenance = prompter.provenance
         tokenizer, template, notes = provenance.tokenizer, provenance.chat_template, list(provenance.notes)
+        images = _images(model, prompter)
         parsers = await model.parsers()
     except ConfigurationError as error:
         notes = [error.message]
@@ -120,8 +125,20 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
         guides=sorted(capabilities.guides),
+        images=images,
         notes=notes if capabilities.generate else (),
     )
+
+
+def _images(model: ServedModel, prompter: Prompter) -> str:
+    capabilities = model.adapter.capabilities
+    if not capabilities.images or not prompter.can_chat:
+        return "none"
+    try:
+        marks(prompter.template_for(), model.settings.image_placeholder, "messages")
+    except UnsupportedParameter:
+        return "none: the chat template takes none, and no --image-placeholder is set"
+    return "as many as the model takes" if capabilities.max_images is None else f"{capabilities.max_images} at most"
 
 
 def _parameter(parameter: BoundParameter) -> ParameterReport:
@@ -159,6 +176,7 @@ def _render(item: ModelReport) -> str:
             f"  reasoning      {item.reasoning or 'not recognised (--reasoning-parser)'}",
             f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
             *([f"  LoRA adapters  {', '.join(item.loras)}"] if item.loras else ()),
+            f"  images         {item.images}",
             *(f"  note           {note}" for note in item.notes),
             "  parameters",
             *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),

@@ -62,6 +62,13 @@ def test_developers_stay_where_the_template_knows_them() -> None:
     assert prepare(given, DEVELOPER) == [{"role": "developer", "content": "d"}]
 
 
+def test_developers_are_known_in_a_list_too() -> None:
+    """Templates name several roles at once, as in a list of constants."""
+    template = ChatTemplate("{{ messages[0].role in ['system', 'developer'] }}", name="list")
+
+    assert [{"role": "developer", "content": "d"}] == prepare(decode({"role": "developer", "content": "d"}), template)
+
+
 @pytest.mark.parametrize("role", ["critic", "", None, 3])
 def test_unknown_roles_fail_to_decode(role: object) -> None:
     """A role that does not exist is refused where the request is decoded."""

@@ -88,7 +88,7 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
     (f"{STREAM}This model's maximum context length is 2048 tokens. However, you requested 2101 tokens.", ContextLengthExceeded, "2048"),
     (f"{STREAM}The prompt (total length 2101) is too long to fit into the model (context length 2048).", ContextLengthExceeded, "2048"),
     (f"{STREAM}Requested sample logprobs of 50, which is greater than max allowed: 20", InvalidRequest, "max allowed: 20"),
-    (f"{STREAM}cannot identify image file <_io.BytesIO object at 0x7f1d3c0a1b20>", InvalidRequest, "refused the request."),
+    (f"{STREAM}cannot identify image file <_io.BytesIO object at 0x7f1d3c0a1b20>", InvalidRequest, "cannot read an image"),
     (f"{STREAM}Incorrect padding", InvalidRequest, "Incorrect padding"),
     (f"{STREAM}Model m does not support 'generate' request", InvalidRequest, "does not support 'generate' request"),
     (f"{STREAM}Model m does not support 'embed' request", InvalidRequest, "does not support 'embed' request"),

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from triton_openai.adapters.parameters import Rule
 from triton_openai.api.bodies import read_json
-from triton_openai.api.chat_prompt import PromptOptions, as_sent, rendered
+from triton_openai.api.chat_prompt import ImageSpot, PromptOptions, as_sent, rendered
 from triton_openai.api.chat_response import (
     ChatChunks,
     ChatCompletion,
@@ -26,6 +26,7 @@ from triton_openai.api.chat_response import (
     reasoning_tokens,
 )
 from triton_openai.api.guides import guide_of
+from triton_openai.api.images import images_of
 from triton_openai.api.logprobs import chat_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
 from triton_openai.api.parameters import SamplingRequest, priority, refuse, sampling, stream_options, truncation
@@ -121,14 +122,19 @@ async def _answer(
         prompter = await model.prompter()
         parsers = await model.parsers()
         task = _task(service, model, body, completion_id, plan, parsers)
+        pictures = images_of(model, body.messages)
         prompt = await rendered(
             prompter,
             body.messages,
             PromptOptions.of(body),
             tools=plan.prompt,
+            images=ImageSpot(model.settings.image_placeholder, pictures[0].place) if pictures else None,
             trust_template=service.settings.api.trust_request_chat_template,
         )
         prompt = as_sent(model, prompter, prompt)
+        if pictures:
+            loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
+            task = msgspec.structs.replace(task, images=loaded)
         runs = observation.answers = await service.runs(model, [prompt], task, limits=limits)
         observation.n = task.n
         answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]

@@ -18,7 +18,8 @@ from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.chat.truncation import Truncation, cut_ids, cut_text
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
-from triton_openai.generation import Generation, Guide, Sampling, Vocabulary
+from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
+from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models, ServedModel
 from triton_openai.running import Run
 from triton_openai.server.admission import Admission
@@ -47,6 +48,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     open_ended: bool = False
     truncation: Truncation | None = None
     priority: int = 0
+    images: tuple[Image, ...] = ()
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class Service(msgspec.Struct, frozen=True):
     client: TritonClient
     background: Background
     admission: Admission
+    images: ImageLoader
 
     async def runs(
         self, model: ServedModel, prompts: Sequence[str | Sequence[int]], task: Task, *, limits: TimeLimits
@@ -149,6 +152,7 @@ async def prepare(
         lora=model.lora,
         kv_cache_block_size=model.settings.kv_cache_block_size,
         priority=task.priority,
+        images=task.images,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from triton_openai.chat.images import ImageMarks, is_image
 from triton_openai.chat.messages import (
     AssistantMessage,
     Content,
@@ -48,9 +49,11 @@ class Wishes(Protocol):
         """Say whether the template treats *text* (a role) specially."""
 
 
-def prepare(messages: Sequence[Message], template: Wishes) -> list[dict[str, Any]]:
+def prepare(messages: Sequence[Message], template: Wishes, images: ImageMarks | None = None) -> list[dict[str, Any]]:
     """
     Return *messages* as *template* wants them.
+
+    *images* says what is written for an image; without it, images are refused like all parts that are not text.
 
     A developer's message becomes the system's unless the template knows developers; a function's answer becomes a
     tool's; arguments of tool calls become objects; parts are joined for templates that expect strings. Raises
@@ -59,13 +62,13 @@ def prepare(messages: Sequence[Message], template: Wishes) -> list[dict[str, Any
     """
     if not messages:
         raise InvalidRequest("'messages' must hold at least one message.", param="messages")
-    return [_prepare(message, template, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_prepare(message, template, images, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _prepare(message: Message, template: Wishes, place: str) -> dict[str, Any]:
+def _prepare(message: Message, template: Wishes, images: ImageMarks | None, place: str) -> dict[str, Any]:
     if isinstance(message, AssistantMessage):
-        return _assistant(message, template, place)
-    content = _content(message.content, template, f"{place}.content")
+        return _assistant(message, template, images, place)
+    content = _content(message.content, template, images, f"{place}.content")
     prepared: dict[str, Any]
     if isinstance(message, ToolMessage):
         prepared = {"role": "tool", "content": _empty(template) if content is None else content}
@@ -93,12 +96,12 @@ def _role(message: DeveloperMessage | SystemMessage | UserMessage, template: Wis
     return "system"
 
 
-def _assistant(message: AssistantMessage, template: Wishes, place: str) -> dict[str, Any]:
+def _assistant(message: AssistantMessage, template: Wishes, images: ImageMarks | None, place: str) -> dict[str, Any]:
     if message.audio is not None:
         raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=f"{place}.audio")
-    content = _content(message.content, template, f"{place}.content")
+    content = _content(message.content, template, images, f"{place}.content")
     if content is None and message.refusal is not None:
-        content = _content(message.refusal, template, f"{place}.refusal")
+        content = _content(message.refusal, template, images, f"{place}.refusal")
     calls = [_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
     if message.function_call is not None:
         function = _function(message.function_call, f"{place}.function_call")
@@ -155,12 +158,23 @@ def _parse(text: str, place: str) -> dict[str, Any]:
     return value
 
 
-def _content(content: Content, template: Wishes, place: str) -> str | list[dict[str, str]] | None:
+def _content(
+    content: Content, template: Wishes, images: ImageMarks | None, place: str
+) -> str | list[dict[str, Any]] | None:
     if content is None:
         return None
     if isinstance(content, str):
         return [_text_part(content)] if template.wants_parts else content
-    texts = [_text(part, f"{place}[{index}]") for index, part in enumerate(content)]
+    if images is not None and any(map(is_image, content)):
+        if images.part is not None:
+            return [
+                dict(images.part) if is_image(part) else _text_part(_text(part, f"{place}[{index}]"))
+                for index, part in enumerate(content)
+            ]
+        texts = [_text(part, f"{place}[{index}]") for index, part in enumerate(content) if not is_image(part)]
+        texts = [*images.missing(texts, len(content) - len(texts), place), *texts]
+    else:
+        texts = [_text(part, f"{place}[{index}]") for index, part in enumerate(content)]
     # One part says no more than a string, and templates that take both treat strings with more care.
     if template.wants_parts or (template.takes_parts and len(texts) > 1):
         return [_text_part(text) for text in texts]

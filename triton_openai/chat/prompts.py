@@ -17,6 +17,7 @@ import msgspec
 
 from triton_openai.chat import builtin
 from triton_openai.chat.continuation import Continuation
+from triton_openai.chat.images import ImageMarks
 from triton_openai.chat.messages import Message
 from triton_openai.chat.prepare import prepare
 from triton_openai.chat.template import ChatTemplate
@@ -148,9 +149,11 @@ class Prompter:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        images: ImageMarks | None = None,
     ) -> str:
         """
-        Return the prompt for *messages*; *variables* are the client's ``chat_template_kwargs``.
+        Return the prompt for *messages*; *variables* are the client's ``chat_template_kwargs``, *images* says how the
+        images in them are written (see :func:`images.marks`).
 
         With *continue_final_message* it ends where the last message's text does. Raises :class:`ConfigurationError`
         where the model has no usable template, :class:`InvalidRequest` for messages that are wrong or that the
@@ -158,7 +161,7 @@ class Prompter:
         """
         template = self.template_for(tools=tools, documents=documents)
         continuation = Continuation() if continue_final_message else None
-        prepared = prepare(messages, template)
+        prepared = prepare(messages, template, images)
         prompt = template.render(
             prepared if continuation is None else continuation.mark(prepared),
             **_variables(variables),
@@ -177,11 +180,12 @@ class Prompter:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        images: ImageMarks | None = None,
     ) -> str:
         """Do :meth:`render` without holding the event loop for long messages. Raises the same."""
         template = self.template_for(tools=tools, documents=documents)
         continuation = Continuation() if continue_final_message else None
-        prepared = prepare(messages, template)
+        prepared = prepare(messages, template, images)
         prompt = await template.render_async(
             prepared if continuation is None else continuation.mark(prepared),
             **_variables(variables),

@@ -49,8 +49,9 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template: Template = environment.from_string(source)
-            undeclared = meta.find_undeclared_variables(tree)
+            # First: what comes next compiles the tree, and folds lists of constants in it to one.
             self._analysis = analyse(tree)
+            undeclared = meta.find_undeclared_variables(tree)
         except TemplateSyntaxError as error:
             _raise_unusable(
                 f"The chat template '{name}' is wrong in line {error.lineno}: {(error.message or '').rstrip('.')}",
@@ -96,6 +97,16 @@ class ChatTemplate:
     def takes_parts(self) -> bool:
         """Whether content may be a list of parts."""
         return self._analysis.content_format is not ContentFormat.STRING
+
+    @property
+    def image_part(self) -> Mapping[str, Any] | None:
+        """The part that stands for an image, as ``transformers`` has it; ``None`` where the template knows none."""
+        if self.takes_parts:
+            if self.mentions("image"):
+                return {"type": "image"}
+            if self.mentions("image_url"):
+                return {"type": "image_url", "image_url": {}}
+        return None
 
     @property
     def keeps_null_content(self) -> bool:

@@ -139,7 +139,7 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _title(section: str) -> str:
-    return {"server": "service", "triton": "Triton", "api": "API", "defaults": "models"}[section]
+    return {"server": "service", "triton": "Triton", "api": "API", "media": "images", "defaults": "models"}[section]
 
 
 def _about(section: str) -> str:

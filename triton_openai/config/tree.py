@@ -175,6 +175,46 @@ class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = False
 
 
+class MediaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Images in requests. Without allowed hosts, they come as data URLs only."""
+
+    allowed_domains: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Host from which images may be fetched: example.com, *.example.com (every host below it), "
+            "either with :PORT. May be given several times.",
+            extra={"name": "allowed-media-domain", "metavar": "HOST"},
+        ),
+    ] = ()
+    private_addresses: Annotated[
+        bool,
+        Meta(
+            description="Fetch images also from allowed hosts whose addresses are not public (loopback, private "
+            "networks). Then a request can reach into this network, as far as the allowed hosts go.",
+            extra={"name": "private-media-addresses"},
+        ),
+    ] = False
+    max_images: Annotated[int, Meta(ge=1, le=4096, description="Most images in one request.")] = 16
+    max_image_size: Annotated[
+        int, Meta(ge=1024, description="Largest image file that is taken.", extra={"metavar": "BYTES"})
+    ] = 20 * 1024 * 1024
+    fetch_timeout: Annotated[
+        Seconds,
+        Meta(
+            description="Longest time that fetching one image may take.",
+            extra={"name": "media-fetch-timeout", "metavar": "SECONDS"},
+        ),
+    ] = 10.0
+    max_fetches: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Images that are fetched at the same time; others wait.",
+            extra={"name": "max-media-fetches"},
+        ),
+    ] = 32
+
+
 class DefaultParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Values for request parameters that a client leaves out, with the limits that a request has."""
 
@@ -232,6 +272,15 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             description="How the model marks its reasoning; 'auto' (the default) goes by its chat template, 'none' "
             "leaves it in the text.",
             extra={"metavar": "[MODEL=]NAME", "per_model": True},
+        ),
+    ] = None
+    image_placeholder: Annotated[
+        str | None,
+        Meta(
+            description="What stands in the prompt for an image, {n} being its number, where the chat template takes "
+            "text only; 'none' where the backend itself puts images into the prompt. 'auto' (the default) leaves it to "
+            "the template.",
+            extra={"metavar": "[MODEL=]TEXT", "per_model": True},
         ),
     ] = None
     max_model_len: Annotated[
@@ -298,6 +347,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     server: ServerSettings = ServerSettings()
     triton: TritonSettings = TritonSettings()
     api: ApiSettings = ApiSettings()
+    media: MediaSettings = MediaSettings()
     defaults: ModelDefaults = ModelDefaults()
     models: Annotated[
         Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
@@ -313,6 +363,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             chat_template=own.chat_template or self.defaults.chat_template,
             tool_call_parser=own.tool_call_parser or self.defaults.tool_call_parser,
             reasoning_parser=own.reasoning_parser or self.defaults.reasoning_parser,
+            image_placeholder=own.image_placeholder or self.defaults.image_placeholder,
             max_model_len=own.max_model_len or self.defaults.max_model_len,
             kv_cache_block_size=own.kv_cache_block_size or self.defaults.kv_cache_block_size,
             default_parameters=DefaultParameters(**parameters),

@@ -185,9 +185,12 @@ def _bls(site: _Site, name: str) -> None:
         "accumulate_tokens": "false" if name == "tensorrt_llm_bls_delta" else "true",
         "tensorrt_llm_model_name": "tensorrt_llm",
     }
+    sees = name == "tensorrt_llm_bls_multimodal"
+    if sees:
+        parameters["multimodal_encoders_name"] = "multimodal_encoders"
     text = render(
         name, site.contracts["tensorrt_llm_bls"], backend="python", max_batch_size=_BATCH, decoupled=True,
-        instances=_BLS_INSTANCES, parameters=parameters,
+        instances=1 if sees else _BLS_INSTANCES, parameters=parameters,
     )  # fmt: skip
     site.write(name, text, "tensorrt_llm_bls")
 
@@ -223,8 +226,8 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-# Built only when named: the same backend as of an older release.
-_ON_DEMAND = ("vllm_model_r24_12", "tensorrt_llm_llmapi_r1_0")
+# Built only when named: the same backend as of an older release, and one that few deployments have.
+_ON_DEMAND = ("vllm_model_r24_12", "tensorrt_llm_llmapi_r1_0", "tensorrt_llm_bls_multimodal")
 
 _PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
 
@@ -236,6 +239,7 @@ _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
     "ensemble": (_ensemble, _PIPELINE),
     "tensorrt_llm_bls": (_bls, _PIPELINE),
     "tensorrt_llm_bls_delta": (_bls, _PIPELINE),
+    "tensorrt_llm_bls_multimodal": (_bls, _PIPELINE),
     "preprocessing_legacy": (_preprocessing, ()),
     "tensorrt_llm_legacy": (_engine, ()),
     "postprocessing_legacy": (_postprocessing, ()),

@@ -83,6 +83,10 @@ def _sampling_refused(failure: Failure, match: re.Match[str]) -> ServiceError:
     return InvalidRequest("The model's backend refused the sampling parameters.", detail=failure.text)
 
 
+def _unreadable_image(failure: Failure, match: re.Match[str]) -> ServiceError:
+    return InvalidRequest("The model's backend cannot read an image of the request.", detail=failure.text)
+
+
 def _generation_failed(failure: Failure, match: re.Match[str]) -> ServiceError:
     # The backend passes on the text of a ValueError (the request's fault) and drops the text of everything else.
     return _refused(failure, match) if match.group("reason").strip() else _failed(failure)
@@ -130,6 +134,11 @@ RULES: tuple[Rule, ...] = (
     _rule(
         r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
         _sampling_refused,
+    ),
+    # Pillow, in whichever backend.
+    _rule(
+        r"cannot identify image file|image file is truncated|broken data stream|decompression bomb",
+        _unreadable_image,
     ),
     _rule(r"(?P<reason>Model [^\n]* does not support '(?:generate|embed)' request)", _refused),
     _rule(r"Error generating (?:stream|request): ?(?P<reason>.*)", _generation_failed),
