@@ -19,7 +19,10 @@ from triton_openai.text.tools.events import Content, Event, Reasoning, ToolCallA
 from triton_openai.text.tools.registry import load
 
 #: What of a closing tag came before the end of a text counts as text of the parameter.
-TAGGED = {"qwen3_coder", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "minimax_m2"}
+TAGGED = {
+    *("qwen3_coder", "seed_oss", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "minimax_m2", "step3"),
+    *("gemma4", "functiongemma"),
+}
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -209,6 +212,24 @@ LONG = {
     "nemotron_json": ('<TOOLCALL>[{"name": "f", "arguments": {"s": "', '"}}]</TOOLCALL>'),
     "granite": ('<|tool_call|>[{"name": "f", "arguments": {"s": "', '"}}]'),
     "phi4_mini_json": ('functools[{"name": "f", "arguments": {"s": "', '"}}]'),
+    "granite4": ('<tool_call>{"name": "f", "arguments": {"s": "', '"}}</tool_call>'),
+    "granite_20b_fc": ('<function_call> {"name": "f", "arguments": {"s": "', '"}}'),
+    "gemma4": ('<|tool_call>call:f{s:<|"|>', '<|"|>}<tool_call|>'),
+    "functiongemma": ("<start_function_call>call:f{s:<escape>", "<escape>}<end_function_call>"),
+    "seed_oss": (
+        "<seed:tool_call><function=get_weather><parameter=city>",
+        "</parameter></function></seed:tool_call>",
+    ),
+    "cohere_command3": ('<|START_ACTION|>[{"tool_name": "f", "parameters": {"s": "', '"}}]<|END_ACTION|>'),
+    "jamba": ('<tool_calls>[{"name": "f", "arguments": {"s": "', '"}}]</tool_calls>'),
+    "step3": (
+        "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"  # noqa: RUF001
+        '<steptml:invoke name="get_weather"><steptml:parameter name="city">',
+        "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",  # noqa: RUF001
+    ),
+    "internlm": ('<|action_start|><|plugin|>{"name": "f", "parameters": {"s": "', '"}}<|action_end|>'),
+    "longcat": ('<longcat_tool_call>{"name": "f", "arguments": {"s": "', '"}}</longcat_tool_call>'),
+    "xlam": ('[{"name": "now", "arguments": {"s": "', '"}}]'),
 }
 BODIES = {
     "letters": "lorem ipsum ",
@@ -227,6 +248,11 @@ def cost(name: str, pieces: Sequence[str]) -> tuple[int, Merged]:
         events += parser.feed(piece)
     events += parser.flush()
     return parser.examined, merge(events)
+
+
+def test_every_parser_is_measured() -> None:
+    """A parser that is added to the table is in the tests of cost and of streaming too."""
+    assert set(ALL) == set(LONG)
 
 
 @pytest.mark.parametrize("body", BODIES)

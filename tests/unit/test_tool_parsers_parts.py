@@ -130,8 +130,16 @@ def test_the_built_in_templates(name: str, expected: tuple[str | None, str | Non
         ("Olmo 3", "<function_calls>\nf()\n</function_calls>", ("olmo3", None)),
         ("Phi 4 mini", "<|tool|> <|/tool|>", ("phi4_mini_json", None)),
         ("Granite 3.2", "<|start_of_role|>available_tools Here is my thought process:", ("granite", "granite")),
-        ("Granite 4", "<|start_of_role|>available_tools <tool_call>", ("hermes", None)),
-        ("Seed OSS", "<seed:think>", (None, "seed_oss")),
+        ("Granite 4", "<|start_of_role|>available_tools <tool_call>", ("granite4", None)),
+        ("Seed OSS", "<seed:tool_call>\n<function=f>\n<parameter=a> <seed:think>", ("seed_oss", "seed_oss")),
+        ("Gemma 4", "<|tool_call>call: <|channel>thought\n", ("gemma4", "gemma4")),
+        ("FunctionGemma", "<start_function_call>call:", ("functiongemma", None)),
+        ("Command R7B", "<|START_ACTION|>[ <|START_THINKING|>", ("cohere_command3", "cohere_command3")),
+        ("Apriel 1.5", "<tool_calls>[ <tool_call>", ("jamba", None)),
+        ("LFM2.5", "<|im_start|>system List of tools: [ <think>", ("lfm2", "qwen3")),
+        ("MiniMax M3", "]<]minimax[>[ <tool_call> <mm:think>", (None, None)),
+        ("Functionary 3.1", "<|python_tag|> <function=f>{}</function>", (None, None)),
+        ("Granite 3.3", "<|start_of_role|>available_tools <|tool_call|> <think> <response>", ("granite", "granite")),
     ],
 )
 def test_marks_of_published_templates(family: str, marks: str, expected: tuple[str | None, str | None]) -> None:
