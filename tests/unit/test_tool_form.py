@@ -53,6 +53,16 @@ HABITS = {
         OBJECT.replace("{{ m.content", "{% if m.role == 'tool' %}{{ '' + m.name }}{% endif %}{{ m.content"),
         ToolForm(needs_names=True),
     ),
+    # gpt-oss
+    "thinking, or words": (
+        OBJECT.replace(
+            "{% if m.tool_calls %}",
+            "{% if m.tool_calls %}{% if m.thinking and m.content %}{{ raise_exception('both') }}{% endif %}"
+            "{{ '' ~ m.thinking or m.content }}",
+        ),
+        ToolForm(reasoning="thinking", reasoning_alone=True),
+    ),
+    "reasoning": (OBJECT.replace("{% for c", "{{ m.reasoning }}{% for c"), ToolForm(reasoning="reasoning")),
     "calls in parts": (
         "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% for c in m.tool_calls or () %}"
         "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
@@ -181,6 +191,22 @@ def test_names_of_answers() -> None:
 
     assert [message["name"] for message in prepared(source, talk())[2:]] == ["now", "get_weather"]
     assert "name" not in prepared(OBJECT, talk())[2]
+
+
+def test_reasoning_goes_where_it_is_read() -> None:
+    """The thinking that a client sends back reaches the template under its name for it, with or without content."""
+    source = HABITS["thinking, or words"][0]
+    messages = talk()
+    messages[1]["reasoning_content"] = "Hm."
+    alone = prepared(source, messages)[1]
+    messages[1]["content"] = "Look:"
+    both = prepared(source, messages)[1]
+    plain = prepared(OBJECT, messages)[1]
+
+    assert (alone["thinking"], alone["content"]) == ("Hm.", "")
+    assert (both["thinking"], both["content"]) == ("Hm.\nLook:", "")
+    assert (plain["reasoning_content"], plain["content"]) == ("Hm.", "Look:")
+    assert "reasoning_content" not in both
 
 
 def test_older_functions() -> None:

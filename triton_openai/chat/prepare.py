@@ -121,10 +121,22 @@ def _assistant(message: AssistantMessage, template: Wishes, place: str) -> dict[
         prepared["tool_calls"] = calls
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None:
-        prepared["reasoning_content"] = reasoning
+        _add_reasoning(prepared, reasoning, template)
     if message.name is not None:
         prepared["name"] = message.name
     return prepared
+
+
+def _add_reasoning(prepared: dict[str, Any], reasoning: str, template: Wishes) -> None:
+    """Put *reasoning* where the template reads it."""
+    form = template.tool_form
+    content = prepared["content"]
+    if form.reasoning_alone and "tool_calls" in prepared and content:
+        # Such a template writes either as the thinking before the call.
+        words = content if isinstance(content, str) else _BETWEEN_PARTS.join(part["text"] for part in content)
+        reasoning = f"{reasoning}\n{words}" if reasoning else words
+        prepared["content"] = _empty(template)
+    prepared[form.reasoning] = reasoning
 
 
 def _call(call: ToolCall, template: Wishes, place: str) -> dict[str, Any]:

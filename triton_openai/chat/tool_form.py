@@ -38,6 +38,10 @@ class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
     null_content: bool = False
     ids: Literal["any", "short", "named"] = "any"
     needs_names: bool = False
+    #: The field in which the thinking before a call is read, and whether content beside it is refused (gpt-oss has it
+    #: in ``thinking``, and takes either).
+    reasoning: str = "reasoning_content"
+    reasoning_alone: bool = False
 
 
 def probe(attempt: Attempt, *, null_first: bool, empty: Any) -> ToolForm:
@@ -54,8 +58,20 @@ def probe(attempt: Attempt, *, null_first: bool, empty: Any) -> ToolForm:
                 form = ToolForm(text_arguments=text_arguments, null_content=content is None, needs_names=needs_names)
                 rendered = attempt(_conversation(form, content, _SHORT_ID))
                 if rendered is not None and _is_whole(rendered):
-                    return msgspec.structs.replace(form, ids=_ids(attempt, form, content))
+                    return _with_reasoning(attempt, form, content)
     return ToolForm(null_content=null_first)
+
+
+def _with_reasoning(attempt: Attempt, form: ToolForm, content: Any) -> ToolForm:
+    """Return *form* with what is left to find out."""
+    form = msgspec.structs.replace(form, ids=_ids(attempt, form, content))
+    for field in ("reasoning_content", "thinking", "reasoning"):
+        user, call, answer = _conversation(form, content, _SHORT_ID)
+        if _VALUE * 2 in (attempt([user, {**call, field: _VALUE * 2}, answer]) or ""):
+            both = {**call, field: "Probed.", "content": "Probed."}
+            alone = attempt([user, both, answer]) is None
+            return msgspec.structs.replace(form, reasoning=field, reasoning_alone=alone)
+    return form
 
 
 def _ids(attempt: Attempt, form: ToolForm, content: Any) -> Literal["any", "short", "named"]:
