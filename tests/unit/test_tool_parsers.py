@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.tool_parser_cases import ALL, CASES, TOOLS, Case
-from triton_openai.text.tools.base import Grammar, ToolParser
+from triton_openai.text.tools.base import CallGrammar, Grammar, ToolParser
 from triton_openai.text.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.text.tools.registry import load
 
@@ -267,6 +267,28 @@ def test_cost_is_linear(name: str, body: str) -> None:
                 examined, merged = cost(name, pieces)
                 assert examined <= 20 * len(text)
                 assert len(merged.calls) == (1 if before else 0)
+
+
+@pytest.mark.parametrize("item", ["-12.5e3, ", '"lorem", ', '{"a": 1, "b": [true, null], "c": "d"}, ', "[[], [1]], "])
+def test_many_values_cost_little(item: str) -> None:
+    """Arguments made of many small values are looked at as often as a long text is."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": [' + item * (20_000 // len(item)) + "0]}}</tool_call>"
+    for size in (1, 7, len(text)):
+        examined, merged = cost("hermes", [text[at : at + size] for at in range(0, len(text), size)])
+        assert examined <= 20 * len(text)
+        assert isinstance(json.loads(merged.calls[0][2]), dict)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_text_that_ends_within_a_call(name: str) -> None:
+    """A parser knows after the end of the text whether it ended in the middle of a call."""
+    front, behind = LONG[name]
+    for text, unfinished in ((front, True), (front + "x" + behind, False), ("x", False)):
+        parser = make(name)
+        assert isinstance(parser, CallGrammar)
+        parser.feed(text)
+        parser.flush()
+        assert unfinished is parser.unfinished
 
 
 @pytest.mark.parametrize("name", LONG)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -240,13 +241,21 @@ def test_a_schema_that_is_none() -> None:
 
 
 def read_json(text: str) -> str | None:
-    """Return *text* as the incremental reader passes it on, one character at a time; nothing where it is no value."""
+    """Return *text* as the incremental reader passes it on, the same for any cut; nothing where it is no value."""
+    found = read_pieces(text)
+    for size in (3, 10, len(text) or 1):
+        assert found == read_pieces([text[at : at + size] for at in range(0, len(text), size)])
+    return found
+
+
+def read_pieces(text: Iterable[str]) -> str | None:
+    """Return what the reader passes on of *text*, fed piece by piece."""
     reader = Reader()
     parts: list[str] = []
     reading = json_text.value(reader, parts.append)
     try:
-        for character in text:
-            reader.add(character)
+        for piece in text:
+            reader.add(piece)
             next(reading)
         reader.end()
         next(reading)

@@ -33,6 +33,7 @@ from triton_openai.api.streaming import Collected, collect, stream
 from triton_openai.api.tools import ToolPlan
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
+from triton_openai.chat import offload
 from triton_openai.chat.messages import Message
 from triton_openai.chat.parsers import Parsers
 from triton_openai.chat.prompts import Prompter
@@ -44,6 +45,9 @@ from triton_openai.text.tools.events import Content, Event
 from triton_openai.text.tools.guided import GuidedCalls
 
 _encode = msgspec.json.Encoder().encode
+
+#: Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
+_LONGEST_INLINE = 10_000
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -123,10 +127,14 @@ async def handle(request: web.Request) -> web.StreamResponse:
     except ContextLengthExceeded as error:
         error.param = error.param or "messages"
         raise
-    choices = [
-        _choice(index, answer, parser, plan, field, with_logprobs=bool(body.logprobs))
-        for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
-    ]
+    choices = await offload.run(
+        lambda: [
+            _choice(index, answer, parser, plan, field, with_logprobs=bool(body.logprobs))
+            for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
+        ],
+        size=sum(len(delta.text) for answer in answers for delta in answer.deltas) if any(answer_parsers) else 0,
+        threshold=_LONGEST_INLINE,
+    )
     completion = ChatCompletion(
         id=completion_id,
         object="chat.completion",

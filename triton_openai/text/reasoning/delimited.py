@@ -75,6 +75,7 @@ class Delimited(Grammar):
             yield from reader.space()
             if not (yield from reader.peek()):
                 reader.release()
+                self._output.trim()
                 return
             self._output.content(reader.release())
 

@@ -109,12 +109,17 @@ class Harmony(CallGrammar):
             if (yield from reader.next()) == "{":
                 self._start_call(name)
                 yield from json_text.value(reader, self._output.arguments)
+                self._in_call = False
             else:
                 # No arguments at all: the end of the message follows.
                 end = yield from reader.one_of(_ENDS)
                 self._start_call(name)
                 self._output.arguments("{}")
+                self._in_call = False
                 return end
-        except (Malformed, Ended):
+        except Malformed:
+            self._in_call = False
+            self._output.content(reader.release())
+        except Ended:
             self._output.content(reader.release())
         return (yield from reader.until(BODY_END, self._output.content))
