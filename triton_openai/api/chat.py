@@ -40,7 +40,7 @@ from triton_openai.chat.prompts import Prompter
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.models import ServedModel
 from triton_openai.text.answer import AnswerParser, ForcedCall
-from triton_openai.text.tools.base import CallGrammar, ToolParser
+from triton_openai.text.tools.base import CallGrammar, NewId, ToolParser
 from triton_openai.text.tools.events import Content, Event
 from triton_openai.text.tools.guided import GuidedCalls
 
@@ -221,11 +221,13 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser |
     """Return the parser of one choice, or ``None`` where its text is just text."""
     reasoning = parsers.reasoning
     tools: ToolParser | ForcedCall | None = None
+    # Calls that the backend is held to have ids of the model's family too: its template may take no others.
+    new_id: NewId = getattr(parsers.tools, "new_id", CallGrammar.new_id)
     if plan.mode == "named" and plan.name is not None:
         # The answer is the arguments and nothing else: no thinking comes before it.
-        return AnswerParser(None, ForcedCall(plan.name, new_id=CallGrammar.new_id))
+        return AnswerParser(None, ForcedCall(plan.name, new_id=new_id))
     if plan.mode == "required":
-        return AnswerParser(None, GuidedCalls(plan.schemas), parallel=plan.parallel)
+        return AnswerParser(None, GuidedCalls(plan.schemas, new_id=new_id), parallel=plan.parallel)
     if plan.mode == "auto" and parsers.tools is not None:
         tools = parsers.tools(plan.schemas)
     if tools is None and reasoning is None:
