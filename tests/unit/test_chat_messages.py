@@ -25,7 +25,9 @@ EITHER = ChatTemplate(
     name="either",
 )
 NULL = ChatTemplate("{{ messages[0].content is none }}", name="null")
-DEVELOPER = ChatTemplate("{{ messages[0].role == 'developer' }}", name="developer")
+DEVELOPER = ChatTemplate(
+    "{% for m in messages %}{% if m.role == 'developer' %}{% endif %}{{ m.content }}{% endfor %}", name="developer"
+)
 
 
 def decode(*messages: Any) -> list[Message]:

@@ -35,18 +35,22 @@ from triton_openai.api.streaming import Collected, collect, stream
 from triton_openai.api.tools import ToolPlan
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
+from triton_openai.chat import offload
 from triton_openai.chat.messages import Message
 from triton_openai.chat.parsers import Parsers
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.models import ServedModel
 from triton_openai.telemetry.observation import Observation, observe
 from triton_openai.text.answer import AnswerParser, ForcedCall
-from triton_openai.text.tools.base import CallGrammar, ToolParser
+from triton_openai.text.tools.base import CallGrammar, NewId, ToolParser
 from triton_openai.text.tools.events import Content, Event
 from triton_openai.text.tools.guided import GuidedCalls
 from triton_openai.time_limits import TimeLimits
 
 _encode = msgspec.json.Encoder().encode
+
+#: Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
+_LONGEST_INLINE = 10_000
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -148,10 +152,14 @@ async def _answer(
     except ContextLengthExceeded as error:
         error.param = error.param or "messages"
         raise
-    choices = [
-        _choice(index, answer, parser, plan, field, with_logprobs=bool(body.logprobs))
-        for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
-    ]
+    choices = await offload.run(
+        lambda: [
+            _choice(index, answer, parser, plan, field, with_logprobs=bool(body.logprobs))
+            for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
+        ],
+        size=sum(len(delta.text) for answer in answers for delta in answer.deltas) if any(answer_parsers) else 0,
+        threshold=_LONGEST_INLINE,
+    )
     completion = ChatCompletion(
         id=completion_id,
         object="chat.completion",
@@ -240,11 +248,13 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser |
     """Return the parser of one choice, or ``None`` where its text is just text."""
     reasoning = parsers.reasoning
     tools: ToolParser | ForcedCall | None = None
+    # Calls that the backend is held to have ids of the model's family too: its template may take no others.
+    new_id: NewId = getattr(parsers.tools, "new_id", CallGrammar.new_id)
     if plan.mode == "named" and plan.name is not None:
         # The answer is the arguments and nothing else: no thinking comes before it.
-        return AnswerParser(None, ForcedCall(plan.name, new_id=CallGrammar.new_id))
+        return AnswerParser(None, ForcedCall(plan.name, new_id=new_id))
     if plan.mode == "required":
-        return AnswerParser(None, GuidedCalls(plan.schemas), parallel=plan.parallel)
+        return AnswerParser(None, GuidedCalls(plan.schemas, new_id=new_id), parallel=plan.parallel)
     if plan.mode == "auto" and parsers.tools is not None:
         tools = parsers.tools(plan.schemas)
     if tools is None and reasoning is None:

@@ -79,10 +79,12 @@ def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> str 
     Return why the choice ended, as OpenAI says it.
 
     ``tool_calls`` only for calls that the model chose to make and brought to their end: a forced one ends with
-    ``stop``, and a call cut by the length shows as such.
+    ``stop``, a call cut by the length shows as such, and one that a stop string cut, whose arguments are no JSON, is
+    none that a client could answer.
     """
     reason = run.finish_reason
-    if reason is FinishReason.STOP and parser is not None and parser.calls and plan.mode != "named":
+    called = parser is not None and parser.calls > 0 and not parser.cut
+    if reason is FinishReason.STOP and called and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
     return None if reason is None else reason.value
 
@@ -97,6 +99,7 @@ def message_of(events: Sequence[Event], plan: ToolPlan, field: ReasoningField) -
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
+    arguments: list[list[str]] = []
     for event in events:
         if isinstance(event, Content):
             content.append(event.text)
@@ -104,8 +107,11 @@ def message_of(events: Sequence[Event], plan: ToolPlan, field: ReasoningField) -
             thoughts.append(event.text)
         elif isinstance(event, ToolCallStart):
             calls.append(ToolCall(id=event.id, function=FunctionCall(name=event.name)))
+            arguments.append([])
         else:
-            calls[event.index].function.arguments += event.text
+            arguments[event.index].append(event.text)
+    for call, parts in zip(calls, arguments, strict=True):
+        call.function.arguments = "".join(parts)
     text = "".join(content)
     reasoning = "".join(thoughts) or None
     return AnswerMessage(

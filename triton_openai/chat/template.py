@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
@@ -11,6 +12,7 @@ from jinja2 import Template, TemplateSyntaxError, meta
 from triton_openai.chat import offload
 from triton_openai.chat.environment import TemplateRefusal, shared_environment
 from triton_openai.chat.template_analysis import ContentFormat, analyse
+from triton_openai.chat.tool_form import ToolForm, probe
 from triton_openai.errors import ConfigurationError, InvalidRequest
 
 #: A prompt longer than this is a template gone wild: no body that the service accepts grows to it.
@@ -102,20 +104,38 @@ class ChatTemplate:
     def image_part(self) -> Mapping[str, Any] | None:
         """The part that stands for an image, as ``transformers`` has it; ``None`` where the template knows none."""
         if self.takes_parts:
-            if self.mentions("image"):
-                return {"type": "image"}
-            if self.mentions("image_url"):
-                return {"type": "image_url", "image_url": {}}
+            for name, part in (("image", {"type": "image"}), ("image_url", {"type": "image_url", "image_url": {}})):
+                if name in self._analysis.constants:
+                    return part
         return None
 
-    @property
-    def keeps_null_content(self) -> bool:
-        """Whether a null content must stay null, because the template tests for it."""
-        return self._analysis.tests_null_content
+    @cached_property
+    def tool_form(self) -> ToolForm:
+        """How tool calls in messages have to be written; found out by rendering some, once."""
+        empty: Any = [{"type": "text", "text": ""}] if self.wants_parts else ""
+        return probe(self._attempt, null_first=self._analysis.tests_null_content, empty=empty)
 
-    def mentions(self, text: str) -> bool:
-        """Say whether *text* (a role, say) stands as a string in one of the template's expressions."""
-        return text in self._analysis.constants
+    @cached_property
+    def takes_developers(self) -> bool:
+        """Whether a message of the role ``developer`` comes into the prompt: some templates name the role only."""
+        if "developer" not in self._analysis.constants:
+            return False
+        words = "Probed instructions."
+        messages = [{"role": "developer", "content": words}, {"role": "user", "content": "Probe."}]
+        return words in (self._attempt(messages) or "")
+
+    def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        if self.wants_parts:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message["content"], str)
+                else message
+                for message in messages
+            ]
+        try:
+            return self.render(messages)
+        except InvalidRequest:
+            return None
 
     def render(
         self,
