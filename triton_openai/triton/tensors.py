@@ -144,6 +144,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``outputs`` are the outputs wanted (HTTP's generate extension cannot choose and sends all). ``stream`` is true when
     the model is decoupled: its answers come one by one and the request can be cancelled on the way. ``cancellable`` is
     whether cancelling ends the work on the backend; where it does not, a transport may read the rest and drop it.
+    ``json_expressible`` is whether the generate extension's JSON can carry it and its answers; *needed_for* is the
+    request's parameter that makes it more than that, where one does.
     """
 
     model: str
@@ -153,6 +155,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     cancellable: bool = True
     json_expressible: bool = True
+    needed_for: str | None = None
 
 
 class InferResponse(Protocol):
@@ -168,6 +171,10 @@ class InferResponse(Protocol):
 
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return a floating output of shape ``[n, d]`` (or ``[d]``) as *n* little-endian float32 rows."""
+        ...
+
+    def tensor(self, name: str) -> OutputTensor | None:
+        """Return an output as it came; ``None`` where it is absent, and from JSON, which has no shapes."""
         ...
 
 
@@ -191,6 +198,10 @@ class JsonResponse:
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return the values as one float32 row (the generate extension does not carry shapes)."""
         return [array("f", self.numbers(name)).tobytes()]
+
+    def tensor(self, name: str) -> OutputTensor | None:
+        """Return nothing: there are no raw contents here."""
+        return None
 
 
 class OutputTensor(msgspec.Struct, frozen=True):
@@ -259,3 +270,7 @@ class BinaryResponse:
             raise UpstreamError(f"Triton sent a malformed '{name}' output.")
         width = len(data) // rows
         return [data[i * width : (i + 1) * width] for i in range(rows)]
+
+    def tensor(self, name: str) -> OutputTensor | None:
+        """Return an output as it came."""
+        return self._outputs.get(name)

@@ -20,9 +20,9 @@ from . import settings, steering
 from .batcher import Batcher
 from .engine import HonestEngine, Options
 from .generation import Generation, SteeredFailure
+from .logits import log_probability
 from .tensors import Recorder, array, as_text, scalar, strings
 from .text import Vocabulary
-from .trt_outputs import log_probability
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PREFIX = "sampling_param_"
