@@ -25,6 +25,8 @@ class HeldLogprobs:
         # Stream state
         self._held: deque[tuple[TokenLogprob, bytes]] = deque()
         self._size = 0
+        # The end of what was passed on: a stop string may begin inside a token that stays.
+        self._before = b""
 
     def feed(self, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         """Take in *entries* and return those before them that stay in the answer whatever they complete."""
@@ -33,6 +35,7 @@ class HeldLogprobs:
         while self._held and self._size >= self._longest:
             entry, raw = self._held.popleft()
             self._size -= len(raw)
+            self._before = (self._before + raw)[-self._longest :]
             passed.append(entry)
         for entry in entries:
             raw = _text(entry)
@@ -46,13 +49,16 @@ class HeldLogprobs:
 
         A token of which a part is shown keeps its entry.
         """
-        raw = b"".join([raw for _, raw in self._held])
-        matches = [(start + len(stop), start) for stop in self._stops if (start := raw.find(stop)) >= 0]
+        raw = b"".join([self._before, *[raw for _, raw in self._held]])
+        before = len(self._before)
+        # One that had ended before was none: a backend may look for them only behind so many tokens.
+        found = [(raw.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
+        matches = [(start + len(stop), start) for start, stop in found if start >= 0]
         kept = [entry for entry, _ in self._held]
         if matches:
             end, start = min(matches)
             border = end if self._include else start
-            kept, position = [], 0
+            kept, position = [], before
             for entry, own in self._held:
                 if position >= border:
                     break

@@ -94,7 +94,7 @@ class Writer:
         }
 
     def _logits(self, sequence: Any, new: list[int]) -> dict[str, Any]:
-        """Return the scores: of the prompt in every response, of the new tokens in a stream, else with a row to spare."""
+        """Return the scores: the prompt's in every response, the new tokens' in a stream, else with a row to spare."""
         found = {}
         if self._context_logits:
             following = [*sequence.prompt[1:], *(sequence.generation.ids[:1] or [self._end_id])]
