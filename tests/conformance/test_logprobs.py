@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance.calls import ENGINES, MODELS, ask, id_of, in_session_loop, inputs_of, recorded, steered, text_of
-from tests.proxy_fixture import Answer, proxy_settings, serving
+from tests.proxy_fixture import Answer, changed, proxy_settings, serving
 from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.demo.standins.logits import log_probability
 
@@ -20,6 +21,7 @@ pytestmark = in_session_loop
 TOLD = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
 TEXT_LEVEL = tuple(model for model in MODELS if model != "vllm_model")
 END = "<|im_end|>"
+TEMPLATE = Path(__file__).resolve().parents[1] / "fixtures" / "tools.jinja"
 
 
 @pytest.fixture(scope="session")
@@ -140,16 +142,25 @@ async def test_every_choice_has_its_own(proxy, model):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_log_probabilities_beside_tool_calls(proxy, stream):
-    """Text that a parser takes for a call has entries all the same: they are the tokens generated."""
+async def test_log_probabilities_beside_tool_calls_and_reasoning(triton, stream):
+    """Text that a parser takes for a call, or for thoughts, has entries all the same: they are the tokens generated."""
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    answer = await ask(
-        proxy, "chat", "vllm_model", steered(text=call), logprobs=True, tools=[tool], max_tokens=80, stream=stream
+    text = f"<think>\nwell\n</think>\n{call}"
+    settings = changed(
+        proxy_settings(triton, "http"), defaults={"chat_template": str(TEMPLATE), "reasoning_parser": "think"}
     )
+    async with serving(settings) as proxy:
+        await proxy.ready()
+        answer = await ask(
+            proxy, "chat", "vllm_model", steered(text=text), logprobs=True, tools=[tool], max_tokens=99, stream=stream
+        )
 
+    assert 200 == answer.status, answer.body
+    assert b'"tool_calls"' in answer.body
+    assert b'"reasoning_content":"' in answer.body
     tokens = [entry["token"] for entry in entries_of(answer)]
-    assert call == "".join(tokens).removesuffix(END)
+    assert text == "".join(tokens).removesuffix(END)
 
 
 @pytest.mark.parametrize("stream", [False, True])
