@@ -38,7 +38,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(name="bad_words", inputs=("bad_words_list",), note="as token ids"),
     Parameter(name="logit_bias", inputs=("embedding_bias",), note="one value per token of the vocabulary"),
     Parameter(name="ignore_eos", inputs=("end_id",), note="sent as -1", signed=True),
-    Parameter(name="logprobs", inputs=("return_log_probs",), note="alternatives by `return_generation_logits`"),
+    Parameter(name="logprobs", inputs=("return_log_probs",), note="alternatives by return_generation_logits"),
     Parameter(name="stop", otherwise=Rule.PROXY),
     Parameter(name="stop_token_ids", otherwise=Rule.PROXY),
     Parameter(name="include_stop_str_in_output", otherwise=Rule.PROXY),

@@ -41,7 +41,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(
         name="logit_bias",
         inputs=("embedding_bias_words",),
-        note="as texts, with `embedding_bias_weights`",
+        note="as texts, with embedding_bias_weights",
         why=TOKEN_BY_TOKEN,
     ),
     # The backend matches token ids and leaves the match in the text, so its stop words only end the work earlier.

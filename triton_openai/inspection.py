@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from triton_openai.adapters.base import Capabilities
 from triton_openai.adapters.parameters import BoundParameter, Rule
 from triton_openai.api.chat import REFUSED as CHAT_REFUSED
 from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
@@ -46,6 +47,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: str | None = None
     reasoning: str | None = None
     guides: Sequence[str] = ()
+    logprobs: str = "none"
     notes: Sequence[str] = ()
 
 
@@ -109,8 +111,18 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
         guides=sorted(capabilities.guides),
+        logprobs=_logprobs(capabilities),
         notes=notes if capabilities.generate else (),
     )
+
+
+def _logprobs(capabilities: Capabilities) -> str:
+    if not capabilities.logprobs:
+        return "none"
+    told = "of the chosen tokens"
+    if capabilities.top_logprobs:
+        told += f", with up to {capabilities.top_logprobs} alternatives"
+    return f"{told}, and of the prompt's" if capabilities.prompt_logprobs else told
 
 
 def _parameter(parameter: BoundParameter) -> ParameterReport:
@@ -119,7 +131,7 @@ def _parameter(parameter: BoundParameter) -> ParameterReport:
         treatment=parameter.rule.value,
         target=parameter.target,
         datatype=parameter.datatype,
-        note=parameter.note,
+        note=parameter.why if parameter.rule is Rule.REFUSED else parameter.note,
     )
 
 
@@ -147,6 +159,7 @@ def _render(item: ModelReport) -> str:
             f"  tool calls     {item.tool_calls or 'not recognised (--tool-call-parser)'}",
             f"  reasoning      {item.reasoning or 'not recognised (--reasoning-parser)'}",
             f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
+            f"  log probs      {item.logprobs}",
             *(f"  note           {note}" for note in item.notes),
             "  parameters",
             *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),

@@ -267,8 +267,11 @@ class Run:
             delta.logprobs = self._held.feed(delta.logprobs)
 
     def _append_held(self, deltas: list[Delta]) -> None:
+        """Append the entries that were still held, now that the answer's end is known, with the text they belong to."""
         entries = self._held.end() if self._held is not None else ()
-        if entries:
+        if entries and deltas:
+            deltas[-1].logprobs = [*deltas[-1].logprobs, *entries]
+        elif entries:
             deltas.append(Delta(logprobs=entries))
 
     def _append_rest(self, deltas: list[Delta]) -> None:

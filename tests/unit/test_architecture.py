@@ -87,6 +87,16 @@ def test_triton_libraries_stay_behind_the_triton_face() -> None:
     assert [] == _found(rule)
 
 
+def test_numbers_are_crunched_in_one_place() -> None:
+    """`numpy` is imported where logits are read, and only when there are any; the programs that make the demo may."""
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name != "triton_openai/text/logits.py" and name not in PROGRAMS:
+            yield from ((module, line) for module, line in _imports(tree, _package(name)) if _is(module, "numpy"))
+
+    assert [] == _found(rule)
+
+
 def test_adapters_know_the_middle_and_tensors_only() -> None:
     """Adapters import nothing of the service but the middle, the errors, the tensors and each other; and no aiohttp."""
     allowed = (
