@@ -259,7 +259,7 @@ def test_duplicate_keys(service: Service) -> None:
         (COMPLETIONS, {"logprobs": 1}, "unsupported_parameter", "logprobs"),
         (COMPLETIONS, {"return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
         (COMPLETIONS, {"return_token_ids": 5}, "invalid_type", "return_token_ids"),
-        (COMPLETIONS, {"prompt_logprobs": -2}, "integer_below_min_value", "prompt_logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": -2}, "invalid_value", "prompt_logprobs"),
         (COMPLETIONS, {"prompt": [1, -2]}, "invalid_value", "prompt"),
         (COMPLETIONS, {"prompt": [[1, 10**8]]}, "invalid_value", "prompt"),
         (EMBEDDINGS, {"input": [1, 2]}, "unsupported_parameter", "input"),
