@@ -15,7 +15,7 @@ import msgspec
 
 from triton_openai.adapters.parameters import BoundParameter
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation, LoraFormat
+from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation, Logits, LoraFormat
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
 
@@ -27,10 +27,14 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     the text (where not, this service does). ``echoes`` is whether the answer begins with the prompt. ``usage`` and
     ``finish_reason`` are whether the backend reports them. ``dimensions`` and ``token_inputs`` are about embeddings.
     ``tokens`` is whether it is given token ids and answers in them: the text is made here. ``guides`` are the kinds of
-    :class:`Guide` that the answer can be held to; ``logprobs`` is whether tokens come with their log probabilities;
-    ``lora`` whether a request can name a LoRA adapter, and ``lora_format`` how it takes an adapter's weights where they
-    have to be sent. ``images`` is whether a prompt can come with images, and
-    ``max_images`` how many of them, where the model's tensors tell.
+    :class:`Guide` that the answer can be held to; ``lora`` whether a request can name a LoRA adapter, and
+    ``lora_format`` how it takes an adapter's weights where they have to be sent. ``images`` is whether a prompt can
+    come with images, and ``max_images`` how many of them, where the model's tensors tell.
+
+    ``logprobs`` is whether tokens come with their log probabilities, ``top_logprobs`` with how many alternatives at
+    most. ``cumulative_logprob`` is whether an answer's own is told, ``prompt_logprobs`` whether those of the prompt's
+    tokens can be had. ``token_ids`` is whether the answer's are told. ``bias_words`` is whether a logit bias goes to
+    the backend as texts, each of which it tokenizes with its special tokens.
     """
 
     generate: bool = False
@@ -45,6 +49,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     tokens: bool = False
     guides: frozenset[str] = frozenset()
     logprobs: bool = False
+    top_logprobs: int = 0
+    cumulative_logprob: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    bias_words: bool = False
     lora: bool = False
     lora_format: LoraFormat | None = None
     images: bool = False
@@ -117,6 +126,18 @@ class Adapter:
 
     def decoder(self, generation: Generation) -> Decoder:
         """Return a fresh decoder for the answers to :meth:`encode`'s request."""
+        raise NotImplementedError
+
+    def encode_prompt_logits(self, generation: Generation) -> InferRequest:
+        """
+        Return a request for the scores of the prompt's tokens, where ``capabilities.prompt_logprobs``.
+
+        Raises :class:`InvalidRequest` without a parameter for a prompt too long for that.
+        """
+        raise NotImplementedError
+
+    def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
+        """Return the scores that *response* to that request brings: row *i* is of the token behind token *i*."""
         raise NotImplementedError
 
     def cancel(self, generation: Generation) -> InferRequest | None:

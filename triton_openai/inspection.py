@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from triton_openai.adapters.base import Capabilities
 from triton_openai.adapters.parameters import BoundParameter, Rule
 from triton_openai.api.chat import REFUSED as CHAT_REFUSED
 from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
@@ -50,6 +51,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     guides: Sequence[str] = ()
     loras: Sequence[str] = ()
     images: str = ""
+    logprobs: str = "none"
     notes: Sequence[str] = ()
 
 
@@ -126,6 +128,7 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
         guides=sorted(capabilities.guides),
         images=images,
+        logprobs=_logprobs(capabilities),
         notes=notes if capabilities.generate else (),
     )
 
@@ -141,13 +144,22 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
     return "as many as the model takes" if capabilities.max_images is None else f"{capabilities.max_images} at most"
 
 
+def _logprobs(capabilities: Capabilities) -> str:
+    if not capabilities.logprobs:
+        return "none"
+    told = "of the chosen tokens"
+    if capabilities.top_logprobs:
+        told += f", with up to {capabilities.top_logprobs} alternatives"
+    return f"{told}, and of the prompt's" if capabilities.prompt_logprobs else told
+
+
 def _parameter(parameter: BoundParameter) -> ParameterReport:
     return ParameterReport(
         name=parameter.name,
         treatment=parameter.rule.value,
         target=parameter.target,
         datatype=parameter.datatype,
-        note=parameter.note,
+        note=parameter.why if parameter.rule is Rule.REFUSED else parameter.note,
     )
 
 
@@ -177,6 +189,7 @@ def _render(item: ModelReport) -> str:
             f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
             *([f"  LoRA adapters  {', '.join(item.loras)}"] if item.loras else ()),
             f"  images         {item.images}",
+            f"  log probs      {item.logprobs}",
             *(f"  note           {note}" for note in item.notes),
             "  parameters",
             *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),

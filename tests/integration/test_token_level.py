@@ -263,13 +263,6 @@ async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:
         )
 
 
-async def test_alternatives_are_refused(direct: Proxy) -> None:
-    """The engine tells the chosen tokens' log probabilities only."""
-    answer = await ask(direct, "chat", "tensorrt_llm", "Hello", logprobs=True, top_logprobs=2)
-
-    assert (400, "unsupported_parameter") == (answer.status, answer.error["code"])
-
-
 async def test_bad_words_go_as_ids(token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer) -> None:
     """Each word as it is written at the start of a text and within it; two dimensions need gRPC."""
     answer = await ask(token_proxies["grpc"], "completions", "tensorrt_llm", steered(text="yes"), bad_words=["one"])

@@ -87,6 +87,17 @@ def test_triton_libraries_stay_behind_the_triton_face() -> None:
     assert [] == _found(rule)
 
 
+def test_numbers_are_crunched_in_few_places() -> None:
+    """`numpy` is imported where logits and LoRA files are read; the programs that make the demo may."""
+    allowed = {"triton_openai/text/logits.py", "triton_openai/loras/files.py", *PROGRAMS}
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name not in allowed:
+            yield from ((module, line) for module, line in _imports(tree, _package(name)) if _is(module, "numpy"))
+
+    assert [] == _found(rule)
+
+
 def test_adapters_know_the_middle_and_tensors_only() -> None:
     """Adapters import nothing of the service but the middle, the errors, the tensors and each other; and no aiohttp."""
     allowed = (
