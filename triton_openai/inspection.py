@@ -10,7 +10,9 @@ import msgspec
 from triton_openai.adapters.parameters import BoundParameter, Rule
 from triton_openai.api.chat import REFUSED as CHAT_REFUSED
 from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
+from triton_openai.chat.infill import choose, recognise
 from triton_openai.chat.parsers import Parsers
+from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models import Models, ServedModel
@@ -45,6 +47,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     tool_calls: str | None = None
     reasoning: str | None = None
+    suffix: str | None = None
     guides: Sequence[str] = ()
     notes: Sequence[str] = ()
 
@@ -82,13 +85,14 @@ async def report(models: Models) -> list[ModelReport]:
 
 async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
     capabilities = model.adapter.capabilities
-    tokenizer = template = None
+    tokenizer = template = suffix = None
     parsers = Parsers()
     try:
         prompter = await model.prompter()
         provenance = prompter.provenance
         tokenizer, template, notes = provenance.tokenizer, provenance.chat_template, list(provenance.notes)
         parsers = await model.parsers()
+        suffix = _suffix(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
     tasks = [task for task, able in (("generate", capabilities.generate), ("embed", capabilities.embed)) if able]
@@ -108,9 +112,19 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         chat_template=template if capabilities.generate else None,
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
+        suffix=suffix if capabilities.generate else None,
         guides=sorted(capabilities.guides),
         notes=notes if capabilities.generate else (),
     )
+
+
+def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
+    """Return how a suffix is written. Raises :class:`ConfigurationError`."""
+    form = choose(model.settings.fim_template, tokenizer)
+    if form is not None:
+        return form.render("{prefix}", "{suffix}")
+    known = None if tokenizer is None else recognise(tokenizer)
+    return None if known is None else f"refused (--fim-template; the tokenizer has the tokens of '{known}')"
 
 
 def _parameter(parameter: BoundParameter) -> ParameterReport:
@@ -146,6 +160,7 @@ def _render(item: ModelReport) -> str:
             f"  chat template  {item.chat_template or 'none'}",
             f"  tool calls     {item.tool_calls or 'not recognised (--tool-call-parser)'}",
             f"  reasoning      {item.reasoning or 'not recognised (--reasoning-parser)'}",
+            f"  suffix         {item.suffix or 'refused (--fim-template)'}",
             f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
             *(f"  note           {note}" for note in item.notes),
             "  parameters",

@@ -103,7 +103,10 @@ def test_commands(triton: TestTriton, tmp_path: Path, line: str) -> None:
     repository = "/models"
     if repository in arguments:
         repository = str(build_repository(tmp_path / "repository", models=["text_embedding"]).path)
+    (template,) = blocks("liquid")
+    (tmp_path / "history.liquid").write_text(template, encoding="utf-8")
     replaced = {
+        "history.liquid": str(tmp_path / "history.liquid"),
         "http://triton:8000": triton.http_url,
         "grpc://triton:8001": triton.grpc_url,
         HUB_NAME: str(triton.tokenizer),

@@ -18,7 +18,7 @@ from triton_openai.api.guides import guide_of
 from triton_openai.api.logprobs import CompletionLogprobs, completion_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
 from triton_openai.api.parameters import SamplingRequest, StreamOptions, refuse, sampling, stream_options
-from triton_openai.api.prompts import prompts_of
+from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.sse import END, FIELD
 from triton_openai.api.streaming import Collected, collect, stream
@@ -38,11 +38,10 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
-    # Documented, and not honoured: refused unless neutral.
     suffix: str | None = None
 
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {**SHARED_REFUSED, "suffix": ("",)}
+REFUSED: Mapping[str, tuple[Any, ...]] = SHARED_REFUSED
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +133,10 @@ async def handle(request: web.Request) -> web.StreamResponse:
     n = body.n or 1
     try:
         task = _task(service, model, body, completion_id)
-        given = await prompts_of(model, body.prompt)
+        if body.suffix:
+            given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo))
+        else:
+            given = await prompts_of(model, body.prompt)
         runs = await service.runs(model, given, task)
         prompts = [run.generation.prompt for run in runs[:: task.n]]
         if body.stream:
