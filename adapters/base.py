@@ -15,7 +15,7 @@ import msgspec
 
 from triton_openai.adapters.parameters import BoundParameter
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation
+from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation, ScoreJob, ScoreResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
 
@@ -28,7 +28,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``finish_reason`` are whether the backend reports them. ``dimensions`` and ``token_inputs`` are about embeddings.
     ``tokens`` is whether it is given token ids and answers in them: the text is made here. ``guides`` are the kinds of
     :class:`Guide` that the answer can be held to; ``logprobs`` is whether tokens come with their log probabilities;
-    ``lora`` whether a request can name a LoRA adapter.
+    ``lora`` whether a request can name a LoRA adapter. ``score`` is whether it scores pairs of texts,
+    and ``token_pairs`` whether it has to be given them as token ids.
     """
 
     generate: bool = False
@@ -44,6 +45,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     guides: frozenset[str] = frozenset()
     logprobs: bool = False
     lora: bool = False
+    score: bool = False
+    token_pairs: bool = False
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +131,14 @@ class Adapter:
 
     def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
         """Return the vectors of all the responses to :meth:`encode_embeddings`'s requests."""
+        raise NotImplementedError
+
+    def encode_scores(self, job: ScoreJob) -> Sequence[InferRequest]:
+        """Return the requests that score *job*'s pairs, together covering them in order."""
+        raise InvalidRequest(f"The model '{self.config.name}' does not score texts.", param="model")
+
+    def decode_scores(self, job: ScoreJob, responses: Sequence[InferResponse]) -> ScoreResult:
+        """Return the scores of all the responses to :meth:`encode_scores`'s requests."""
         raise NotImplementedError
 
     # Helpers for subclasses.

@@ -48,6 +48,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: str | None = None
     reasoning: str | None = None
     suffix: str | None = None
+    scores: str | None = None
     guides: Sequence[str] = ()
     notes: Sequence[str] = ()
 
@@ -95,7 +96,12 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         suffix = _suffix(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
-    tasks = [task for task, able in (("generate", capabilities.generate), ("embed", capabilities.embed)) if able]
+    abilities = (
+        ("generate", capabilities.generate),
+        ("embed", capabilities.embed),
+        ("rerank", capabilities.score or capabilities.embed),
+    )
+    tasks = [task for task, able in abilities if able]
     counted = "counted with the tokenizer" if tokenizer else "left out (nobody counts)"
     return ModelReport(
         name=model.owner,
@@ -113,8 +119,10 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
         suffix=suffix if capabilities.generate else None,
+        scores=_scores(model) if capabilities.score else None,
         guides=sorted(capabilities.guides),
-        notes=notes if capabilities.generate else (),
+        # Of one that is given token ids, what is said of the tokenizer; it comes first.
+        notes=notes if capabilities.generate else notes[:1] if capabilities.token_pairs and not tokenizer else (),
     )
 
 
@@ -125,6 +133,12 @@ def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
         return form.render("{prefix}", "{suffix}")
     known = None if tokenizer is None else recognise(tokenizer)
     return None if known is None else f"refused (--fim-template; the tokenizer has the tokens of '{known}')"
+
+
+def _scores(model: ServedModel) -> str:
+    if model.settings.score_activation == "sigmoid":
+        return "the sigmoid of what the model gives"
+    return "as the model gives them (--score-activation)"
 
 
 def _parameter(parameter: BoundParameter) -> ParameterReport:
@@ -166,6 +180,12 @@ def _render(item: ModelReport) -> str:
             "  parameters",
             *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),
             f"    refused: {', '.join(item.refused)}",
+        ]
+    if item.scores is not None:
+        lines += [
+            f"  scores         {item.scores}",
+            f"  tokenizer      {item.tokenizer or 'none'}",
+            *(f"  note           {note}" for note in item.notes),
         ]
     return "\n".join(lines)
 

@@ -200,7 +200,8 @@ def test_models(client: OpenAI) -> None:
     """Every served model is listed and can be fetched by its name, even one with a slash; helpers are not there."""
     listed = {model.id for model in client.models.list()}
 
-    assert {*GENERATING, "tensorrt_llm_llmapi", "text_embedding", "vllm_embedding", SLASHED} == listed
+    scoring = {"text_rerank", "text_rerank_pairs", "text_rerank_ids"}
+    assert {*GENERATING, "tensorrt_llm_llmapi", "text_embedding", "vllm_embedding", *scoring, SLASHED} == listed
     for name in ("vllm_model", SLASHED):
         model = client.models.retrieve(name)
         assert (name, "model", "triton") == (model.id, model.object, model.owned_by)

@@ -208,6 +208,14 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             extra={"metavar": "[MODEL=]FORM", "per_model": True, "verbatim": True},
         ),
     ] = None
+    score_activation: Annotated[
+        Literal["none", "sigmoid"] | None,
+        Meta(
+            description="What is done to the scores of a cross-encoder: 'none' (the default) gives them as the model "
+            "does, 'sigmoid' is for one that gives logits.",
+            extra={"metavar": "[MODEL=]NAME", "per_model": True},
+        ),
+    ] = None
     tool_call_parser: Annotated[
         str | None,
         Meta(
@@ -280,6 +288,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             history_template=chosen.history_template,
             history_template_file=chosen.history_template_file,
             fim_template=own.fim_template or self.defaults.fim_template,
+            score_activation=own.score_activation or self.defaults.score_activation,
             tool_call_parser=own.tool_call_parser or self.defaults.tool_call_parser,
             reasoning_parser=own.reasoning_parser or self.defaults.reasoning_parser,
             max_model_len=own.max_model_len or self.defaults.max_model_len,
