@@ -15,7 +15,16 @@ import msgspec
 
 from triton_openai.adapters.parameters import BoundParameter
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation, Logits, LoraFormat
+from triton_openai.generation import (
+    Delta,
+    EmbeddingJob,
+    EmbeddingResult,
+    Generation,
+    Logits,
+    LoraFormat,
+    ScoreJob,
+    ScoreResult,
+)
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
 
@@ -34,7 +43,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``logprobs`` is whether tokens come with their log probabilities, ``top_logprobs`` with how many alternatives at
     most. ``cumulative_logprob`` is whether an answer's own is told, ``prompt_logprobs`` whether those of the prompt's
     tokens can be had. ``token_ids`` is whether the answer's are told. ``bias_words`` is whether a logit bias goes to
-    the backend as texts, each of which it tokenizes with its special tokens.
+    the backend as texts, each of which it tokenizes with its special tokens. ``score`` is whether it scores pairs of
+    texts, and ``token_pairs`` whether it has to be given them as token ids.
     """
 
     generate: bool = False
@@ -58,6 +68,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     lora_format: LoraFormat | None = None
     images: bool = False
     max_images: int | None = None
+    score: bool = False
+    token_pairs: bool = False
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,6 +166,14 @@ class Adapter:
 
     def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
         """Return the vectors of all the responses to :meth:`encode_embeddings`'s requests."""
+        raise NotImplementedError
+
+    def encode_scores(self, job: ScoreJob) -> Sequence[InferRequest]:
+        """Return the requests that score *job*'s pairs, together covering them in order."""
+        raise InvalidRequest(f"The model '{self.config.name}' does not score texts.", param="model")
+
+    def decode_scores(self, job: ScoreJob, responses: Sequence[InferResponse]) -> ScoreResult:
+        """Return the scores of all the responses to :meth:`encode_scores`'s requests."""
         raise NotImplementedError
 
     # Helpers for subclasses.

@@ -105,7 +105,7 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
     return Settings(
         triton=TritonSettings(url=urls[transport], **overrides),
-        models={"vllm_model": tokenizer, "text_embedding": tokenizer},
+        models={"vllm_model": tokenizer, "text_embedding": tokenizer, "text_rerank_ids": tokenizer},
     )
 
 

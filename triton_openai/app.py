@@ -11,6 +11,7 @@ from triton_openai.adapters.registry import load as load_adapter
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.background import Background
+from triton_openai.chat import history, infill
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
@@ -89,10 +90,13 @@ def _image_loader(settings: Settings) -> ImageLoader:
 
 
 def _check_names(settings: Settings) -> None:
-    """Raise :class:`ConfigurationError` for adapters and parsers that do not exist, before anything runs."""
+    """Raise :class:`ConfigurationError` for adapters, parsers and forms that are none, before anything runs."""
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
             load_adapter(entry.adapter)
+        history.load(entry.history_template, entry.history_template_file)
+        if entry.fim_template is not None:
+            infill.parse(entry.fim_template)
         if entry.tool_call_parser not in (None, AUTO, NONE):
             tool_parsers.load(entry.tool_call_parser)
         if entry.reasoning_parser not in (None, AUTO, NONE):

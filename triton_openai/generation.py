@@ -246,6 +246,34 @@ class EmbeddingJob(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
 
 
+class TokenPair(msgspec.Struct, frozen=True):
+    """A query and a document as one sequence of a cross-encoder: the ids, and for each which of the two it is of."""
+
+    ids: Sequence[int]
+    segments: Sequence[int]
+
+
+class ScoreJob(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Pairs of a query and a document to score.
+
+    ``encoded`` holds the same pairs as token ids for models that take those, and ``pad_id`` what fills up the shorter
+    ones; without it no two of them can share a request.
+    """
+
+    id: str
+    pairs: Sequence[tuple[str, str]]
+    encoded: Sequence[TokenPair] = ()
+    pad_id: int | None = None
+
+
+class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One score per pair, in the order of the pairs. ``prompt_tokens`` is ``None`` where the backend does not count."""
+
+    scores: Sequence[float]
+    prompt_tokens: int | None = None
+
+
 class EmbeddingResult(msgspec.Struct, frozen=True, kw_only=True):
     """
     One little-endian float32 vector per input, in the order of the inputs.

@@ -69,6 +69,8 @@ class LazyPrompter:
         return Prompter.resolve(
             tokenizer_source=self._settings.tokenizer,
             template_spec=self._settings.chat_template,
+            history_template=self._settings.history_template,
+            history_template_file=self._settings.history_template_file,
             hinted_tokenizer_dir=self.hint,
         )
 

@@ -201,7 +201,8 @@ def test_models(client: OpenAI) -> None:
     listed = {model.id for model in client.models.list()}
 
     others = {"tensorrt_llm_llmapi", "tensorrt_llm_bls_multimodal", "text_embedding", "vllm_embedding"}
-    assert {*GENERATING, *others, SLASHED} == listed
+    scoring = {"text_rerank", "text_rerank_pairs", "text_rerank_ids"}
+    assert {*GENERATING, *others, *scoring, SLASHED} == listed
     for name in ("vllm_model", SLASHED):
         model = client.models.retrieve(name)
         assert (name, "model", "triton") == (model.id, model.object, model.owned_by)

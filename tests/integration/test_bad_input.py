@@ -26,12 +26,18 @@ from tests.clients.service import Reply, Service, exchange, serving
 from tests.triton_fixture import TestTriton
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-POSTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+RERANK, SCORE = "/v1/rerank", "/v1/score"
+POSTS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, SCORE)
 #: Every path, with the methods that it takes.
 PATHS = {
     CHAT: "POST",
     COMPLETIONS: "POST",
     EMBEDDINGS: "POST",
+    RERANK: "POST",
+    SCORE: "POST",
+    "/rerank": "POST",
+    "/v2/rerank": "POST",
+    "/score": "POST",
     "/chat/completions": "POST",
     "/completions": "POST",
     "/embeddings": "POST",
@@ -60,7 +66,8 @@ FIELDS = (
     *("stream_options", "user", "metadata", "store", "logit_bias", "logprobs", "top_logprobs", "tools", "tool_choice"),
     *("functions", "function_call", "response_format", "echo", "suffix", "best_of", "encoding_format", "dimensions"),
     *("modalities", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "ignore_eos"),
-    *("chat_template_kwargs", "guided_json", "stop_token_ids", "bad_words"),
+    *("chat_template_kwargs", "guided_json", "stop_token_ids", "bad_words", "query", "documents", "top_n", "queries"),
+    *("return_documents", "text_1", "text_2", "data_1", "items", "truncate_prompt_tokens", "use_activation"),
 )
 MEBIBYTE = 1024 * 1024
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -68,6 +75,8 @@ VALID: dict[str, dict[str, Any]] = {
     CHAT: {"model": "ensemble", "messages": MESSAGES},
     COMPLETIONS: {"model": "ensemble", "prompt": "Hello"},
     EMBEDDINGS: {"model": "text_embedding", "input": "Hello"},
+    RERANK: {"model": "text_rerank", "query": "Hello", "documents": ["a", "b"]},
+    SCORE: {"model": "text_rerank", "text_1": "Hello", "text_2": ["a", "b"]},
 }
 
 
@@ -521,7 +530,8 @@ nasty_values: st.SearchStrategy[Any] = st.sampled_from(
 )
 values = nasty_values | json_values
 names = st.sampled_from(FIELDS) | st.text(string.ascii_letters + "_", max_size=6)
-models = st.sampled_from([*MODELS, "text_embedding", "vllm_embedding", "preprocessing", "nobody"])
+RERANKERS = ("text_rerank", "text_rerank_pairs", "text_rerank_ids")
+models = st.sampled_from([*MODELS, *RERANKERS, "text_embedding", "vllm_embedding", "preprocessing", "nobody"])
 
 
 @st.composite
@@ -606,7 +616,7 @@ def assert_answered(reply: Reply) -> None:
         assert "[DONE]" == events[-1]
         assert all("error" not in json.loads(event) for event in events[:-1])
     else:
-        assert reply.json["object"] in ("chat.completion", "text_completion", "list")
+        assert "results" in reply.json or reply.json["object"] in ("chat.completion", "text_completion", "list")
 
 
 anything = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

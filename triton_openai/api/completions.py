@@ -35,7 +35,7 @@ from triton_openai.api.parameters import (
     token_ids,
     truncation,
 )
-from triton_openai.api.prompts import prompts_of
+from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.sse import END, FIELD
 from triton_openai.api.streaming import Collected, collect, stream
@@ -61,11 +61,10 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
-    # Documented, and not honoured: refused unless neutral.
     suffix: str | None = None
 
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {**SHARED_REFUSED, "suffix": ("",)}
+REFUSED: Mapping[str, tuple[Any, ...]] = SHARED_REFUSED
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +187,10 @@ async def _answer(
     n = body.n or 1
     try:
         task = _task(service, model, body, completion_id)
-        given = await prompts_of(model, body.prompt)
+        if body.suffix:
+            given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo))
+        else:
+            given = await prompts_of(model, body.prompt)
         runs = observation.answers = await service.runs(model, given, task, limits=limits)
         observation.n = task.n
         echo = Echo(body.logprobs) if body.echo else None

@@ -3,7 +3,8 @@ The settings tree: what can be set, its type, its limits, its default and its ex
 
 Flags, environment variables, help texts and the reference table are derived from the fields below (see ``options``), so
 a new setting is one new field. ``extra`` holds what cannot be derived: ``name`` where the field's own name would be too
-short for a flag, and ``metavar``.
+short for a flag, ``metavar``, ``per_model`` where the flag takes ``MODEL=VALUE``, and ``verbatim`` where a value is a
+text in which commas and equals signs mean nothing.
 """
 
 from __future__ import annotations
@@ -258,6 +259,37 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             extra={"metavar": "[MODEL=]TEMPLATE", "per_model": True},
         ),
     ] = None
+    history_template: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Liquid text over 'items' with 'identity' and 'content' that makes the prompt of a chat, in "
+            "place of a chat template (needs the extra [liquid]).",
+            extra={"metavar": "[MODEL=]TEXT", "per_model": True, "verbatim": True},
+        ),
+    ] = None
+    history_template_file: Annotated[
+        Path | None,
+        Meta(
+            description="File with such a Liquid text.",
+            extra={"metavar": "[MODEL=]FILE", "per_model": True},
+        ),
+    ] = None
+    fim_template: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="How a model that was trained to fill in the middle takes 'suffix': a text with {prefix} and "
+            "{suffix}, the name of a known form, or 'auto' for the form whose tokens the tokenizer has.",
+            extra={"metavar": "[MODEL=]FORM", "per_model": True, "verbatim": True},
+        ),
+    ] = None
+    score_activation: Annotated[
+        Literal["none", "sigmoid"] | None,
+        Meta(
+            description="What is done to the scores of a cross-encoder: 'none' (the default) gives them as the model "
+            "does, 'sigmoid' is for one that gives logits.",
+            extra={"metavar": "[MODEL=]NAME", "per_model": True},
+        ),
+    ] = None
     tool_call_parser: Annotated[
         str | None,
         Meta(
@@ -356,11 +388,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def model(self, name: str) -> ModelSettings:
         """Return how the model *name* is used: its own settings, completed from the defaults."""
         own = self.models.get(name, ModelSettings())
+        # These three are one choice: what is said of a model takes the place of whatever is said of all.
+        chosen = own if own.chat_template or own.history_template or own.history_template_file else self.defaults
         parameters = {**self.defaults.default_parameters.given(), **own.default_parameters.given()}
         return ModelSettings(
             adapter=own.adapter or self.defaults.adapter,
             tokenizer=own.tokenizer or self.defaults.tokenizer,
-            chat_template=own.chat_template or self.defaults.chat_template,
+            chat_template=chosen.chat_template,
+            history_template=chosen.history_template,
+            history_template_file=chosen.history_template_file,
+            fim_template=own.fim_template or self.defaults.fim_template,
+            score_activation=own.score_activation or self.defaults.score_activation,
             tool_call_parser=own.tool_call_parser or self.defaults.tool_call_parser,
             reasoning_parser=own.reasoning_parser or self.defaults.reasoning_parser,
             image_placeholder=own.image_placeholder or self.defaults.image_placeholder,
