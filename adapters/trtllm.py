@@ -165,7 +165,9 @@ class Trtllm(Adapter):
             inputs.append(word_list(self.config, "bad_words_list", generation.bad_word_ids))
         request = self.request(generation.id, inputs, outputs)
         # Two dimensions are more than the generate extension can say.
-        return msgspec.structs.replace(request, json_expressible=False) if generation.bad_word_ids else request
+        if not generation.bad_word_ids:
+            return request
+        return msgspec.structs.replace(request, json_expressible=False, param="bad_words")
 
     def _switches(self, generation: Generation, vocabulary: Vocabulary) -> list[Tensor]:
         """Return the inputs that are there in every request: where to end, and in what form to answer."""

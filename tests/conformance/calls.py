@@ -142,8 +142,9 @@ async def recorded(
 
 
 async def inputs_of(triton: TestTriton, model: str, request_id: str) -> Mapping[str, dict[str, Any]]:
-    """Return the inputs with which *model* got the request."""
-    (event,) = await recorded(triton, id=request_id, model=model, event="request")
+    """Return the inputs with which *model* got the request; a stop request for it has the same id."""
+    events = await recorded(triton, id=request_id, model=model, event="request")
+    (event,) = [event for event in events if "stop" not in event["inputs"]]
     return dict(event["inputs"])
 
 

@@ -21,8 +21,8 @@ def refused_by(model: str, reason: str | None, *, begun: bool = False) -> tuple[
     *begun* is whether a part of the answer came before it.
     """
     if model in ("tensorrt_llm_llmapi", "vllm_model") and not begun:
-        # vLLM passes on the texts of ValueErrors only, which are about the request; what has begun was accepted. The LLM
-        # API's model words every error alike.
+        # vLLM passes on the texts of ValueErrors only, which are about the request; what has begun was accepted.
+        # The LLM API's model words all errors alike.
         what = f"The model refused the request: {reason}" if reason else "The model refused the request."
         return 400, "invalid_request", what
     if model in BLS or reason is None:

@@ -144,6 +144,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``outputs`` are the outputs wanted (HTTP's generate extension cannot choose and sends all). ``stream`` is true when
     the model is decoupled: its answers come one by one and the request can be cancelled on the way. ``cancellable`` is
     whether cancelling ends the work on the backend; where it does not, a transport may read the rest and drop it.
+    ``json_expressible`` is whether HTTP's generate extension can carry it; where a parameter of the request is the
+    reason that it cannot, ``param`` names it.
     """
 
     model: str
@@ -153,6 +155,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     cancellable: bool = True
     json_expressible: bool = True
+    param: str | None = None
 
 
 class InferResponse(Protocol):
