@@ -14,6 +14,7 @@ from bench.machine import Cores
 from bench.messages import Load, Outcome, Target
 from bench.processes import BenchError, die_with_parent
 from bench.subjects import Subject
+from bench.tally import SLOWEST
 
 _MARGIN_SECONDS = 90.0
 _STALL_SECONDS = 1.0
@@ -38,6 +39,8 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
         cores=cores.client,
     )
     limit = plan.ramp + plan.warm + plan.seconds + _MARGIN_SECONDS
+    if plan.answers:
+        limit += plan.tokens / SLOWEST
     try:
         # Killed by `run` when this process is interrupted.
         done = subprocess.run(

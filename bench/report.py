@@ -34,10 +34,10 @@ _COLUMNS: tuple[tuple[str, int, str], ...] = (
     ("Triton us/token", 0, "triton_us_per_token"),
     ("client cores", 2, "client_busy"),
 )
-# Where an answer is a token or four, only whole answers are of interest; where streams go on, the first max is not.
 _GAPS = {"gap_p50_ms", "gap_p99_ms"}
 _OF_ANSWERS = {"tokens", "first_max_ms", "stalls", "cpu_us_per_answer"}
 _OF_TOKENS = {"tokens", "tokens_per_second", "cpu_us_per_token", "triton_us_per_token", *_GAPS}
+# Where an answer is a token or four, only whole answers are of interest; where streams go on, the first max is not.
 _NOT_SHOWN = {
     **dict.fromkeys(("paced", "flood", "tools", "choices"), _OF_ANSWERS),
     "long": {"first_p50_ms", "first_p99_ms", "first_max_ms", "stalls", *_GAPS},

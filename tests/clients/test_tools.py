@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel
 
-from tests.clients.service import Service, serving
-from tests.triton_fixture import TestTriton
+from tests.clients.service import Service
 
-TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TOOLS: list[Any] = [
     {
@@ -40,19 +37,6 @@ class City(BaseModel):
 def get_weather(city: str) -> str:
     """Tell the weather."""
     return f"fine in {city}"
-
-
-@pytest.fixture(scope="module", params=["http", "grpc"])
-def tooled(
-    request: pytest.FixtureRequest, triton: TestTriton, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
-    """The service with a chat template that takes tools, as a process, over each transport in turn."""
-    url = triton.http_url if request.param == "http" else triton.grpc_url
-    folder = tmp_path_factory.mktemp("tools")
-    arguments = ("--triton-url", url, "--tokenizer", str(triton.tokenizer), "--chat-template", str(TEMPLATE))
-    with serving(folder, *arguments) as running:
-        yield running
-        assert [] == running.complaints()
 
 
 @pytest.fixture

@@ -55,6 +55,16 @@ async def test_the_prompt_counts_once(proxy, model):
     assert 3 * one["completion_tokens"] == three["completion_tokens"]
 
 
+@pytest.mark.parametrize("model", MODELS)
+async def test_a_stream_opens_all_choices_in_their_order(proxy, model):
+    """Whichever begins first: the official client's helpers take the first chunk of a stream for that of choice 0."""
+    answer = await ask(proxy, "chat", model, steered(text="one"), n=3, max_tokens=9, stream=True)
+    choices = [choice for chunk in answer.chunks for choice in chunk["choices"]]
+
+    assert [0, 1, 2] == [choice["index"] for choice in choices[:3]]
+    assert [0, 1, 2] == [place for place, choice in enumerate(choices) if "role" in choice["delta"]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_choices_are_numbered_prompt_by_prompt(proxy, stream):
     """The choices of the first prompt come first, in a stream by their index."""

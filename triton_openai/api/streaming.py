@@ -141,15 +141,15 @@ async def stream(request: web.Request, runs: Sequence[Run], chunks: Chunks, *, h
 async def _relay(step: Step, answers: Answers, writer: EventWriter, chunks: Chunks) -> None:
     """Write what comes; this is the loop that turns once per token."""
     runs = answers.runs
-    opened = [False] * len(runs)
+    # All choices and in their order, whichever comes first: the official client takes the first chunk for choice 0.
+    opening = b"".join([chunks.first(choice) for choice in range(len(runs))])
     left = len(runs)
     while True:
         choice = step.choice
         # What arrived together leaves together.
         events = b"".join([chunks.piece(choice, delta, runs[choice]) for delta in step.deltas])
-        if not opened[choice]:
-            opened[choice] = True
-            events = chunks.first(choice) + events
+        if opening:
+            events, opening = opening + events, b""
         if step.finished:
             left -= 1
             events += chunks.last(choice, runs[choice])
