@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
@@ -25,7 +26,7 @@ class City(BaseModel):
 
 BONN = City(name="Bonn", inhabitants=330_000)
 # A tool that has to be called is a list of calls under guided decoding.
-MODES = {
+MODES: dict[str, tuple[Any, str]] = {
     "tools": (ToolOutput(City, name="city"), f'[{{"name": "city", "parameters": {BONN.model_dump_json()}}}]'),
     "schema": (NativeOutput(City), BONN.model_dump_json()),
     "prompted": (PromptedOutput(City), BONN.model_dump_json()),

@@ -66,10 +66,10 @@ def test_parsed_while_streaming(client: OpenAI, model: str) -> None:
         response_format=City,
         stream_options={"include_usage": True},
     ) as stream:
-        partly = [event.parsed for event in stream if event.type == "content.delta"]
+        partly: list[Any] = [event.parsed for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion()
 
-    assert {"name": "Bonn"}.items() <= dict(next(part for part in partly if part and "inhabitants" in part)).items()
+    assert {"name": "Bonn"} in partly
     assert BONN == final.choices[0].message.parsed
     assert final.usage is not None
 
@@ -86,7 +86,7 @@ def test_function_tools(client: OpenAI, model: str, stream: bool) -> None:
         assert ["City"] == names
     else:
         answer = client.chat.completions.parse(**request)
-    (call,) = answer.choices[0].message.tool_calls or ()
+    (call,) = list(answer.choices[0].message.tool_calls or [])
 
     assert "tool_calls" == answer.choices[0].finish_reason
     assert BONN == call.function.parsed_arguments
@@ -98,7 +98,7 @@ def test_the_conversation_goes_on(client: OpenAI) -> None:
     tools: list[Any] = [pydantic_function_tool(City)]
     first = client.chat.completions.create(model="vllm_model", messages=messages, tools=tools)
     message: Any = first.choices[0].message
-    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rains."}
+    result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It rains."}
     second = client.chat.completions.create(
         model="vllm_model", messages=[*messages, message, result, *user("Take a coat.")], tools=tools
     )
@@ -150,7 +150,7 @@ async def test_async(async_client: AsyncOpenAI) -> None:
         async for _ in stream:
             pass
         final = await stream.get_final_completion()
-    (call,) = final.choices[0].message.tool_calls or ()
+    (call,) = list(final.choices[0].message.tool_calls or [])
 
     assert BONN == parsed.choices[0].message.parsed
     assert BONN == call.function.parsed_arguments
