@@ -189,7 +189,9 @@ class Trtllm(Adapter):
             # Written out as JSON they would be megabytes for each token.
             return msgspec.structs.replace(request, json_expressible=False, needed_for="logprobs")
         # Two dimensions are more than the generate extension can say.
-        return msgspec.structs.replace(request, json_expressible=False) if generation.bad_word_ids else request
+        if not generation.bad_word_ids:
+            return request
+        return msgspec.structs.replace(request, json_expressible=False, needed_for="bad_words")
 
     def encode_prompt_logits(self, generation: Generation) -> InferRequest:
         """

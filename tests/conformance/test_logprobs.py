@@ -29,8 +29,10 @@ from triton_openai.demo.standins.logits import log_probability
 pytestmark = in_session_loop
 
 # What streams tells each token's log probability with its text; a whole answer does not say which text is whose.
-TOLD = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
-TEXT_LEVEL = tuple(model for model in MODELS if model != "vllm_model")
+# The LLM API tells none; what engines tell token by token is in tests/integration/test_token_level_logprobs.py.
+TEXT = tuple(model for model in MODELS if model not in ("tensorrt_llm", "tensorrt_llm_llmapi"))
+TOLD = tuple(model for model in TEXT if model != "ensemble_nonstreaming")
+TEXT_LEVEL = tuple(model for model in TEXT if model != "vllm_model")
 END = "<|im_end|>"
 TEMPLATE = Path(__file__).resolve().parents[1] / "fixtures" / "tools.jinja"
 
@@ -241,7 +243,7 @@ async def scores_of(triton, model, answer, count):
     return flags
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TEXT)
 async def test_best_of_is_ranked_by_what_the_backend_sums(proxy, triton, model):
     """Also where tokens are not told apart: the sum needs no tokens."""
     answer = await ask(proxy, "completions", model, steered(text="one two"), best_of=3, max_tokens=9)
@@ -351,7 +353,7 @@ async def test_token_ids_need_the_tokenizer(triton):
     assert (400, "return_token_ids") == (answer.status, answer.error["param"])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TEXT)
 @pytest.mark.parametrize(
     "fields, param",
     [
@@ -368,7 +370,7 @@ async def test_the_prompts_log_probabilities_are_refused(proxy, model, fields, p
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TEXT)
 async def test_the_prompt_alone(proxy, triton, model, stream):
     """With echo, no tokens are what was asked for: nothing goes to the model."""
     answer = await ask(

@@ -11,6 +11,7 @@ import pytest_asyncio
 from tests.conformance.calls import MODELS, id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
+from triton_openai.chat.tokenizer import Tokenizer
 
 pytestmark = in_session_loop
 
@@ -35,6 +36,9 @@ async def prompt_at(triton: TestTriton, model: str, request_id: str) -> str:
     name = {"ensemble_legacy": "preprocessing_legacy"}.get(model, model)
     name = "preprocessing" if model.startswith("ensemble") and name == model else name
     inputs = await inputs_of(triton, name, request_id)
+    if "input_ids" in inputs:
+        tokenizer = Tokenizer.load(str(triton.tokenizer))
+        return tokenizer.decode(inputs["input_ids"]["value"], skip_special_tokens=False)
     return str(inputs["QUERY" if "QUERY" in inputs else "text_input"]["value"][0])
 
 

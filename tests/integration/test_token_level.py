@@ -298,7 +298,7 @@ async def test_a_client_that_leaves_ends_the_work(direct: Proxy, triton: TestTri
 
 async def test_an_engine_is_hidden_unless_it_is_named(proxy: Proxy) -> None:
     """Where a model of text uses it, the engine is that model's helper."""
-    answer = await ask(proxy, "completions", "tensorrt_llm", "Hello")
+    answer = await ask(proxy, "completions", "tensorrt_llm_legacy", "Hello")
 
     assert (404, "model_not_found") == (answer.status, answer.error["code"])
 
@@ -308,7 +308,7 @@ async def test_listing_all_models_serves_the_engines(triton: TestTriton) -> None
     async with serving(changed(proxy_settings(triton, "http"), api={"list_all_models": True})) as service:
         await service.ready()
 
-        answer = await ask(service, "completions", "tensorrt_llm", steered(text="€"))
+        answer = await ask(service, "completions", "tensorrt_llm_legacy", steered(text="€"))
 
         assert "€" == answer.json["choices"][0]["text"]
 
@@ -338,4 +338,4 @@ async def test_inspect_shows_the_routing(triton: TestTriton) -> None:
 
     assert ("trtllm", ["ensemble"]) == (reports["ensemble"].adapter, list(reports["ensemble"].served_as))
     assert "answered by its engine 'tensorrt_llm'" in reports["ensemble"].reason
-    assert reports["tensorrt_llm"].adapter is None
+    assert reports["tensorrt_llm_legacy"].adapter is None

@@ -163,15 +163,15 @@ def _too_long(timeout: float | None) -> UpstreamTimeout:
 async def _relay(step: Step, answers: Answers, writer: EventWriter, chunks: Chunks) -> None:
     """Write what comes; this is the loop that turns once per token."""
     runs = answers.runs
-    opened = [False] * len(runs)
+    # All choices and in their order, whichever comes first: the official client takes the first chunk for choice 0.
+    opening = b"".join([chunks.first(choice, run) for choice, run in enumerate(runs)])
     left = len(runs)
     while True:
         choice = step.choice
         # What arrived together leaves together.
         events = b"".join([chunks.piece(choice, delta, runs[choice]) for delta in step.deltas])
-        if not opened[choice]:
-            opened[choice] = True
-            events = chunks.first(choice, runs[choice]) + events
+        if opening:
+            events, opening = opening + events, b""
         if step.finished:
             left -= 1
             events += chunks.last(choice, runs[choice])
