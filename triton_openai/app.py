@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from triton_openai.adapters.registry import load as load_adapter
+from triton_openai.api.metrics import EXPOSITION
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.background import Background
@@ -17,11 +18,15 @@ from triton_openai.draining import DRAINING, Draining
 from triton_openai.models import Models
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.telemetry.access_log import AccessLog
-from triton_openai.telemetry.observation import OBSERVERS, Observers
+from triton_openai.telemetry.exposition import Exposition
+from triton_openai.telemetry.loop_sampler import sample_loop_lag
+from triton_openai.telemetry.metrics import Metrics
+from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.metrics import TritonMetrics
 from triton_openai.worker import WORKER, Worker
 
 
@@ -49,11 +54,40 @@ def create_app(
     app[SERVICE] = service
     app[WORKER] = worker or Worker()
     app[DRAINING] = Draining()
-    app[OBSERVERS] = Observers(AccessLog())
+    observers: list[Observer] = [AccessLog()]
+    if settings.server.metrics:
+        observers.append(_add_metrics(app))
+    app[OBSERVERS] = Observers(*observers)
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
     add_routes(app)
     return app
+
+
+def _add_metrics(app: web.Application) -> Metrics:
+    """Give *app* its metrics; returns what counts requests for them."""
+    service, worker = app[SERVICE], app[WORKER]
+    server, triton = service.settings.server, service.settings.triton
+    metrics = Metrics(worker)
+    wanted = server.relay_triton_metrics or server.vllm_metrics
+    exposition = app[EXPOSITION] = Exposition(
+        metrics,
+        service.models,
+        worker,
+        triton=TritonMetrics(triton.found_metrics_url) if wanted else None,
+        relay=server.relay_triton_metrics,
+        vllm_names=server.vllm_metrics,
+    )
+
+    async def run(app: web.Application) -> AsyncIterator[None]:
+        sampling = asyncio.create_task(sample_loop_lag(metrics.note_loop_lag))
+        yield
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+        await exposition.close()
+
+    app.cleanup_ctx.append(run)
+    return metrics
 
 
 def _check_names(settings: Settings) -> None:

@@ -38,6 +38,7 @@ _LEFT_OUT = {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
             *("first-token-timeout", "idle-timeout", "request-timeout", "refresh-interval", "stop-requests"),
             *("model-repository", "strict-parameters"),
+            *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
         }
     ),
 }

@@ -43,6 +43,17 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     shutdown_grace: Annotated[
         Seconds, Meta(description="Time that running requests are given to finish when the service is told to stop.")
     ] = 10.0
+    metrics: Annotated[bool, Meta(description="Give Prometheus its metrics at /metrics.")] = True
+    vllm_metrics: Annotated[
+        bool,
+        Meta(
+            description="Give the main metrics under vLLM's names too, for what reads those: dashboards, autoscalers, "
+            "gateways."
+        ),
+    ] = False
+    relay_triton_metrics: Annotated[
+        bool, Meta(description="Give Triton's own metrics at /metrics too, read from triton-metrics-url.")
+    ] = False
     log_format: Annotated[
         Literal["console", "json"],
         Meta(description="Log lines and the banner for people, or one JSON object per line."),
@@ -71,6 +82,14 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             extra={"metavar": "DIR"},
         ),
     ] = ()
+    metrics_url: Annotated[
+        str | None,
+        Meta(
+            description="Where Triton has its metrics; by default port 8002 of the host in triton-url, or where a "
+            "Triton that is started here has them.",
+            extra={"name": "triton-metrics-url", "metavar": "URL"},
+        ),
+    ] = None
     connect_timeout: Annotated[Seconds, Meta(description="Longest wait for a connection to Triton.")] = 5.0
     first_token_timeout: Annotated[
         Seconds, Meta(description="Longest wait for a stream's first token, queueing included.")
@@ -103,6 +122,14 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def grpc_url(self) -> str | None:
         """The gRPC address of Triton (``grpc://`` or ``grpcs://``), without a trailing slash, if one is configured."""
         return self._first("grpc", "grpcs")
+
+    @property
+    def found_metrics_url(self) -> str:
+        """The address of Triton's metrics: the one that is configured, else the usual port of its host."""
+        if self.metrics_url is not None:
+            return self.metrics_url
+        host = urlsplit(self.url[0]).hostname or "localhost"
+        return f"http://{f'[{host}]' if ':' in host else host}:8002/metrics"
 
     def _first(self, *schemes: str) -> str | None:
         return next((url.rstrip("/") for url in self.url if urlsplit(url).scheme in schemes), None)
@@ -276,6 +303,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Return every alias with the model it stands for."""
         return {alias: name for name, model in self.models.items() for alias in model.aliases}
 
-    def with_triton(self, *urls: str) -> Settings:
+    def with_triton(self, *urls: str, metrics_url: str | None = None) -> Settings:
         """Return these settings for the Triton at *urls*, for when it was started here."""
-        return msgspec.structs.replace(self, triton=msgspec.structs.replace(self.triton, url=urls))
+        triton = msgspec.structs.replace(self.triton, url=urls, metrics_url=self.triton.metrics_url or metrics_url)
+        return msgspec.structs.replace(self, triton=triton)

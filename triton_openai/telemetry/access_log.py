@@ -5,22 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from triton_openai.telemetry.logging import get_logger
-from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.observation import Observation, Observer
 
 _log = get_logger("triton_openai.access")
 
 
-class AccessLog:
+class AccessLog(Observer):
     """
     Writes the line when the request has ended: "info" for inference, "debug" for the rest, which is mostly health
     checks.
     """
-
-    def started(self, observation: Observation) -> None:
-        """Do nothing: the request's id stands in every line that is written about it."""
-
-    def identified(self, observation: Observation) -> None:
-        """Do nothing: there is one line, and it comes at the end."""
 
     def ended(self, observation: Observation) -> None:
         """Write the line."""
@@ -45,6 +39,8 @@ class AccessLog:
         first = observation.time_to_first_token
         if first is not None:
             fields["first_token_seconds"] = round(first, 4)
+        if observation.queued_seconds:
+            fields["queued_seconds"] = round(observation.queued_seconds, 4)
         if observation.finish_reasons:
             fields["finish_reason"] = ",".join(dict.fromkeys(observation.finish_reasons))
         _log.info("request", **fields)

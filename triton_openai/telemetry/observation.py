@@ -29,6 +29,16 @@ class Answering(Protocol):
     finish_reason: FinishReason | None
     usage: Usage | None
 
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """The tokens of an answer that has not ended, where the backend counts them with every step."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """In how many steps it came; 1 is an answer in one piece."""
+        ...
+
 
 class Observation:
     """
@@ -38,7 +48,7 @@ class Observation:
     ``None`` for everything that is not inference. ``model`` is the name that the client used, once it is known to be
     one of a served model; ``adapter`` is who answers for it. ``answers`` are those that are generated, *n* for each
     prompt. ``error`` is what went wrong, also after the status had left; ``client_left`` is whether nobody was there
-    any more to be told.
+    any more to be told. ``queued_seconds`` is how long the request had to wait for others.
     """
 
     def __init__(self, *, request_id: str, method: str, path: str) -> None:
@@ -55,6 +65,7 @@ class Observation:
         # The answer
         self.answers: Sequence[Answering] = ()
         self.input_tokens: int | None = None
+        self.queued_seconds = 0.0
         self.status = CLIENT_CLOSED_REQUEST
         self.error: ServiceError | None = None
         self.client_left = False
@@ -94,23 +105,26 @@ class Observation:
         return [answer.finish_reason.value for answer in self.answers if answer.finish_reason is not None]
 
 
-class Observer(Protocol):
+class Observer:
     """Something that wants to know of requests. Called in the event loop, and must not block or raise."""
 
     def started(self, observation: Observation) -> None:
         """Learn of a request that has come; nothing is known of it but its head."""
-        ...
 
     def identified(self, observation: Observation) -> None:
         """Learn what is asked for, and of which model."""
-        ...
+
+    def queued(self, observation: Observation) -> None:
+        """Learn that the request has to wait for others to end."""
+
+    def admitted(self, observation: Observation) -> None:
+        """Learn that the wait is over, because the request is let in or because it gives up."""
 
     def ended(self, observation: Observation) -> None:
         """Learn of the end of a request, when its last byte has left or nobody was there to take it."""
-        ...
 
 
-class Observers:
+class Observers(Observer):
     """All observers of a service, as one."""
 
     def __init__(self, *observers: Observer) -> None:
@@ -125,6 +139,16 @@ class Observers:
         """Tell all of them."""
         for observer in self._observers:
             observer.identified(observation)
+
+    def queued(self, observation: Observation) -> None:
+        """Tell all of them."""
+        for observer in self._observers:
+            observer.queued(observation)
+
+    def admitted(self, observation: Observation) -> None:
+        """Tell all of them."""
+        for observer in self._observers:
+            observer.admitted(observation)
 
     def ended(self, observation: Observation) -> None:
         """Tell all of them."""
