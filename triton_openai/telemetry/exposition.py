@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -47,9 +48,11 @@ class Exposition:
         self._triton = triton
         self._relay = relay
         self._vllm_names = vllm_names
-        self._counted: Collector = metrics.registry
+        self._metrics = metrics
+        self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))
         if metrics.folder is not None:
-            self._counted = MultiProcessCollector(None, str(metrics.folder))
+            # A process's own memory and time say nothing where each scrape meets another process.
+            self._collectors = (MultiProcessCollector(None, str(metrics.folder)),)
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
         """
@@ -61,6 +64,8 @@ class Exposition:
         openmetrics = not self._relay and prefers_openmetrics(accept)
         up = None if self._triton is None else relayed is not None
         usage = {} if relayed is None or not self._vllm_names else self._cache_usage(cache_usage(relayed))
+        for model in self._models.served.values():
+            self._metrics.show(model.name, model.adapter.name)
         looked_up = list(state(self._models, self._worker, triton_metrics=up))
         # Reading the files of many workers takes a while.
         body = await asyncio.to_thread(self._text, looked_up, usage, openmetrics)
@@ -69,7 +74,7 @@ class Exposition:
         return body, CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_PLAIN_0_0_4
 
     def _text(self, looked_up: Sequence[Metric], usage: Mapping[str, float], openmetrics: bool) -> bytes:
-        counted = list(_without_times(self._counted.collect()))
+        counted = [metric for one in self._collectors for metric in _without_times(one.collect())]
         # Workers that have counted nothing leave no trace of a metric, a process alone an empty one.
         families = [*looked_up, *(metric for metric in counted if metric.samples)]
         if self._vllm_names:

@@ -110,6 +110,11 @@ class Metrics(Observer):
             found = self._children[key] = self._metrics[instrument.name].labels(*labels)
         return found
 
+    def show(self, model: str, adapter: str) -> None:
+        """Have gauges of a served model, 0 until somebody asks it: what scales by them must not find nothing."""
+        for gauge in (names.RUNNING, names.QUEUED):
+            self.child(gauge, model, adapter)
+
     def identified(self, observation: Observation) -> None:
         """Count a running request."""
         operation, model, adapter = observation.operation, observation.model, observation.adapter

@@ -23,16 +23,22 @@ _TIMEOUT = 2.0
 _MAX_BYTES = 32 * 1024 * 1024
 _LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'
 _SAMPLE = re.compile(rf"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{(?:{_LABEL}(?:,{_LABEL})*)?,?\}})? (\S+)(?: -?[0-9]+)?")
-_COMMENT = re.compile(r"# (?:HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*)(?: .*)?")
+_COMMENT = re.compile(r"# (HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*)(?: .*)?")
 _SUFFIXES = ("_bucket", "_sum", "_count")
 # TensorRT-LLM's backend reports its cache under this name: blocks, by kind.
 _KV_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 
 
 class Family(msgspec.Struct):
-    """The lines of one metric, in their order."""
+    """One metric: what is said of it, by ``HELP`` and ``TYPE``, and the lines of its samples in their order."""
 
-    lines: list[str] = msgspec.field(default_factory=list)
+    comments: dict[str, str] = msgspec.field(default_factory=dict)
+    samples: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def lines(self) -> list[str]:
+        """All of its lines."""
+        return [*self.comments.values(), *self.samples]
 
 
 def parse(text: str) -> Mapping[str, Family]:
@@ -48,17 +54,18 @@ def parse(text: str) -> Mapping[str, Family]:
             continue
         if line.startswith("#"):
             comment = _COMMENT.fullmatch(line)
-            if comment is None:
-                continue
-            current = comment[1]
-        else:
-            sample = _SAMPLE.fullmatch(line)
-            if sample is None:
-                raise ValueError(f"no line of an exposition: {line[:80]!r}")
-            float(sample[2])
-            if sample[1] != current and not any(sample[1] == current + suffix for suffix in _SUFFIXES):
-                current = sample[1]
-        families.setdefault(current, Family()).lines.append(line)
+            if comment is not None:
+                current = comment[2]
+                # Each may be said once only.
+                families.setdefault(current, Family()).comments.setdefault(comment[1], line)
+            continue
+        sample = _SAMPLE.fullmatch(line)
+        if sample is None:
+            raise ValueError(f"no line of an exposition: {line[:80]!r}")
+        float(sample[2])
+        if sample[1] != current and not any(sample[1] == current + suffix for suffix in _SUFFIXES):
+            current = sample[1]
+        families.setdefault(current, Family()).samples.append(line)
     return families
 
 
