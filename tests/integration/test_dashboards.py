@@ -17,6 +17,8 @@ from tests.conformance.calls import ask, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
+from triton_openai.telemetry.instruments import INSTRUMENTS
+from triton_openai.telemetry.state import LOOKED_UP
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy/grafana/triton-openai.json"
@@ -129,6 +131,17 @@ def test_variables(exported: Scrape) -> None:
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             groups = grouped_by(target["expr"].replace("$__rate_interval", "5m"))
             assert shown <= (groups or TARGET | {"gpu_uuid"}), panel["title"]
+
+
+def test_the_table(exported: Scrape) -> None:
+    """The documents' table has every metric that is exported, and each with its labels."""
+    suffix = {"counter": "", "gauge": "", "histogram": "_count"}
+    table = {one.name + suffix[one.kind]: set(one.labels) for one in (*INSTRUMENTS, *LOOKED_UP)}
+
+    assert table == {name: exported.label_names(name) for name in table}
+    histograms = {one.name + end for one in INSTRUMENTS if one.kind == "histogram" for end in ("_bucket", "_sum")}
+    others = {name for name in exported.names() if not name.startswith(("nv_", "process_"))}
+    assert others == table.keys() | histograms
 
 
 def test_the_dashboard_is_in_order() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client import generate_latest
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 
 from tests.conformance.fake_triton import FakeTriton, config_of
@@ -25,7 +27,7 @@ from triton_openai.errors import (
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import instruments
 from triton_openai.telemetry.exposition import prefers_openmetrics
-from triton_openai.telemetry.metrics import Metrics, outcome_of
+from triton_openai.telemetry.metrics import Metrics, SharedNumbers, outcome_of
 from triton_openai.telemetry.observation import Observation
 from triton_openai.worker import Worker
 
@@ -245,6 +247,19 @@ def test_two_services_in_one_process() -> None:
     observed(one)
 
     assert (1, 0) == tuple(shown(each).sum("triton_openai_requests_total") for each in (one, other))
+
+
+def test_files_of_workers(tmp_path: Path) -> None:
+    """One that is still empty, as a worker leaves it that is killed at the wrong moment, is passed over."""
+    (tmp_path / "counter_0.db").touch()
+    (tmp_path / "gauge_livesum_0.db").touch()
+    file = MmapedDict(str(tmp_path / "counter_1.db"))
+    file.write_value(mmap_key("a", "a_total", [], [], "Help."), 3.0, 0.0)
+    file.close()
+    found = {metric.name: metric.samples for metric in SharedNumbers(tmp_path).collect()}
+
+    assert ["a"] == list(found)
+    assert [3.0] == [sample.value for sample in found["a"]]
 
 
 def test_the_table_of_instruments() -> None:

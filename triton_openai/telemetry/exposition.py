@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE_OPENMETRICS
+from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
 from triton_openai.models import Models, ServedModel
-from triton_openai.telemetry.metrics import Metrics
+from triton_openai.telemetry.metrics import Metrics, SharedNumbers
 from triton_openai.telemetry.state import state
 from triton_openai.telemetry.vllm_names import renamed
 from triton_openai.triton.metrics import Family, TritonMetrics, cache_usage
@@ -23,6 +21,10 @@ from triton_openai.worker import Worker
 
 _FAMILY = re.compile(rb"^# TYPE (\S+)", re.MULTILINE)
 _OPENMETRICS = "application/openmetrics-text"
+_CONTENT_TYPES = {
+    False: "text/plain; version=0.0.4; charset=utf-8",
+    True: "application/openmetrics-text; version=1.0.0; charset=utf-8",
+}
 
 
 class Exposition:
@@ -52,7 +54,7 @@ class Exposition:
         self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))
         if metrics.folder is not None:
             # A process's own memory and time say nothing where each scrape meets another process.
-            self._collectors = (MultiProcessCollector(None, str(metrics.folder)),)
+            self._collectors = (SharedNumbers(metrics.folder),)
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
         """
@@ -71,7 +73,7 @@ class Exposition:
         body = await asyncio.to_thread(self._text, looked_up, usage, openmetrics)
         if relayed is not None and self._relay:
             body += _rest(relayed, frozenset(_FAMILY.findall(body)))
-        return body, CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_PLAIN_0_0_4
+        return body, _CONTENT_TYPES[openmetrics]
 
     def _text(self, looked_up: Sequence[Metric], usage: Mapping[str, float], openmetrics: bool) -> bytes:
         counted = [metric for one in self._collectors for metric in _without_times(one.collect())]

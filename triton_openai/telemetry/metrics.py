@@ -7,14 +7,16 @@ multiprocess mode, which whoever answers a scrape adds up: see :func:`share_betw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import prometheus_client.values
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.multiprocess import mark_process_dead
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
 from prometheus_client.values import MultiProcessValue, MutexValue
 
 from triton_openai.errors import ServiceError, UpstreamError
@@ -62,6 +64,26 @@ def share_between_workers(worker: Worker) -> bool:
 def forget_worker(directory: Path, index: int) -> None:
     """Drop what a dead worker had running and queued; what it has counted stays. Called by whoever supervises it."""
     mark_process_dead(index, str(metrics_folder(directory)))
+
+
+class SharedNumbers(Collector):
+    """What all workers have counted, added up from their files in *folder*."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Metric]:
+        """Return it. A file that a worker is only just making, or died while making, is empty and says nothing yet."""
+        files = [str(path) for path in sorted(self._folder.glob("*.db")) if _size(path)]
+        metrics: Iterable[Metric] = MultiProcessCollector.merge(files)
+        return metrics
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 class _Served:

@@ -97,7 +97,8 @@ class TritonMetrics:
     async def read(self) -> Mapping[str, Family] | None:
         """Return them by name, or ``None`` when Triton does not give them in time, which is logged once."""
         try:
-            families = parse(await self._fetch())
+            # Hundreds of models have thousands of lines.
+            families = await asyncio.to_thread(parse, await self._fetch())
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             if not self._failing:
                 _log.warning(
