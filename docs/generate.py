@@ -52,10 +52,11 @@ _ALSO_CALLED = {"max_tokens": "max_completion_tokens"}
 _FRAME = {"model", "messages", "prompt", "stream", "stream_options", "max_completion_tokens"}
 #: What is done with every model that generates, in this service, or with the tables of capabilities.
 _DONE_HERE = {
-    "n", "best_of", "echo", "top_logprobs", "response_format", "structured_outputs", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
-    "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
-    "documents", "truncate_prompt_tokens", "truncation_side", "priority",
+    "n", "best_of", "echo", "suffix", "top_logprobs", "prompt_logprobs", "return_token_ids", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools", "tool_choice",
+    "parallel_tool_calls", "functions", "function_call", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens",
+    "truncation_side", "priority",
 }  # fmt: skip
 
 
@@ -190,6 +191,8 @@ _titles = {
     "server": "The service",
     "triton": "Triton",
     "api": "The API",
+    "media": "Images",
+    "metrics": "Metrics",
     "defaults": "Models",
     "models": "Single models",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
 from collections.abc import AsyncIterator, Mapping
@@ -80,7 +81,8 @@ class Proxy:
         """Send *body* to *path* and read the whole answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **headers}
-        async with self.client.post(path, data=data, headers=headers) as response:
+        # aiohttp warns of large bodies as bytes: those it sends in one piece.
+        async with self.client.post(path, data=io.BytesIO(data), headers=headers) as response:
             return Answer(response.status, response.headers.copy(), await response.read())
 
     async def get(self, path: str) -> Answer:
@@ -103,7 +105,7 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
     return Settings(
         triton=TritonSettings(url=urls[transport], **overrides),
-        models={"vllm_model": tokenizer, "text_embedding": tokenizer},
+        models={"vllm_model": tokenizer, "text_embedding": tokenizer, "text_rerank_ids": tokenizer},
     )
 
 

@@ -12,16 +12,22 @@ from triton_openai.api.metrics import EXPOSITION
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.background import Background
+from triton_openai.chat import history, infill
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
+from triton_openai.media.addresses import is_public, is_public_or_private
+from triton_openai.media.fetch import ImageFetcher
+from triton_openai.media.hosts import AllowedHosts
+from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models
+from triton_openai.server.admission import Admission
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.telemetry.access_log import AccessLog
 from triton_openai.telemetry.exposition import Exposition
-from triton_openai.telemetry.loop_sampler import sample_loop_lag
+from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
 from triton_openai.telemetry.metrics import Metrics
-from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
+from triton_openai.telemetry.observation import OBSERVERS, Observers
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 from triton_openai.triton.client import TritonClient
@@ -31,70 +37,93 @@ from triton_openai.worker import WORKER, Worker
 
 
 def create_app(
-    settings: Settings, *, client: TritonClient | None = None, worker: Worker | None = None
+    settings: Settings,
+    *,
+    client: TritonClient | None = None,
+    images: ImageLoader | None = None,
+    worker: Worker | None = None,
 ) -> web.Application:
     """
     Return the application; nothing runs and nothing is connected before it is started.
 
-    *client* replaces the connection to Triton; *worker* is this process among several that serve together. Raises
+    *client* replaces the connection to Triton, *images* what loads the images of requests; *worker* is this process
+    among several that serve together. Raises
     :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
     connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
+    worker = worker or Worker()
+    metrics = Metrics(worker) if settings.metrics.enabled else None
+    observers = Observers(AccessLog()) if metrics is None else Observers(AccessLog(), metrics)
+    lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
     service = Service(
         settings=settings,
         models=Models(settings, connection),
         client=connection,
         background=Background(),
+        admission=Admission(settings.server, lambda: lag.sustained, workers=worker.count, observer=observers),
+        images=images or _image_loader(settings),
     )
     app = web.Application(
         middlewares=[identify, envelope_errors],
         client_max_size=settings.server.max_body_size,
     )
     app[SERVICE] = service
-    app[WORKER] = worker or Worker()
+    app[WORKER] = worker
+    app[LOOP_LAG] = lag
     app[DRAINING] = Draining()
-    observers: list[Observer] = [AccessLog()]
-    if settings.server.metrics:
-        observers.append(_add_metrics(app))
-    app[OBSERVERS] = Observers(*observers)
+    app[OBSERVERS] = observers
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
+    if metrics is not None:
+        _add_metrics(app, metrics)
     add_routes(app)
     return app
 
 
-def _add_metrics(app: web.Application) -> Metrics:
-    """Give *app* its metrics; returns what counts requests for them."""
-    service, worker = app[SERVICE], app[WORKER]
-    server, triton = service.settings.server, service.settings.triton
-    metrics = Metrics(worker)
-    wanted = server.relay_triton_metrics or server.vllm_metrics
+def _add_metrics(app: web.Application, metrics: Metrics) -> None:
+    """Let *app* show its *metrics*."""
+    service = app[SERVICE]
+    settings = service.settings.metrics
+    wanted = settings.relay_triton or settings.vllm_names
     exposition = app[EXPOSITION] = Exposition(
         metrics,
         service.models,
-        worker,
-        triton=TritonMetrics(triton.found_metrics_url) if wanted else None,
-        relay=server.relay_triton_metrics,
-        vllm_names=server.vllm_metrics,
+        app[WORKER],
+        triton=TritonMetrics(service.settings.triton_metrics_url) if wanted else None,
+        relay=settings.relay_triton,
+        vllm_names=settings.vllm_names,
     )
 
-    async def run(app: web.Application) -> AsyncIterator[None]:
-        sampling = asyncio.create_task(sample_loop_lag(metrics.note_loop_lag))
-        yield
-        sampling.cancel()
-        await asyncio.gather(sampling, return_exceptions=True)
+    async def close(app: web.Application) -> None:
         await exposition.close()
 
-    app.cleanup_ctx.append(run)
-    return metrics
+    app.on_cleanup.append(close)
+
+
+def _image_loader(settings: Settings) -> ImageLoader:
+    media = settings.media
+    fetcher = ImageFetcher(
+        AllowedHosts(media.allowed_domains),
+        largest=media.max_image_size,
+        timeout=media.fetch_timeout,
+        concurrency=media.max_fetches,
+        allows=is_public_or_private if media.private_addresses else is_public,
+    )
+    # Fetched images may make a request no larger than it could be with the images in it.
+    return ImageLoader(
+        fetcher, most=media.max_images, largest=media.max_image_size, together=settings.server.max_body_size
+    )
 
 
 def _check_names(settings: Settings) -> None:
-    """Raise :class:`ConfigurationError` for adapters and parsers that do not exist, before anything runs."""
+    """Raise :class:`ConfigurationError` for adapters, parsers and forms that are none, before anything runs."""
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
             load_adapter(entry.adapter)
+        history.load(entry.history_template, entry.history_template_file)
+        if entry.fim_template is not None:
+            infill.parse(entry.fim_template)
         if entry.tool_call_parser not in (None, AUTO, NONE):
             tool_parsers.load(entry.tool_call_parser)
         if entry.reasoning_parser not in (None, AUTO, NONE):
@@ -109,10 +138,12 @@ def models_of(app: web.Application) -> Models:
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
-    discovery = asyncio.create_task(service.models.catalog.run())
+    tasks = [asyncio.create_task(service.models.catalog.run()), asyncio.create_task(app[LOOP_LAG].run())]
     yield
-    discovery.cancel()
-    await asyncio.gather(discovery, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await service.models.catalog.close()
     await service.background.close()
+    await service.images.close()
     await service.client.close()

@@ -13,9 +13,11 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     │   ├── PayloadTooLarge            413  request_too_large
     │   └── UnsupportedMediaType       415  unsupported_media_type
     ├── Overloaded                     429  rate_limit_exceeded
+    ├── ServiceOverloaded              503  overloaded
     ├── UpstreamError                  502  upstream_error
     │   ├── UpstreamUnavailable        503  upstream_unavailable
-    │   └── UpstreamTimeout            504  upstream_timeout
+    │   ├── UpstreamTimeout            504  upstream_timeout
+    │   └── LoraNotLoaded              502  lora_not_loaded
     ├── NotImplementedUpstream         501  not_supported
     └── ConfigurationError             400  configuration_error   (also what the CLI prints and exits with)
 
@@ -144,6 +146,13 @@ class Overloaded(ServiceError):
     code = "rate_limit_exceeded"
 
 
+class ServiceOverloaded(ServiceError):
+    """This service has as many requests as it may, or more than it can follow; another replica may have room."""
+
+    status = 503
+    code = "overloaded"
+
+
 class UpstreamError(ServiceError):
     """Triton, or a model in it, failed in a way that is not the client's fault."""
 
@@ -164,6 +173,12 @@ class UpstreamTimeout(UpstreamError):
 
     status = 504
     code = "upstream_timeout"
+
+
+class LoraNotLoaded(UpstreamError):
+    """The engine does not have, or no longer has, the weights of the LoRA adapter that a request names by number."""
+
+    code = "lora_not_loaded"
 
 
 class NotImplementedUpstream(ServiceError):

@@ -7,12 +7,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from triton_openai.adapters.base import Capabilities
 from triton_openai.adapters.parameters import BoundParameter, Rule
 from triton_openai.api.chat import REFUSED as CHAT_REFUSED
 from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
+from triton_openai.chat.images import marks
+from triton_openai.chat.infill import choose, recognise
 from triton_openai.chat.parsers import Parsers
+from triton_openai.chat.prompts import Prompter
+from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config import Settings
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.models import Models, ServedModel
 from triton_openai.triton.endpoint import Endpoint
 
@@ -45,7 +50,12 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     tool_calls: str | None = None
     reasoning: str | None = None
+    suffix: str | None = None
+    scores: str | None = None
     guides: Sequence[str] = ()
+    loras: Sequence[str] = ()
+    images: str = ""
+    logprobs: str = "none"
     notes: Sequence[str] = ()
 
 
@@ -67,11 +77,21 @@ async def inspect(settings: Settings) -> list[ModelReport]:
 async def report(models: Models) -> list[ModelReport]:
     """Return the reports, by name."""
     names: dict[str, list[str]] = {}
+    loras: dict[str, set[str]] = {}
     served: dict[str, ServedModel] = {}
     for public, model in models.served.items():
         names.setdefault(model.owner, []).append(public)
         served[model.owner] = model
-    reports = list(await asyncio.gather(*(_served(model, names[name]) for name, model in served.items())))
+        if model.lora is not None:
+            loras.setdefault(model.owner, set()).add(model.lora.name)
+    reports = [
+        msgspec.structs.replace(
+            item,
+            loras=sorted(loras.get(item.name, ())),
+            notes=[*item.notes, *models.lora_problems.get(item.name, ())],
+        )
+        for item in await asyncio.gather(*(_served(model, names[name]) for name, model in served.items()))
+    ]
     reports += [ModelReport(name=entry.name, reason=entry.why) for entry in models.unserved]
     reports += [
         ModelReport(name=name, reason=f"not ready: {why}", ready=False)
@@ -82,16 +102,24 @@ async def report(models: Models) -> list[ModelReport]:
 
 async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
     capabilities = model.adapter.capabilities
-    tokenizer = template = None
+    tokenizer = template = suffix = None
     parsers = Parsers()
+    images = "none"
     try:
         prompter = await model.prompter()
         provenance = prompter.provenance
         tokenizer, template, notes = provenance.tokenizer, provenance.chat_template, list(provenance.notes)
+        images = _images(model, prompter)
         parsers = await model.parsers()
+        suffix = _suffix(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
-    tasks = [task for task, able in (("generate", capabilities.generate), ("embed", capabilities.embed)) if able]
+    abilities = (
+        ("generate", capabilities.generate),
+        ("embed", capabilities.embed),
+        ("rerank", capabilities.score or capabilities.embed),
+    )
+    tasks = [task for task, able in abilities if able]
     counted = "counted with the tokenizer" if tokenizer else "left out (nobody counts)"
     return ModelReport(
         name=model.owner,
@@ -108,9 +136,49 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         chat_template=template if capabilities.generate else None,
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
+        suffix=suffix if capabilities.generate else None,
+        scores=_scores(model) if capabilities.score else None,
         guides=sorted(capabilities.guides),
-        notes=notes if capabilities.generate else (),
+        images=images,
+        logprobs=_logprobs(capabilities),
+        # Of one that is given token ids, what is said of the tokenizer; it comes first.
+        notes=notes if capabilities.generate else notes[:1] if capabilities.token_pairs and not tokenizer else (),
     )
+
+
+def _images(model: ServedModel, prompter: Prompter) -> str:
+    capabilities = model.adapter.capabilities
+    if not capabilities.images or not prompter.can_chat:
+        return "none"
+    try:
+        marks(prompter.template_for(), model.settings.image_placeholder, "messages")
+    except UnsupportedParameter:
+        return "none: the chat template takes none, and no --image-placeholder is set"
+    return "as many as the model takes" if capabilities.max_images is None else f"{capabilities.max_images} at most"
+
+
+def _logprobs(capabilities: Capabilities) -> str:
+    if not capabilities.logprobs:
+        return "none"
+    told = "of the chosen tokens"
+    if capabilities.top_logprobs:
+        told += f", with up to {capabilities.top_logprobs} alternatives"
+    return f"{told}, and of the prompt's" if capabilities.prompt_logprobs else told
+
+
+def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
+    """Return how a suffix is written. Raises :class:`ConfigurationError`."""
+    form = choose(model.settings.fim_template, tokenizer)
+    if form is not None:
+        return form.render("{prefix}", "{suffix}")
+    known = None if tokenizer is None else recognise(tokenizer)
+    return None if known is None else f"refused (--fim-template; the tokenizer has the tokens of '{known}')"
+
+
+def _scores(model: ServedModel) -> str:
+    if model.settings.score_activation == "sigmoid":
+        return "the sigmoid of what the model gives"
+    return "as the model gives them (--score-activation)"
 
 
 def _parameter(parameter: BoundParameter) -> ParameterReport:
@@ -119,7 +187,7 @@ def _parameter(parameter: BoundParameter) -> ParameterReport:
         treatment=parameter.rule.value,
         target=parameter.target,
         datatype=parameter.datatype,
-        note=parameter.note,
+        note=parameter.why if parameter.rule is Rule.REFUSED else parameter.note,
     )
 
 
@@ -146,11 +214,21 @@ def _render(item: ModelReport) -> str:
             f"  chat template  {item.chat_template or 'none'}",
             f"  tool calls     {item.tool_calls or 'not recognised (--tool-call-parser)'}",
             f"  reasoning      {item.reasoning or 'not recognised (--reasoning-parser)'}",
+            f"  suffix         {item.suffix or 'refused (--fim-template)'}",
             f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
+            *([f"  LoRA adapters  {', '.join(item.loras)}"] if item.loras else ()),
+            f"  images         {item.images}",
+            f"  log probs      {item.logprobs}",
             *(f"  note           {note}" for note in item.notes),
             "  parameters",
             *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),
             f"    refused: {', '.join(item.refused)}",
+        ]
+    if item.scores is not None:
+        lines += [
+            f"  scores         {item.scores}",
+            f"  tokenizer      {item.tokenizer or 'none'}",
+            *(f"  note           {note}" for note in item.notes),
         ]
     return "\n".join(lines)
 

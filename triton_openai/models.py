@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 import structlog
@@ -19,7 +20,9 @@ from triton_openai.chat.prompts import Prompter, may_have_tokenizer
 from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import ModelNotFound, ServiceError, UpstreamUnavailable
-from triton_openai.loras import names_in_repository, served_names
+from triton_openai.generation import Lora, LoraFormat
+from triton_openai.loras.delivery import LoraDelivery
+from triton_openai.loras.discovery import FoundLora, find_loras, served_names
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.tensors import ModelConfig
@@ -66,6 +69,8 @@ class LazyPrompter:
         return Prompter.resolve(
             tokenizer_source=self._settings.tokenizer,
             template_spec=self._settings.chat_template,
+            history_template=self._settings.history_template,
+            history_template_file=self._settings.history_template_file,
             hinted_tokenizer_dir=self.hint,
         )
 
@@ -75,6 +80,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     A model that clients can use: one Triton model under one public *name*. *created* is when it was first seen.
 
     *owner* is the Triton model whose name and settings these are; *adapter* may answer for it with another one.
+    *lora* is the LoRA adapter that the name stands for, *lora_delivery* what brings its weights where requests have to.
     *priorities* are the levels of priority in its queue, 0 where there are none.
     """
 
@@ -85,7 +91,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     settings: ModelSettings
     created: int
     lazy_prompter: LazyPrompter
-    lora: str | None = None
+    lora: Lora | None = None
+    lora_delivery: LoraDelivery | None = None
     priorities: int = 0
 
     async def prompter(self) -> Prompter:
@@ -114,7 +121,10 @@ class Models:
         self._aliases = settings.aliases()
         self._created: dict[str, int] = {}
         self._served: dict[str, ServedModel] = {}
+        self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDelivery] = {}
         self.unserved: Sequence[Unserved] = ()
+        #: By Triton model, in sentences: why LoRA adapters of it are not served.
+        self.lora_problems: Mapping[str, Sequence[str]] = {}
         self.catalog = Catalog(client, interval=settings.triton.refresh_interval, changed=self._rebind)
 
     @property
@@ -177,27 +187,58 @@ class Models:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
             elif name in served:
                 served[alias] = msgspec.structs.replace(served[name], name=alias)
-        self._add_loras(served, snapshot)
+        await self._add_loras(served, snapshot)
         for name in served.keys() - self._served.keys():
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self._served.keys() - served.keys():
             _log.info("model is gone", model=name)
         self._served, self.unserved = served, unserved
 
-    def _add_loras(self, served: dict[str, ServedModel], snapshot: Snapshot) -> None:
+    async def _add_loras(self, served: dict[str, ServedModel], snapshot: Snapshot) -> None:
         """Add the LoRA adapters of the models that can be asked for one, under names that are free and unambiguous."""
-        found: dict[str, list[ServedModel]] = {}
+        named: dict[str, list[ServedModel]] = {}
+        problems: dict[str, Sequence[str]] = {}
         for model in served.values():
             if model.name != model.owner or not model.adapter.capabilities.lora:
                 continue
-            loras = [*model.settings.loras, *names_in_repository(self._settings.triton.model_repository, model.name)]
-            for name, lora in served_names(model.name, list(dict.fromkeys(loras)), self._settings.api.lora_separator):
-                found.setdefault(name, []).append(msgspec.structs.replace(model, name=name, lora=lora))
-        for name, models in found.items():
+            found, problems[model.name] = await asyncio.to_thread(self._find_loras, model)
+            for lora in found:
+                bound = self._bind_lora(model, lora)
+                for name in served_names(model.name, lora.name, self._settings.api.lora_separator):
+                    named.setdefault(name, []).append(msgspec.structs.replace(bound, name=name))
+        for name, models in named.items():
             if len(models) > 1 or name in served or name in snapshot.configs:
                 _log.warning("a LoRA adapter's name is taken", name=name)
             else:
                 served[name] = models[0]
+        for owner, sentences in problems.items():
+            for sentence in sentences:
+                if sentence not in self.lora_problems.get(owner, ()):
+                    _log.warning("LoRA adapter is not served", model=owner, reason=sentence)
+        self.lora_problems = problems
+
+    def _find_loras(self, model: ServedModel) -> tuple[list[FoundLora], list[str]]:
+        triton, capabilities = self._settings.triton, model.adapter.capabilities
+        found, problems = find_loras(model.name, model.settings, triton.model_repository, capabilities.lora_format)
+        if capabilities.streaming and triton.grpc_url is None:
+            # Over HTTP a stream's inputs are JSON, which has no matrices, and other requests get no stream.
+            problems += [
+                f"The LoRA adapter '{lora.name}' is not served: its weights need Triton's gRPC address (--triton-url)."
+                for lora in found
+                if lora.folder is not None
+            ]
+            found = [lora for lora in found if lora.folder is None]
+        return found, problems
+
+    def _bind_lora(self, model: ServedModel, found: FoundLora) -> ServedModel:
+        wanted = model.adapter.capabilities.lora_format
+        delivery = None
+        if wanted is not None and found.folder is not None:
+            key = (model.name, found, wanted)
+            # Kept over reloads of the model: an engine that has forgotten the weights says so.
+            delivery = self._deliveries.setdefault(key, LoraDelivery(partial(asyncio.to_thread, found.read, wanted)))
+        lora = Lora(name=found.name, number=found.number)
+        return msgspec.structs.replace(model, lora=lora, lora_delivery=delivery)
 
     def _bind(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> ServedModel | Unserved:
         settings = self._settings.model(config.name)

@@ -15,14 +15,20 @@ import structlog
 
 from triton_openai.adapters.base import Decoder
 from triton_openai.background import Background
+from triton_openai.chat.counting import count_pieces
 from triton_openai.chat.offload import run as offloaded
-from triton_openai.chat.tokenizer import INLINE_CHARACTERS, Tokenizer
+from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.generation import Delta, FinishReason, Generation, Usage
+from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
+from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
+from triton_openai.text.held import HeldLogprobs
+from triton_openai.text.logits import INLINE_NUMBERS, log_probabilities
+from triton_openai.text.naming import TokenNames
 from triton_openai.text.stops import StopStrings
 from triton_openai.text.tokens import TokenText
+from triton_openai.time_limits import TimeLimits
 from triton_openai.triton.client import ResponseStream, TritonClient
 from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
@@ -31,11 +37,6 @@ from triton_openai.triton.tensors import InferRequest
 _log = structlog.get_logger(__name__)
 
 _STOP_REQUEST_TIMEOUT = 5.0
-REPLACEMENT = "\ufffd"
-# What counting one piece costs beside its length, in characters of a long text.
-_PIECE_COST = 20
-# Prompts of one request that are sent to Triton at the same time.
-_PARALLEL_RUNS = 32
 
 
 class Run:
@@ -48,6 +49,7 @@ class Run:
         *,
         client: TritonClient,
         settings: TritonSettings,
+        limits: TimeLimits,
         background: Background,
         tokenizer: Tokenizer | None,
     ) -> None:
@@ -56,6 +58,7 @@ class Run:
         self.generation = generation
         self._client = client
         self._settings = settings
+        self._limits = limits
         self._background = background
         self._tokenizer = tokenizer
         # The stream's state
@@ -65,6 +68,10 @@ class Run:
         include = bool(generation.sampling.include_stop_str_in_output)
         self._token_text = _token_text(model, generation, tokenizer)
         self._stops = StopStrings(stops, include=include) if stops and not model.adapter.capabilities.stop else None
+        self._names = _names(model, generation, tokenizer)
+        self._held = (
+            HeldLogprobs(stops, include=include) if stops and generation.sampling.logprobs is not None else None
+        )
         self._stream: ResponseStream | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._last = self._loop.time()
@@ -83,7 +90,8 @@ class Run:
         self.sent: float | None = None
         self.first: float | None = None
         self.ended: float | None = None
-        self.cumulative_logprob = 0.0
+        self.cumulative_logprob: float | None = None
+        self.prompt_logprobs: Sequence[TokenLogprob] = ()
 
     @property
     def usage_so_far(self) -> Usage | None:
@@ -103,16 +111,28 @@ class Run:
         return self._ended
 
     async def start(self) -> None:
-        """Send the request. Raises :class:`ServiceError`."""
-        request = self.model.adapter.encode(self.generation)
-        if self.generation.priority:
-            request = msgspec.structs.replace(request, priority=self.generation.priority, json_expressible=False)
-        self.sent = self._last = self._loop.time()
-        if request.stream:
-            self._stream = await self._client.stream(request)
+        """Send the request; nothing where no tokens are wanted. Raises :class:`ServiceError`."""
+        if not self.generation.sampling.max_tokens:
+            return
+        if self.model.lora_delivery is not None:
+            answers = LoraAnswers(self.model.lora_delivery, self._open)
+            await answers.start()
+            self._stream = answers
         else:
-            self._stream = SingleAnswer(self._client, request)
-        self._watch_silence(self._settings.first_token_timeout)
+            self._stream = await self._open(self.generation.lora)
+        self._watch_silence(self._limits.first_token)
+
+    async def _open(self, lora: Lora | None) -> ResponseStream:
+        generation = self.generation
+        if lora is not generation.lora:
+            generation = msgspec.structs.replace(generation, lora=lora)
+        request = self.model.adapter.encode(generation)
+        if generation.priority:
+            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
+        self._last = self._loop.time()
+        # A LoRA adapter's weights may make a second attempt of it; the client has waited since the first.
+        self.sent = self._last if self.sent is None else self.sent
+        return await self._client.stream(request) if request.stream else SingleAnswer(self._client, request)
 
     async def read(self) -> Sequence[Delta]:
         """
@@ -121,7 +141,9 @@ class Run:
 
         Raises :class:`ServiceError` for what went wrong upstream.
         """
-        assert self._stream is not None, "start() comes first"
+        if self._stream is None:
+            await self._conclude()
+            return ()
         stops, token_text = self._stops, self._token_text
         while not self._ended:
             self._waiting, self._last = True, self._loop.time()
@@ -144,9 +166,11 @@ class Run:
                 return deltas
             if self._steps == 0:
                 self.first = self._loop.time()
-                self._watch_silence(self._settings.idle_timeout)
+                self._watch_silence(self._limits.idle)
             for response in responses:
                 for delta in self._decoder.feed(response):
+                    if delta.logits is not None:
+                        await self._add_logprobs(delta)
                     if token_text is not None:
                         token_text.feed(delta)
                     self._count(delta)
@@ -154,10 +178,13 @@ class Run:
                         delta.text = stops.feed(delta.text)
                         if stops.matched is not None:
                             self.finish_reason = FinishReason.STOP
-                    if delta.text or delta.logprobs:
+                    if delta.logprobs:
+                        self._tell(delta)
+                    if delta.text or delta.logprobs or (delta.token_ids and self.generation.token_ids):
                         deltas.append(delta)
                 if stops is not None and stops.matched is not None:
                     # The rest is not wanted: stop paying for it at once, then tell the client.
+                    self._append_held(deltas)
                     self.close()
                     await self._conclude()
                     return deltas
@@ -170,6 +197,11 @@ class Run:
             if deltas:
                 return deltas
         return ()
+
+    def abort(self, error: ServiceError) -> None:
+        """Make :meth:`read` raise *error* and stop the work on the backend, unless it has ended or not begun."""
+        if self._stream is not None and not self._ended:
+            self._stream.abort(error)
 
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
@@ -214,10 +246,34 @@ class Run:
             self._tokens = None
         elif self._tokens is not None:
             self._tokens += delta.tokens
-        if delta.logprobs:
-            self.cumulative_logprob += sum(entry.logprob for entry in delta.logprobs)
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
         if delta.text:
             self._text.append(delta.text)
+
+    async def _add_logprobs(self, delta: Delta) -> None:
+        """Make the log probabilities of *delta* from its logits, and let these go."""
+        logits, delta.logits = delta.logits, None
+        assert logits is not None
+        ids, count = delta.token_ids, self.generation.sampling.logprobs or 0
+        delta.logprobs = await offloaded(
+            lambda: log_probabilities(logits, ids, count), size=len(ids) * logits.width, threshold=INLINE_NUMBERS
+        )
+
+    def _tell(self, delta: Delta) -> None:
+        """Name the tokens of *delta*'s log probabilities, and keep those that a stop string may still cut off."""
+        if self._names is not None:
+            delta.logprobs = [self._names.named(entry) for entry in delta.logprobs]
+        if self._held is not None:
+            delta.logprobs = self._held.feed(delta.logprobs)
+
+    def _append_held(self, deltas: list[Delta]) -> None:
+        """Append the entries that were still held, now that the answer's end is known, with the text they belong to."""
+        entries = self._held.end() if self._held is not None else ()
+        if entries and deltas:
+            deltas[-1].logprobs = [*deltas[-1].logprobs, *entries]
+        elif entries:
+            deltas.append(Delta(logprobs=entries))
 
     def _append_rest(self, deltas: list[Delta]) -> None:
         """Append what the decoder and the stop strings still hold, now that nothing follows."""
@@ -239,6 +295,7 @@ class Run:
             rest = self._stops.flush()
             if rest:
                 deltas.append(Delta(rest))
+        self._append_held(deltas)
 
     async def _conclude(self) -> None:
         """Settle usage and finish reason: from the backend, else from counting, else they stay unknown."""
@@ -248,6 +305,8 @@ class Run:
         self._ended = True
         self.ended = self._loop.time()
         tokens, prompt = self._tokens, self._prompt_tokens
+        if prompt is None and self.generation.prompt_ids is not None:
+            prompt = len(self.generation.prompt_ids)
         if tokens is None or prompt is None:
             tokenizer = self._tokenizer
             if tokenizer is not None:
@@ -310,79 +369,8 @@ def _token_text(model: ServedModel, generation: Generation, tokenizer: Tokenizer
     )
 
 
-async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> int:
-    """
-    Return how many tokens *pieces*, each what one step brought, were made of.
-
-    Tokenized one by one, because that is how they came: a step is a token, or a few. A backend that decodes token by
-    token shows each part of a split character as one U+FFFD, which is one token and not the three of its UTF-8 bytes.
-    """
-
-    def count_one(piece: str) -> int:
-        broken = piece.count(REPLACEMENT)
-        return broken + tokenizer.count(piece.replace(REPLACEMENT, "")) if broken else tokenizer.count(piece)
-
-    size = sum(map(len, pieces)) + _PIECE_COST * len(pieces)
-    return await offloaded(lambda: sum(map(count_one, pieces)), size=size, threshold=INLINE_CHARACTERS)
-
-
-class Step(msgspec.Struct, gc=False):
-    """What run number *choice* adds, and whether that was its end; the last step may add nothing."""
-
-    choice: int
-    deltas: Sequence[Delta]
-    finished: bool
-
-
-class Answers:
-    """
-    The deltas of one or several runs as they come. Whoever makes it must :meth:`close` it; that closes every run.
-
-    One run is read directly. Several are read by a task each, into a queue that is bounded: a slow client holds all of
-    them back.
-    """
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
-        self._queue: asyncio.Queue[Step | Exception] = asyncio.Queue(maxsize=2 * len(runs))
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> None:
-        """Send the requests. Raises :class:`ServiceError`."""
-        if len(self.runs) == 1:
-            await self.runs[0].start()
-            return
-        gate = asyncio.Semaphore(_PARALLEL_RUNS)
-        self._tasks = [asyncio.create_task(self._pump(number, run, gate)) for number, run in enumerate(self.runs)]
-
-    async def read(self) -> Step:
-        """
-        Return the next step of any run. Not to be called once every run has finished. Raises the first error of any.
-        """
-        if not self._tasks:
-            run = self.runs[0]
-            deltas = await run.read()
-            return Step(0, deltas, run.finished)
-        item = await self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    async def close(self) -> None:
-        """Stop what still runs."""
-        for task in self._tasks:
-            task.cancel()
-        for run in self.runs:
-            run.close()
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _pump(self, number: int, run: Run, gate: asyncio.Semaphore) -> None:
-        try:
-            async with gate:
-                await run.start()
-                while not run.finished:
-                    deltas = await run.read()
-                    await self._queue.put(Step(number, deltas, run.finished))
-        except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
-            await self._queue.put(error)
+def _names(model: ServedModel, generation: Generation, tokenizer: Tokenizer | None) -> TokenNames | None:
+    """Return what names the tokens of a backend that tells their ids beside the text."""
+    if generation.sampling.logprobs is None or tokenizer is None or model.adapter.capabilities.tokens:
+        return None
+    return TokenNames(tokenizer.pieces, skip_special_tokens=generation.sampling.skip_special_tokens is not False)

@@ -15,6 +15,7 @@ SLASHED = "acme/chat-7b"
 _SETTINGS = f"""
 defaults:
   tokenizer: %s
+  image_placeholder: <image>
 models:
   ensemble:
     aliases: [{SLASHED}]

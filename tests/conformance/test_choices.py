@@ -131,14 +131,6 @@ async def test_completion_log_probabilities(proxy, stream):
     assert all(token in each["top_logprobs"][place] for each in logprobs for place, token in enumerate(each["tokens"]))
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "vllm_model"])
-async def test_log_probabilities_are_refused_where_there_are_none(proxy, model):
-    """A model whose adapter has no log probabilities says so."""
-    answer = await ask(proxy, "completions", model, "Hello", logprobs=1)
-
-    assert (400, "unsupported_parameter", "logprobs") == (answer.status, answer.error["code"], answer.error["param"])
-
-
 GUIDES = [
     ({"response_format": {"type": "json_object"}}, ("json", ""), {"json_object": True}),
     (

@@ -271,11 +271,9 @@ async def test_vllm_takes_negative_seeds(proxy, triton, value):
 
 
 REFUSED = [
-    ("chat", "logprobs", True),
-    ("completions", "logprobs", 0),
+    ("completions", "logprobs", 1),
     ("chat", "tools", [{"type": "function", "function": {"name": "f"}}]),
     ("chat", "min_p", 0.1),
-    ("chat", "logit_bias", {"5": 1}),
     ("chat", "modalities", ["text", "audio"]),
     ("chat", "audio", {"voice": "x", "format": "wav"}),
     ("chat", "reasoning_effort", "low"),
@@ -283,7 +281,7 @@ REFUSED = [
     ("chat", "web_search_options", {}),
     ("completions", "prompt_logprobs", 1),
     ("completions", "suffix", "end"),
-    ("completions", "best_of", 2),
+    ("completions", "return_token_ids", True),
     ("completions", "stop_token_ids", [1]),
     ("completions", "priority", 1),
     ("chat", "chat_template", "{{ messages }}"),

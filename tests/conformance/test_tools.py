@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest_asyncio
 
 from tests.conformance.calls import id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
+from triton_openai.text.answer import AnswerParser
 
 pytestmark = in_session_loop
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
@@ -113,6 +115,35 @@ async def test_a_call_cut_by_the_length(tooled, stream):
     ]
 
     assert "length" == reasons[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_cut_by_a_stop_string(tooled, stream):
+    """A stop string in the middle of a call leaves arguments that are no JSON: the end is a stop, and no call."""
+    message, finish = await message_of(tooled, "vllm_model", stream, CALL, tools=[WEATHER], stop=["nn"])
+    whole, behind = await message_of(tooled, "vllm_model", stream, CALL + " And so on", tools=[WEATHER], stop=[" so"])
+
+    assert ("stop", '{"city": "Bo') == (finish, message["tool_calls"][0]["function"]["arguments"])
+    assert ("tool_calls", '{"city": "Bonn"}') == (behind, whole["tool_calls"][0]["function"]["arguments"])
+
+
+@pytest.mark.parametrize("size", [10, 500])
+async def test_a_long_answer_is_read_in_a_thread(tooled, monkeypatch, size):
+    """Whole answers are parsed where they do not hold the event loop up."""
+    threads: list[int] = []
+    flush = AnswerParser.flush
+
+    def recording(parser):
+        threads.append(threading.get_ident())
+        return flush(parser)
+
+    monkeypatch.setattr(AnswerParser, "flush", recording)
+    monkeypatch.setattr("triton_openai.api.chat._LONGEST_INLINE", 250)
+    text = "x" * size + CALL
+    message, finish = await message_of(tooled, "vllm_model", False, text, tools=[WEATHER], max_tokens=1000)
+
+    assert ("tool_calls", size) == (finish, len(message["content"]))
+    assert (threads == [threading.get_ident()]) is (size < 250)
 
 
 @pytest.mark.parametrize("choice", ["none", None])

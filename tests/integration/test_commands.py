@@ -191,6 +191,9 @@ def test_inspect(triton) -> None:
     assert reports["ensemble"]["adapter"]
     assert reports["preprocessing"]["adapter"] is None
     assert re.search(r"^    max_tokens +-> ", out, re.MULTILINE)
+    # Its backend takes images, its template does not.
+    assert reports["tensorrt_llm_bls_multimodal"]["images"].startswith("none: the chat template")
+    assert "none" == reports["ensemble"]["images"]
 
 
 def test_inspect_without_a_triton() -> None:

@@ -96,9 +96,7 @@ def exported(triton: TestTriton) -> Scrape:
 
 async def after_traffic(triton: TestTriton) -> Scrape:
     """Run a service, ask it something, and return its metrics."""
-    settings = changed(
-        proxy_settings(triton, "http", metrics_url=triton.metrics_url), server={"relay_triton_metrics": True}
-    )
+    settings = changed(proxy_settings(triton, "http"), metrics={"relay_triton": True, "triton_url": triton.metrics_url})
     async with serving(settings) as proxy:
         await proxy.ready()
         await ask(proxy, "chat", "ensemble", steered(text="one two three"))

@@ -51,8 +51,8 @@ async def settled(proxy: Proxy, name: str = "triton_openai_requests_running") ->
 async def fresh(triton: TestTriton) -> AsyncIterator[Proxy]:
     """A service that has answered nothing yet, with everything that it can show."""
     settings = changed(
-        proxy_settings(triton, "http", metrics_url=triton.metrics_url),
-        server={"relay_triton_metrics": True, "vllm_metrics": True},
+        proxy_settings(triton, "http"),
+        metrics={"relay_triton": True, "vllm_names": True, "triton_url": triton.metrics_url},
     )
     async with serving(settings, transport="http") as proxy:
         await proxy.ready()
@@ -69,7 +69,7 @@ async def test_mixed_traffic(fresh: Proxy) -> None:
     ]
     assert {200} == {answer.status for answer in answered}
     embedded = await fresh.post("/v1/embeddings", {"model": "text_embedding", "input": ["one", "two"]})
-    refused = await ask(fresh, "chat", "ensemble", "x", logit_bias={"1": 1})
+    refused = await ask(fresh, "chat", "ensemble", "x", web_search_options={})
     nobody = await ask(fresh, "chat", "no-such-model", "x")
     failed = await ask(fresh, "chat", "vllm_model", steered(text="a b c", fail_at=2, delay_ms=20), stream=True)
     assert (200, 400, 404, 200) == tuple(answer.status for answer in (embedded, refused, nobody, failed))

@@ -231,6 +231,18 @@ def test_a_long_prompt_is_refused(url):
     assert "exceeds maximum input length (2048)" in answer.error
 
 
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
+def test_a_lora_task_that_is_not_in_the_cache(url, model):
+    """Its number alone gives the executor's text, through the models around the engine too."""
+    asked = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2, "streaming": True}
+    if model != "tensorrt_llm":
+        asked = {"text_input": "Hi", "max_tokens": 2, "stream": True}
+    answer = ask(url, model, lora_task_id=4711, **asked)[0]
+    assert answer.error is not None
+    assert "LoRA task 4711 not found in cache. Please send LoRA weights with request" in answer.error
+    assert "processing the input values" not in answer.error
+
+
 def test_without_the_decoupled_policy_there_is_no_stream(triton, url):
     """A model that is not decoupled refuses to stream and answers a unary call."""
     (answer,) = ask(url, "ensemble_nonstreaming", text_input="Hi", max_tokens=5, stream=True)

@@ -21,12 +21,14 @@ from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Sampling
 from triton_openai.inspection import inspect
+from triton_openai.time_limits import TimeLimits
 
 pytestmark = in_session_loop
 
 MODELS = ("tensorrt_llm", "tensorrt_llm_legacy", "tensorrt_llm_nonstreaming")
 STREAMING = ("tensorrt_llm", "tensorrt_llm_legacy")
 SEEDS = {"tensorrt_llm": "seed", "tensorrt_llm_legacy": "random_seed", "tensorrt_llm_nonstreaming": "seed"}
+LIMITS = TimeLimits(first_token=60, idle=60, total=None)
 # One token for each byte of what is beyond ASCII.
 HARD = 'Zoë paid 5 € for  two 😀👩‍👩‍👧\n\tand left "now".'
 
@@ -240,7 +242,7 @@ async def test_token_ids_go_through_unchanged(
     model = await service.models.find("tensorrt_llm")
     ids = [*ids_of(vocabulary, "a"), *ids_of(vocabulary, "b"), *ids_of(vocabulary, steered(text=" yes"))]
 
-    (run,) = await service.runs(model, [ids], Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9)))
+    (run,) = await service.runs(model, [ids], Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9)), limits=LIMITS)
     await run.start()
     texts = []
     while not run.finished:
@@ -256,14 +258,9 @@ async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:
     model = await service.models.find("tensorrt_llm")
 
     with pytest.raises(InvalidRequest, match="10000000"):
-        await service.runs(model, [[1, 10_000_000]], Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9)))
-
-
-async def test_alternatives_are_refused(direct: Proxy) -> None:
-    """The engine tells the chosen tokens' log probabilities only."""
-    answer = await ask(direct, "chat", "tensorrt_llm", "Hello", logprobs=True, top_logprobs=2)
-
-    assert (400, "unsupported_parameter") == (answer.status, answer.error["code"])
+        await service.runs(
+            model, [[1, 10_000_000]], Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9)), limits=LIMITS
+        )
 
 
 async def test_bad_words_go_as_ids(token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer) -> None:

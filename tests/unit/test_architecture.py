@@ -25,7 +25,7 @@ BACKENDS = re.compile(
 )
 
 # The names of a server's metrics are words that dashboards share; nothing is told apart by them.
-VOCABULARY = re.compile(r"vllm_(metrics|names)|vllm:|vLLM's names")
+VOCABULARY = re.compile(r"vllm[_-](metrics|names)|vllm:|vLLM's names")
 
 
 def _name(path: Path) -> str:
@@ -86,6 +86,17 @@ def test_triton_libraries_stay_behind_the_triton_face() -> None:
             for module, line in _imports(tree, _package(name)):
                 if _is(module, "tritonclient", "grpc", "google.protobuf"):
                     yield module, line
+
+    assert [] == _found(rule)
+
+
+def test_numbers_are_crunched_in_few_places() -> None:
+    """`numpy` is imported where logits and LoRA files are read; the programs that make the demo may."""
+    allowed = {"triton_openai/text/logits.py", "triton_openai/loras/files.py", *PROGRAMS}
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name not in allowed:
+            yield from ((module, line) for module, line in _imports(tree, _package(name)) if _is(module, "numpy"))
 
     assert [] == _found(rule)
 

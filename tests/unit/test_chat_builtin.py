@@ -157,6 +157,6 @@ def test_built_ins_take_strings_and_need_no_special_tokens(name: str) -> None:
     template = ChatTemplate(builtin.read(name), name=name)
 
     assert not template.takes_parts
-    assert not template.keeps_null_content
+    assert not template.tool_form.null_content
     assert "Hi" in template.render(QUESTION)
     assert "tools" not in template.variables

@@ -25,7 +25,9 @@ EITHER = ChatTemplate(
     name="either",
 )
 NULL = ChatTemplate("{{ messages[0].content is none }}", name="null")
-DEVELOPER = ChatTemplate("{{ messages[0].role == 'developer' }}", name="developer")
+DEVELOPER = ChatTemplate(
+    "{% for m in messages %}{% if m.role == 'developer' %}{% endif %}{{ m.content }}{% endfor %}", name="developer"
+)
 
 
 def decode(*messages: Any) -> list[Message]:
@@ -60,6 +62,14 @@ def test_developers_stay_where_the_template_knows_them() -> None:
     given = decode({"role": "developer", "content": "d"})
 
     assert prepare(given, DEVELOPER) == [{"role": "developer", "content": "d"}]
+
+
+def test_developers_are_known_in_a_list_too() -> None:
+    """Templates name several roles at once, as in a list of constants."""
+    source = "{% if messages[0].role in ['system', 'developer'] %}{{ messages[0].content }}{% endif %}"
+    template = ChatTemplate(source, name="list")
+
+    assert [{"role": "developer", "content": "d"}] == prepare(decode({"role": "developer", "content": "d"}), template)
 
 
 @pytest.mark.parametrize("role", ["critic", "", None, 3])

@@ -214,18 +214,19 @@ def test_content_format(source: str, expected: str) -> None:
     assert (expected != STRING) is template.takes_parts
 
 
-def test_null_content_and_mentions() -> None:
-    """A test for null content is seen, and so are the strings that a template compares with."""
-    template = make(
-        "{% for m in messages %}{% if m.content is none and m.role == 'developer' %}{% endif %}{% endfor %}"
+def test_developers() -> None:
+    """A template takes developers if their words come into the prompt; to name the role is not enough."""
+    named = "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }}{% endif %}{% endfor %}"
+    written = "{% for m in messages %}{{ '<dev>' if m.role == 'developer' }}{{ m.content }}{% endfor %}"
+    parts = (
+        "{% for m in messages if m.role == 'developer' %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     )
 
-    assert template.keeps_null_content
-    assert template.mentions("developer")
-    assert not template.mentions("system")
-    assert not make("developer {{ messages[0].role is none }}").mentions("developer")
-    assert not make("{{ messages[0].role is none }}").keeps_null_content
-    assert not make("{{ messages[0].content is not none }}").keeps_null_content
+    assert make(written).takes_developers
+    assert make(parts).takes_developers
+    assert not make(named).takes_developers
+    assert not make("developer {{ messages[0].content }}").takes_developers
+    assert not make("{{ 'developer' }}{{ raise_exception('no') }}").takes_developers
 
 
 async def test_few_messages_stay_and_many_go_to_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

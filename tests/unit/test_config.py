@@ -127,6 +127,32 @@ def test_model_flags(read) -> None:
     assert {"a": "ensemble", "b": "ensemble", "c": "vllm"} == settings.aliases()
 
 
+def test_texts_are_taken_as_they_are(read) -> None:
+    """Commas, blanks and equals signs in a template mean nothing, unless a model's name stands before the first one."""
+    text = "{% if a == b, %} x=y\n"
+    settings = read(
+        None, {"history-template": [text, f"m={text}"]}, {"TRITON_OPENAI_FIM_TEMPLATE": " {prefix}, {suffix}"}
+    )
+
+    assert text == settings.defaults.history_template == settings.models["m"].history_template
+    assert " {prefix}, {suffix}" == settings.model("m").fim_template
+
+
+def test_a_prompt_is_made_in_one_way(read) -> None:
+    """A chat template and a history template exclude each other, but a model may differ from all others."""
+    for flags in (
+        {"history-template": ["a"], "history-template-file": ["b"]},
+        {"history-template": ["m=a"], "chat-template": ["m=b"]},
+        {"history-template-file": ["a"], "chat-template": ["b"]},
+    ):
+        with pytest.raises(ConfigurationError, match="exclude each other"):
+            read(None, flags)
+    settings = read("models: {m: {history_template_file: /h}}", {"chat-template": ["chatml"]})
+
+    assert (None, Path("/h")) == (settings.model("m").chat_template, settings.model("m").history_template_file)
+    assert ("chatml", None) == (settings.model("n").chat_template, settings.model("n").history_template_file)
+
+
 def test_urls(read) -> None:
     """One address for each transport, given twice or with a comma."""
     for given in (["http://a:8000/", "grpc://a:8001"], ["grpc://a:8001,http://a:8000/"]):
@@ -166,6 +192,16 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
             "models.m.default_parameters.temperature in FILE: 3 is not accepted: expected a number <= 2.0.",
         ),
         ("models: {a: {aliases: [x]}, b: {aliases: [x]}}", "the alias 'x' stands for two models, 'a' and 'b'."),
+        ("models: {a: {loras: [x, {name: x}]}}", "models.a.loras in FILE: two LoRA adapters have the name 'x'."),
+        (
+            "models: {a: {loras: [{name: x, task_id: 1}, {name: y, task_id: 1}]}}",
+            "models.a.loras in FILE: two LoRA adapters have the task_id 1.",
+        ),
+        ("models: {a: {loras: [{path: x}]}}", "models.a.loras in FILE: [{'path': 'x'}] is not accepted:"),
+        ("models: {a: {loras: [{name: x, taskid: 1}]}}", "is not accepted:"),
+        ("models: {a: {loras: [{name: x, task_id: -1}]}}", "is not accepted: expected a whole number >= 0."),
+        ("models: {a: {loras: [{name: x, task_id: 9223372036854775808}]}}", "is not accepted:"),
+        ("models: {a: {loras: ['']}}", "is not accepted:"),
     ],
 )
 def test_mistakes_in_the_file(read, yaml: str, message: str) -> None:
@@ -216,6 +252,19 @@ def test_mistakes_in_flags_and_variables(read, flags, environ, message: str) -> 
         read(None, flags, environ)
 
     assert message in caught.value.message
+
+
+def test_lora_adapters(read) -> None:
+    """Names, and mappings for those whose weights are sent, side by side; other models are free to have the same."""
+    mappings = "[french, {name: german, path: 1/german}, {name: dutch, task_id: 9223372036854775807}]"
+    settings = read(f"models: {{a: {{loras: {mappings}, lora_dir: /models/a}}, b: {{loras: french}}}}")
+
+    french, german, dutch = settings.model("a").loras
+    assert "french" == french
+    assert ("german", "1/german", None) == (german.name, german.path, german.task_id)
+    assert ("dutch", None, 2**63 - 1) == (dutch.name, dutch.path, dutch.task_id)
+    assert Path("/models/a") == settings.model("a").lora_dir
+    assert ("french",) == settings.model("b").loras
 
 
 def test_a_password_in_an_address_is_refused_and_not_repeated(read) -> None:

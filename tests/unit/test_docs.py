@@ -18,6 +18,8 @@ from triton_openai.api.routes import add_routes
 from triton_openai.chat import builtin
 from triton_openai.config import Settings, load_settings, options
 from triton_openai.config.tree import TritonSettings
+from triton_openai.text.reasoning import registry as reasoning_parsers
+from triton_openai.text.tools import registry as tool_parsers
 
 ROOT = generate.ROOT
 DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -71,6 +73,20 @@ def test_the_readme_names_everything() -> None:
     assert all(f"`{name}`" in text for name in builtin.NAMES)
     for path in paths():
         assert path in text, path
+
+
+def test_every_parser_is_listed() -> None:
+    """The tables of formats name every parser there is, and no other; the README counts them right."""
+    calls, reasoning = (
+        re.findall(r"^\| `(\w+)` \| ", part, re.MULTILINE)
+        for part in read("docs/tools-and-reasoning.md").split("| Reasoning |")
+    )
+
+    assert list(tool_parsers.BUILT_IN) == calls
+    assert list(reasoning_parsers.BUILT_IN) == reasoning
+    counts = re.search(r"There are (\d+)\s+formats of calls and (\d+) of reasoning", read("README.md"))
+    assert counts is not None
+    assert (len(calls), len(reasoning)) == tuple(map(int, counts.groups()))
 
 
 def paths() -> set[str]:

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
-from triton_openai.config import ServerSettings, Settings, TritonSettings
+from triton_openai.config import MetricsSettings, Settings, TritonSettings
 from triton_openai.errors import (
     InvalidRequest,
     ModelNotFound,
@@ -297,7 +297,7 @@ async def test_both_formats() -> None:
     """Both say the same, each by its own rules; a service that has answered nothing has its gauges too."""
     async with (
         FakeTriton(config_of("m")) as triton,
-        serving(Settings(server=ServerSettings(vllm_metrics=True), triton=TritonSettings(url=(triton.url,)))) as proxy,
+        serving(Settings(metrics=MetricsSettings(vllm_names=True), triton=TritonSettings(url=(triton.url,)))) as proxy,
     ):
         await proxy.ready()
         plain = await scrape(proxy)
@@ -317,7 +317,7 @@ async def test_both_formats() -> None:
 
 async def test_metrics_can_be_turned_off() -> None:
     """Then there is no such path."""
-    settings = Settings(server=ServerSettings(metrics=False), triton=TritonSettings(url=("http://127.0.0.1:1",)))
+    settings = Settings(metrics=MetricsSettings(enabled=False), triton=TritonSettings(url=("http://127.0.0.1:1",)))
     async with serving(settings) as proxy:
         answer = await proxy.get("/metrics")
 

@@ -11,6 +11,7 @@ import pytest
 from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,
+    LoraNotLoaded,
     ModelNotFound,
     NotImplementedUpstream,
     Overloaded,
@@ -37,6 +38,7 @@ TOO_LONG = (
     " maximum input length is set"
 )
 STREAM = "Error generating stream: "
+LORA_GONE = "LoRA task 7 not found in cache. Please send LoRA weights with request"
 
 # text -> the class of our error, and a part of what the client reads
 TEXTS: list[tuple[str, type[ServiceError], str]] = [
@@ -86,12 +88,20 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
     (f"{STREAM}This model's maximum context length is 2048 tokens. However, you requested 2101 tokens.", ContextLengthExceeded, "2048"),
     (f"{STREAM}The prompt (total length 2101) is too long to fit into the model (context length 2048).", ContextLengthExceeded, "2048"),
     (f"{STREAM}Requested sample logprobs of 50, which is greater than max allowed: 20", InvalidRequest, "max allowed: 20"),
-    (f"{STREAM}cannot identify image file <_io.BytesIO object at 0x7f1d3c0a1b20>", InvalidRequest, "refused the request."),
+    (f"{STREAM}cannot identify image file <_io.BytesIO object at 0x7f1d3c0a1b20>", InvalidRequest, "cannot read an image"),
     (f"{STREAM}Incorrect padding", InvalidRequest, "Incorrect padding"),
     (f"{STREAM}Model m does not support 'generate' request", InvalidRequest, "does not support 'generate' request"),
     (f"{STREAM}Model m does not support 'embed' request", InvalidRequest, "does not support 'embed' request"),
     ("LoRA x is not supported, we currently support ['alpha', 'beta']", InvalidRequest, "LoRA x is not supported"),
     ("LoRA feature is not enabled.", InvalidRequest, "LoRA feature is not enabled"),
+    (LORA_GONE, LoraNotLoaded, "weights of this LoRA adapter"),
+    (f"Executor failed process requestId 3 due to the following error: {LORA_GONE}", LoraNotLoaded, "LoRA adapter"),
+    (f"Cannot process new request: [TensorRT-LLM][ERROR] Assertion failed: {LORA_GONE} (/src/cpp/peft.cpp:268)", LoraNotLoaded, "LoRA adapter"),
+    (f"in ensemble 'ensemble', [request id: 7] {LORA_GONE}", LoraNotLoaded, "LoRA adapter"),
+    (f"An error occurred when processing the input values for request id 7, the error was '{LORA_GONE}'", LoraNotLoaded, "LoRA adapter"),
+    (TRACEBACK.format(error=f"c_python_backend_utils.TritonModelException: {LORA_GONE}"), LoraNotLoaded, "LoRA adapter"),
+    ("PEFT Cache is full. Could not store taskId=7", Overloaded, "no room"),
+    ("Cache is full. There are no done tasks to evict", Overloaded, "no room"),
     ("Model is unavailable due to unhealthy vLLM engine", UpstreamUnavailable, "not available"),
     (f"{STREAM}EngineCore encountered an issue. See stack trace (above) for the root cause.", UpstreamUnavailable, "not available"),
     ("Request was cancelled", UpstreamError, "cancelled"),

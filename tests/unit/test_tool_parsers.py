@@ -14,12 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.tool_parser_cases import ALL, CASES, TOOLS, Case
-from triton_openai.text.tools.base import Grammar, ToolParser
+from triton_openai.text.tools.base import CallGrammar, Grammar, ToolParser
 from triton_openai.text.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.text.tools.registry import load
 
 #: What of a closing tag came before the end of a text counts as text of the parameter.
-TAGGED = {"qwen3_coder", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "minimax_m2"}
+TAGGED = {
+    *("qwen3_coder", "seed_oss", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "minimax_m2", "step3"),
+    *("gemma4", "functiongemma"),
+}
 
 
 class Merged(msgspec.Struct, frozen=True):
@@ -209,6 +212,24 @@ LONG = {
     "nemotron_json": ('<TOOLCALL>[{"name": "f", "arguments": {"s": "', '"}}]</TOOLCALL>'),
     "granite": ('<|tool_call|>[{"name": "f", "arguments": {"s": "', '"}}]'),
     "phi4_mini_json": ('functools[{"name": "f", "arguments": {"s": "', '"}}]'),
+    "granite4": ('<tool_call>{"name": "f", "arguments": {"s": "', '"}}</tool_call>'),
+    "granite_20b_fc": ('<function_call> {"name": "f", "arguments": {"s": "', '"}}'),
+    "gemma4": ('<|tool_call>call:f{s:<|"|>', '<|"|>}<tool_call|>'),
+    "functiongemma": ("<start_function_call>call:f{s:<escape>", "<escape>}<end_function_call>"),
+    "seed_oss": (
+        "<seed:tool_call><function=get_weather><parameter=city>",
+        "</parameter></function></seed:tool_call>",
+    ),
+    "cohere_command3": ('<|START_ACTION|>[{"tool_name": "f", "parameters": {"s": "', '"}}]<|END_ACTION|>'),
+    "jamba": ('<tool_calls>[{"name": "f", "arguments": {"s": "', '"}}]</tool_calls>'),
+    "step3": (
+        "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"  # noqa: RUF001
+        '<steptml:invoke name="get_weather"><steptml:parameter name="city">',
+        "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",  # noqa: RUF001
+    ),
+    "internlm": ('<|action_start|><|plugin|>{"name": "f", "parameters": {"s": "', '"}}<|action_end|>'),
+    "longcat": ('<longcat_tool_call>{"name": "f", "arguments": {"s": "', '"}}</longcat_tool_call>'),
+    "xlam": ('[{"name": "now", "arguments": {"s": "', '"}}]'),
 }
 BODIES = {
     "letters": "lorem ipsum ",
@@ -229,6 +250,11 @@ def cost(name: str, pieces: Sequence[str]) -> tuple[int, Merged]:
     return parser.examined, merge(events)
 
 
+def test_every_parser_is_measured() -> None:
+    """A parser that is added to the table is in the tests of cost and of streaming too."""
+    assert set(ALL) == set(LONG)
+
+
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("name", LONG)
 def test_cost_is_linear(name: str, body: str) -> None:
@@ -241,6 +267,28 @@ def test_cost_is_linear(name: str, body: str) -> None:
                 examined, merged = cost(name, pieces)
                 assert examined <= 20 * len(text)
                 assert len(merged.calls) == (1 if before else 0)
+
+
+@pytest.mark.parametrize("item", ["-12.5e3, ", '"lorem", ', '{"a": 1, "b": [true, null], "c": "d"}, ', "[[], [1]], "])
+def test_many_values_cost_little(item: str) -> None:
+    """Arguments made of many small values are looked at as often as a long text is."""
+    text = '<tool_call>{"name": "f", "arguments": {"a": [' + item * (20_000 // len(item)) + "0]}}</tool_call>"
+    for size in (1, 7, len(text)):
+        examined, merged = cost("hermes", [text[at : at + size] for at in range(0, len(text), size)])
+        assert examined <= 20 * len(text)
+        assert isinstance(json.loads(merged.calls[0][2]), dict)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_text_that_ends_within_a_call(name: str) -> None:
+    """A parser knows after the end of the text whether it ended in the middle of a call."""
+    front, behind = LONG[name]
+    for text, unfinished in ((front, True), (front + "x" + behind, False), ("x", False)):
+        parser = make(name)
+        assert isinstance(parser, CallGrammar)
+        parser.feed(text)
+        parser.flush()
+        assert unfinished is parser.unfinished
 
 
 @pytest.mark.parametrize("name", LONG)

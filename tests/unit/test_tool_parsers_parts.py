@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterable
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -130,8 +131,16 @@ def test_the_built_in_templates(name: str, expected: tuple[str | None, str | Non
         ("Olmo 3", "<function_calls>\nf()\n</function_calls>", ("olmo3", None)),
         ("Phi 4 mini", "<|tool|> <|/tool|>", ("phi4_mini_json", None)),
         ("Granite 3.2", "<|start_of_role|>available_tools Here is my thought process:", ("granite", "granite")),
-        ("Granite 4", "<|start_of_role|>available_tools <tool_call>", ("hermes", None)),
-        ("Seed OSS", "<seed:think>", (None, "seed_oss")),
+        ("Granite 4", "<|start_of_role|>available_tools <tool_call>", ("granite4", None)),
+        ("Seed OSS", "<seed:tool_call>\n<function=f>\n<parameter=a> <seed:think>", ("seed_oss", "seed_oss")),
+        ("Gemma 4", "<|tool_call>call: <|channel>thought\n", ("gemma4", "gemma4")),
+        ("FunctionGemma", "<start_function_call>call:", ("functiongemma", None)),
+        ("Command R7B", "<|START_ACTION|>[ <|START_THINKING|>", ("cohere_command3", "cohere_command3")),
+        ("Apriel 1.5", "<tool_calls>[ <tool_call>", ("jamba", None)),
+        ("LFM2.5", "<|im_start|>system List of tools: [ <think>", ("lfm2", "qwen3")),
+        ("MiniMax M3", "]<]minimax[>[ <tool_call> <mm:think>", (None, None)),
+        ("Functionary 3.1", "<|python_tag|> <function=f>{}</function>", (None, None)),
+        ("Granite 3.3", "<|start_of_role|>available_tools <|tool_call|> <think> <response>", ("granite", "granite")),
     ],
 )
 def test_marks_of_published_templates(family: str, marks: str, expected: tuple[str | None, str | None]) -> None:
@@ -232,13 +241,21 @@ def test_a_schema_that_is_none() -> None:
 
 
 def read_json(text: str) -> str | None:
-    """Return *text* as the incremental reader passes it on, one character at a time; nothing where it is no value."""
+    """Return *text* as the incremental reader passes it on, the same for any cut; nothing where it is no value."""
+    found = read_pieces(text)
+    for size in (3, 10, len(text) or 1):
+        assert found == read_pieces([text[at : at + size] for at in range(0, len(text), size)])
+    return found
+
+
+def read_pieces(text: Iterable[str]) -> str | None:
+    """Return what the reader passes on of *text*, fed piece by piece."""
     reader = Reader()
     parts: list[str] = []
     reading = json_text.value(reader, parts.append)
     try:
-        for character in text:
-            reader.add(character)
+        for piece in text:
+            reader.add(piece)
             next(reading)
         reader.end()
         next(reading)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
-from triton_openai.config import ServerSettings, Settings, TritonSettings
+from triton_openai.config import MetricsSettings, Settings, TritonSettings
 from triton_openai.triton import metrics as triton_metrics
 from triton_openai.triton.metrics import cache_usage, parse
 
@@ -54,10 +54,10 @@ async def port_with(answer: Callable[[web.Request], Awaitable[web.StreamResponse
 
 async def merged(url: str, *, relay: bool = True, vllm: bool = False) -> Scrape:
     """Return what a service says that passes on the metrics at *url*."""
-    server = ServerSettings(relay_triton_metrics=relay, vllm_metrics=vllm)
+    settings = MetricsSettings(relay_triton=relay, vllm_names=vllm, triton_url=url)
     async with (
         FakeTriton(config_of("m")) as triton,
-        serving(Settings(server=server, triton=TritonSettings(url=(triton.url,), metrics_url=url))) as proxy,
+        serving(Settings(metrics=settings, triton=TritonSettings(url=(triton.url,)))) as proxy,
     ):
         await proxy.ready()
         await scrape(proxy)
@@ -164,13 +164,15 @@ async def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     "settings, url",
     [
-        (TritonSettings(url=("http://triton:8000",)), "http://triton:8002/metrics"),
-        (TritonSettings(url=("grpcs://[::1]:8001", "https://[::1]:8000")), "http://[::1]:8002/metrics"),
-        (TritonSettings(metrics_url="http://elsewhere/m"), "http://elsewhere/m"),
+        (Settings(triton=TritonSettings(url=("http://triton:8000",))), "http://triton:8002/metrics"),
+        (
+            Settings(triton=TritonSettings(url=("grpcs://[::1]:8001", "https://[::1]:8000"))),
+            "http://[::1]:8002/metrics",
+        ),
+        (Settings(metrics=MetricsSettings(triton_url="http://elsewhere/m")), "http://elsewhere/m"),
+        (Settings().with_triton("http://127.0.0.1:1", metrics_url="http://127.0.0.1:3/m"), "http://127.0.0.1:3/m"),
     ],
 )
-def test_where_it_is_looked_for(settings: TritonSettings, url: str) -> None:
-    """Where the operator says, else where Triton has it by default."""
-    assert url == settings.found_metrics_url
-    launched = Settings(triton=TritonSettings()).with_triton("http://127.0.0.1:1", metrics_url="http://127.0.0.1:3/m")
-    assert "http://127.0.0.1:3/m" == launched.triton.found_metrics_url
+def test_where_it_is_looked_for(settings: Settings, url: str) -> None:
+    """Where the operator says, else where a Triton has it that was started here, else where it has it by default."""
+    assert url == settings.triton_metrics_url

@@ -326,6 +326,20 @@ HARMONY = (
         "<|channel|>commentary to=functions.f<|message|>print(1)<|call|>",
         content="<|channel|>commentary to=functions.f<|message|>print(1)",
     ),
+    Case(
+        "openai",
+        "the recipient first",
+        f" to=functions.get_weather<|channel|>commentary json<|message|>{WEATHER}<|call|>",
+        (("get_weather", WEATHER),),
+    ),
+    Case(
+        "openai",
+        "the recipient first, without a space",
+        "to=functions.now<|channel|>commentary <|constrain|>json<|message|>{}<|call|>",
+        (("now", "{}"),),
+    ),
+    *_same("words that look like a recipient", " to=nobody, or so", "openai"),
+    *_same("the recipient of a call that does not come", " to=functions.f<|channel|>", "openai"),
     *_same("cut header", "<|channel|>final", "openai"),
     *_same("a header that ends", "<|channel|>final<|end|>x", "openai"),
     *_same("no header", "<|channel|>a <b> c", "openai"),
@@ -514,6 +528,128 @@ ARRAYS = (
     *_same("code", "functools[0]", "phi4_mini_json"),
 )
 
+GEMMA = (
+    Case(
+        "gemma4",
+        "values",
+        'Sure.<|tool_call>call:get_weather{celsius:true,city:<|"|>a "b" {c}\n<|"|>,days:-2,limit:null,'
+        'tags:[<|"|>x<|"|>,1.5,{<|"|>k e<|"|>:[]}],where:{x:{}}}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        (
+            (
+                "get_weather",
+                '{"celsius": true, "city": "a \\"b\\" {c}\\n", "days": -2, "limit": null, "tags": ["x", 1.5, '
+                '{"k e": []}], "where": {"x": {}}}',
+            ),
+            ("now", "{}"),
+        ),
+        "Sure.",
+    ),
+    Case(
+        "gemma4",
+        "what the format does not say",
+        '<|tool_call>\ncall:f{ a : None , b:some words,c:"x\\n", d:007,}\n<tool_call|>',
+        (("f", '{"a": null, "b": "some words", "c": "x\\n", "d": "007"}'),),
+    ),
+    Case("gemma4", "cut", '<|tool_call>call:f{a:1,b:<|"|>xy', (("f", '{"a": 1, "b": "xy'),)),
+    Case("gemma4", "malformed behind the brace", "<|tool_call>call:f{a}<tool_call|>", (("f", "{"),), "}<tool_call|>"),
+    Case(
+        "gemma4",
+        "malformed behind nesting without end",
+        "<|tool_call>call:f{a:" + "[" * 60,
+        (("f", '{"a": ' + "[" * 50),),
+        "[" * 10,
+    ),
+    Case(
+        "functiongemma",
+        "two calls",
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>,days:2}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call>",
+        (("get_weather", '{"city": "Rome", "days": 2}'), ("now", "{}")),
+    ),
+    *_same("prose", "<|tool_call>f(1)<tool_call|>", "gemma4"),
+    *_same("cut name", "<|tool_call>call:get_we", "gemma4"),
+)
+
+OTHERS = (
+    Case(
+        "granite4",
+        "two calls",
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "g"}\n</tool_call>',
+        (("f", '{"a": 1}'), ("g", "{}")),
+    ),
+    Case(
+        "granite_20b_fc",
+        "two calls",
+        '<function_call> {"name": "f", "arguments": {"a": 1}}<function_call> {"name": "g", "arguments": {}}',
+        (("f", '{"a": 1}'), ("g", "{}")),
+    ),
+    Case(
+        "seed_oss",
+        "two calls",
+        "Ok\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>5</parameter>\n<parameter=days>5</parameter>\n"
+        "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+        (("get_weather", '{"city": "5", "days": 5}'), ("now", "{}")),
+        "Ok",
+    ),
+    *_same("not its marker", "<tool_call>\n</tool_call>", "seed_oss"),
+    Case(
+        "cohere_command3",
+        "two calls",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+        '    {"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        (("f", '{"a": 1}'), ("g", "{}")),
+    ),
+    Case(
+        "jamba",
+        "an array",
+        'Ok <tool_calls>[\n{"name": "f", "arguments": {"a": 1}},\n{"name": "g", "arguments": {}}\n]</tool_calls>',
+        (("f", '{"a": 1}'), ("g", "{}")),
+        "Ok",
+    ),
+    Case(
+        "minimax_m1",
+        "lines",
+        '<tool_calls>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}\n</tool_calls>',
+        (("f", '{"a": 1}'), ("g", "{}")),
+    ),
+    *_same("no array", "<tool_calls>none</tool_calls>", "jamba"),
+    Case(
+        "step3",
+        "two calls",
+        "Ok\n<｜tool_calls_begin｜>\n<｜tool_call_begin｜>\nfunction<｜tool_sep｜>"
+        '<steptml:invoke name="get_weather">\n<steptml:parameter name="city">a < b</steptml:parameter>\n'
+        '<steptml:parameter name="days">2</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">\n</steptml:invoke><｜tool_call_end｜>\n'
+        "<｜tool_calls_end｜>",
+        (("get_weather", '{"city": "a < b", "days": 2}'), ("now", "{}")),
+        "Ok",
+    ),
+    *_same("another kind", "<｜tool_calls_begin｜><｜tool_call_begin｜>code<｜tool_sep｜>x", "step3"),
+    Case(
+        "internlm",
+        "a call",
+        'Ok<|action_start|><|plugin|>\n{"name": "f", "parameters": {"a": 1}}<|action_end|>',
+        (("f", '{"a": 1}'),),
+        "Ok",
+    ),
+    *_same("code", "<|action_start|><|interpreter|>\n1 + 1<|action_end|>", "internlm"),
+    Case(
+        "longcat",
+        "two calls",
+        '<longcat_tool_call>{"name": "f", "arguments": {"a": 1}}</longcat_tool_call>\n'
+        '<longcat_tool_call>{"name": "g", "arguments": {}}</longcat_tool_call>',
+        (("f", '{"a": 1}'), ("g", "{}")),
+    ),
+    Case(
+        "xlam",
+        "two calls",
+        f'[{{"name": "get_weather", "arguments": {WEATHER}}}, {{"name": "now", "arguments": {{}}}}]',
+        (("get_weather", WEATHER), ("now", "{}")),
+    ),
+    Case("xlam", "a marker", '<tool_call> [{"name": "f", "arguments": {}}]', (("f", "{}"),)),
+    *_same("a list", '[{"name": "Bob", "arguments": {}}]', "xlam"),
+)
+
 CASES: tuple[Case, ...] = (
     *PLAIN,
     *HERMES,
@@ -527,4 +663,6 @@ CASES: tuple[Case, ...] = (
     *MINIMAX,
     *PYTHONIC,
     *ARRAYS,
+    *GEMMA,
+    *OTHERS,
 )

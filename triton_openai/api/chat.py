@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from triton_openai.adapters.parameters import Rule
 from triton_openai.api.bodies import read_json
-from triton_openai.api.chat_prompt import PromptOptions, as_sent, rendered
+from triton_openai.api.chat_prompt import ImageSpot, PromptOptions, as_sent, rendered
 from triton_openai.api.chat_response import (
     ChatChunks,
     ChatCompletion,
@@ -26,25 +26,40 @@ from triton_openai.api.chat_response import (
     reasoning_tokens,
 )
 from triton_openai.api.guides import guide_of
-from triton_openai.api.logprobs import chat_logprobs
+from triton_openai.api.images import images_of
+from triton_openai.api.logprobs import chat_logprobs, prompt_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
-from triton_openai.api.parameters import SamplingRequest, priority, refuse, sampling, stream_options, truncation
+from triton_openai.api.parameters import (
+    SamplingRequest,
+    priority,
+    refuse,
+    sampling,
+    scoring,
+    stream_options,
+    token_ids,
+    truncation,
+)
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.streaming import Collected, collect, stream
 from triton_openai.api.tools import ToolPlan
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
+from triton_openai.chat import offload
 from triton_openai.chat.messages import Message
 from triton_openai.chat.parsers import Parsers
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.models import ServedModel
-from triton_openai.telemetry.observation import observe
+from triton_openai.telemetry.observation import Observation, observe
 from triton_openai.text.answer import AnswerParser, ForcedCall
-from triton_openai.text.tools.base import CallGrammar, ToolParser
+from triton_openai.text.tools.base import CallGrammar, NewId, ToolParser
 from triton_openai.text.tools.events import Content, Event
 from triton_openai.text.tools.guided import GuidedCalls
+from triton_openai.time_limits import TimeLimits
 
 _encode = msgspec.json.Encoder().encode
+
+#: Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
+_LONGEST_INLINE = 10_000
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -98,6 +113,14 @@ async def handle(request: web.Request) -> web.StreamResponse:
     model = await service.models.find(body.model)
     adapter = model.adapter.name
     observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
+    async with service.admission.enter(model.owner, observation):
+        return await _answer(request, service, model, body, observation)
+
+
+async def _answer(
+    request: web.Request, service: Service, model: ServedModel, body: ChatRequest, observation: Observation
+) -> web.StreamResponse:
+    limits = TimeLimits.of(service.settings.triton, request.headers, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("chatcmpl")
     plan = plan_tools(
@@ -112,30 +135,40 @@ async def handle(request: web.Request) -> web.StreamResponse:
         prompter = await model.prompter()
         parsers = await model.parsers()
         task = _task(service, model, body, completion_id, plan, parsers)
+        pictures = images_of(model, body.messages)
         prompt = await rendered(
             prompter,
             body.messages,
             PromptOptions.of(body),
             tools=plan.prompt,
+            images=ImageSpot(model.settings.image_placeholder, pictures[0].place) if pictures else None,
             trust_template=service.settings.api.trust_request_chat_template,
         )
         prompt = as_sent(model, prompter, prompt)
-        runs = observation.answers = await service.runs(model, [prompt], task)
+        if pictures:
+            loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
+            task = msgspec.structs.replace(task, images=loaded)
+        runs = observation.answers = await service.runs(model, [prompt], task, limits=limits)
         observation.n = task.n
         answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
         if body.stream:
             chunks = ChatChunks(
                 completion_id, body.model, parsers=answer_parsers, plan=plan, field=field, options=options
             )
-            return await stream(request, runs, chunks, heartbeat=service.settings.server.heartbeat_interval)
-        answers = await collect(runs, timeout=service.settings.triton.request_timeout)
+            heartbeat = service.settings.server.heartbeat_interval
+            return await stream(request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
+        answers = await collect(runs, timeout=limits.total)
     except ContextLengthExceeded as error:
         error.param = error.param or "messages"
         raise
-    choices = [
-        _choice(index, answer, parser, plan, field, with_logprobs=bool(body.logprobs))
-        for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
-    ]
+    choices = await offload.run(
+        lambda: [
+            _choice(body, index, answer, parser, plan, field)
+            for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
+        ],
+        size=sum(len(delta.text) for answer in answers for delta in answer.deltas) if any(answer_parsers) else 0,
+        threshold=_LONGEST_INLINE,
+    )
     completion = ChatCompletion(
         id=completion_id,
         object="chat.completion",
@@ -143,18 +176,19 @@ async def handle(request: web.Request) -> web.StreamResponse:
         model=body.model,
         choices=choices,
         usage=usage_of(runs, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers)),
+        prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else prompt_logprobs(runs[0].prompt_logprobs),
+        prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
     )
     return web.Response(body=_encode(completion), content_type="application/json")
 
 
 def _choice(
+    body: ChatRequest,
     index: int,
     answer: Collected,
     parser: AnswerParser | None,
     plan: ToolPlan,
     field: ReasoningField,
-    *,
-    with_logprobs: bool,
 ) -> Choice:
     events: list[Event] = [Content(answer.text)]
     if parser is not None:
@@ -163,8 +197,9 @@ def _choice(
     return Choice(
         index=index,
         message=message_of(events, plan, field),
-        logprobs=chat_logprobs(answer.logprobs) if with_logprobs else None,
+        logprobs=chat_logprobs(answer.logprobs) if body.logprobs else None,
         finish_reason=finish_reason(answer.run, parser, plan),
+        token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
     )
 
 
@@ -196,6 +231,7 @@ def _task(
         max_tokens=max_tokens,
         max_tokens_name="max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        alternatives_name="top_logprobs",
         defaults=defaults,
         default_max_tokens=service.settings.api.default_max_tokens,
         adapter=model.adapter,
@@ -210,6 +246,8 @@ def _task(
         open_ended=max_tokens is None and defaults.max_tokens is None,
         truncation=truncation(body),
         priority=priority(body, model.priorities),
+        token_ids=token_ids(body, model.adapter),
+        scoring=scoring(body, model.adapter, timeout=service.settings.triton.request_timeout),
     )
 
 
@@ -224,11 +262,13 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser |
     """Return the parser of one choice, or ``None`` where its text is just text."""
     reasoning = parsers.reasoning
     tools: ToolParser | ForcedCall | None = None
+    # Calls that the backend is held to have ids of the model's family too: its template may take no others.
+    new_id: NewId = getattr(parsers.tools, "new_id", CallGrammar.new_id)
     if plan.mode == "named" and plan.name is not None:
         # The answer is the arguments and nothing else: no thinking comes before it.
-        return AnswerParser(None, ForcedCall(plan.name, new_id=CallGrammar.new_id))
+        return AnswerParser(None, ForcedCall(plan.name, new_id=new_id))
     if plan.mode == "required":
-        return AnswerParser(None, GuidedCalls(plan.schemas), parallel=plan.parallel)
+        return AnswerParser(None, GuidedCalls(plan.schemas, new_id=new_id), parallel=plan.parallel)
     if plan.mode == "auto" and parsers.tools is not None:
         tools = parsers.tools(plan.schemas)
     if tools is None and reasoning is None:

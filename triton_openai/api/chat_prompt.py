@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.chat import offload
+from triton_openai.chat.images import marks
 from triton_openai.chat.messages import Message
 from triton_openai.chat.prompts import Prompter
 from triton_openai.chat.template import ChatTemplate
@@ -36,12 +37,20 @@ class PromptOptions(msgspec.Struct, frozen=True, kw_only=True):
         return cls(**{name: getattr(request, name, None) for name in cls.__struct_fields__})
 
 
+class ImageSpot(msgspec.Struct, frozen=True):
+    """How the images of a request are written: the model's *placeholder* setting, and the *place* of the first one."""
+
+    placeholder: str | None
+    place: str
+
+
 async def rendered(
     prompter: Prompter,
     messages: Sequence[Message],
     options: PromptOptions,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
+    images: ImageSpot | None = None,
     trust_template: bool,
 ) -> str:
     """
@@ -57,7 +66,8 @@ async def rendered(
         )
     if options.chat_template is not None:
         prompter = await _with_template(prompter, options.chat_template, trusted=trust_template)
-    if tools and "tools" not in prompter.template_for(tools=tools).variables:
+    template = prompter.template_for(tools=tools, documents=options.documents)
+    if tools and "tools" not in template.variables:
         raise UnsupportedParameter("The model's chat template does not take tools.", param="tools")
     return await prompter.render_async(
         messages,
@@ -66,6 +76,7 @@ async def rendered(
         add_generation_prompt=not options.continue_final_message and options.add_generation_prompt is not False,
         continue_final_message=bool(options.continue_final_message),
         variables=_variables(options, prompter),
+        images=marks(template, images.placeholder, images.place) if images is not None else None,
     )
 
 

@@ -7,7 +7,6 @@ unless told otherwise: little-endian float32.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import sys
@@ -19,6 +18,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.api.batches import answers_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.service import Service, new_id, service_of
 from triton_openai.errors import (
@@ -26,20 +26,14 @@ from triton_openai.errors import (
     InvalidRequest,
     UnsupportedParameter,
     UpstreamError,
-    UpstreamTimeout,
 )
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.models import ServedModel
 from triton_openai.telemetry.observation import observe
-from triton_openai.triton.client import ResponseStream
-from triton_openai.triton.single_answer import SingleAnswer
-from triton_openai.triton.status import no_answer
-from triton_openai.triton.tensors import InferRequest, InferResponse
+from triton_openai.time_limits import TimeLimits
 
 _encode = msgspec.json.Encoder().encode
 _MAX_INPUTS = 2048
-# Requests of one call that are sent to Triton at the same time: enough to fill its batcher.
-_PARALLEL_REQUESTS = 16
 
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
@@ -92,13 +86,15 @@ async def handle(request: web.Request) -> web.StreamResponse:
             "check_embedding_ctx_length=False.)",
             param="input",
         )
+    limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     try:
-        result = await _embed(service, model, job)
+        async with service.admission.enter(model.owner, observation):
+            result = await embed(service, model, job, timeout=limits.total)
     except ContextLengthExceeded as error:
         error.param = error.param or "input"
         raise
-    tokens = observation.input_tokens = await _count(model, job, result)
+    tokens = observation.input_tokens = await count_inputs(model, job, result)
     as_text = body.encoding_format == "base64"
     answer = EmbeddingList(
         data=[
@@ -133,37 +129,13 @@ def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[i
     return items
 
 
-async def _embed(service: Service, model: ServedModel, job: EmbeddingJob) -> EmbeddingResult:
+async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, timeout: float | None) -> EmbeddingResult:
+    """Return the vectors of *job*. Raises :class:`ServiceError`, also after *timeout* seconds."""
     requests = model.adapter.encode_embeddings(job)
-    gate = asyncio.Semaphore(_PARALLEL_REQUESTS)
-    tasks = [asyncio.create_task(_answer(service, model, request, gate)) for request in requests]
-    timeout = service.settings.triton.request_timeout
-    try:
-        responses = await asyncio.wait_for(asyncio.gather(*tasks), timeout)
-    except asyncio.TimeoutError as error:
-        raise UpstreamTimeout(f"The answer was not complete after {timeout:g} seconds.") from error
-    finally:
-        for task in tasks:
-            task.cancel()
-    return model.adapter.decode_embeddings(job, responses)
+    return model.adapter.decode_embeddings(job, await answers_of(service, model, requests, timeout=timeout))
 
 
-async def _answer(
-    service: Service, model: ServedModel, request: InferRequest, gate: asyncio.Semaphore
-) -> InferResponse:
-    async with gate:
-        stream: ResponseStream
-        stream = await service.client.stream(request) if request.stream else SingleAnswer(service.client, request)
-        try:
-            responses = await stream.read()
-            if not responses:
-                raise no_answer(model.name)
-            return responses[0]
-        finally:
-            stream.close()
-
-
-async def _count(model: ServedModel, job: EmbeddingJob, result: EmbeddingResult) -> int | None:
+async def count_inputs(model: ServedModel, job: EmbeddingJob, result: EmbeddingResult) -> int | None:
     """Return the tokens of the inputs: from the backend, else from the tokenizer that is configured, else ``None``."""
     if result.prompt_tokens is not None:
         return result.prompt_tokens

@@ -17,13 +17,16 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
     One model; ``created`` is when this service first saw it.
 
-    ``max_model_len``, vLLM's extension that many clients read, is there where the operator has given it.
+    ``max_model_len``, vLLM's extension that many clients read, is there where the operator has given it. A LoRA adapter
+    has ``root``, its own name, and ``parent``, the model that it belongs to, as vLLM's server gives them.
     """
 
     id: str
     object: str = msgspec.field(name="object", default="model")
     created: int
     owned_by: str = _OWNER
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    parent: str | msgspec.UnsetType = msgspec.UNSET
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -54,5 +57,12 @@ async def get_model(request: web.Request) -> web.Response:
 
 def _describe(models: Models, name: str, created: int) -> ModelObject:
     served = models.served.get(name)
-    limit = served.settings.max_model_len if served is not None else None
-    return ModelObject(id=name, created=created, max_model_len=limit or msgspec.UNSET)
+    if served is None:
+        return ModelObject(id=name, created=created)
+    return ModelObject(
+        id=name,
+        created=created,
+        root=served.lora.name if served.lora is not None else msgspec.UNSET,
+        parent=served.owner if served.lora is not None else msgspec.UNSET,
+        max_model_len=served.settings.max_model_len or msgspec.UNSET,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from triton_openai.api import chat, completions, embeddings, health, metrics, models, tokenize
+from triton_openai.api import chat, completions, embeddings, health, metrics, models, rerank, score, tokenize
 
 
 def add_routes(app: web.Application) -> None:
@@ -20,7 +20,11 @@ def add_routes(app: web.Application) -> None:
         # vLLM's server has these without the prefix.
         router.add_post(f"{prefix}/tokenize", tokenize.tokenize)
         router.add_post(f"{prefix}/detokenize", tokenize.detokenize)
+        router.add_post(f"{prefix}/rerank", rerank.handle)
+        router.add_post(f"{prefix}/score", score.handle)
         router.add_get(f"{prefix}/models/{{model:.+}}", models.get_model)
+    # Where the second version of Cohere's client asks.
+    router.add_post("/v2/rerank", rerank.handle)
     router.add_get("/health/live", health.live)
     for path in ("/health/ready", "/health", "/v1/health", "/health_check"):
         router.add_get(path, health.ready)

@@ -10,12 +10,13 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from triton_openai.answers import Answers, Step
 from triton_openai.api.service import REQUEST_ID
 from triton_openai.api.sse import DONE, EventWriter
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError, UpstreamTimeout
 from triton_openai.generation import Delta, TokenLogprob
-from triton_openai.running import Answers, Run, Step
+from triton_openai.running import Run
 from triton_openai.telemetry.observation import OBSERVATION
 
 _log = structlog.get_logger(__name__)
@@ -24,7 +25,7 @@ _log = structlog.get_logger(__name__)
 class Chunks(Protocol):
     """Renders what one stream sends, each method returning whole events."""
 
-    def first(self, choice: int) -> bytes:
+    def first(self, choice: int, run: Run) -> bytes:
         """Return what opens a choice."""
         ...
 
@@ -57,8 +58,13 @@ class Collected(msgspec.Struct):
         """The log probabilities of its tokens."""
         return [entry for delta in self.deltas for entry in delta.logprobs]
 
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The ids of its tokens, where the backend tells them."""
+        return [number for delta in self.deltas for number in delta.token_ids]
 
-async def collect(runs: Sequence[Run], *, timeout: float) -> list[Collected]:
+
+async def collect(runs: Sequence[Run], *, timeout: float | None) -> list[Collected]:
     """
     Return the whole answer of each run.
 
@@ -78,20 +84,25 @@ async def collect(runs: Sequence[Run], *, timeout: float) -> list[Collected]:
     try:
         await asyncio.wait_for(read_all(answers), timeout)
     except asyncio.TimeoutError as error:
-        raise UpstreamTimeout(f"The answer was not complete after {timeout:g} seconds.") from error
+        raise _too_long(timeout) from error
     finally:
         await answers.close()
     return [Collected(run=run, deltas=pieces) for run, pieces in zip(runs, deltas, strict=True)]
 
 
-async def stream(request: web.Request, runs: Sequence[Run], chunks: Chunks, *, heartbeat: float) -> web.StreamResponse:
+async def stream(
+    request: web.Request, runs: Sequence[Run], chunks: Chunks, *, heartbeat: float, timeout: float | None
+) -> web.StreamResponse:
     """
-    Stream *runs* to the client.
+    Stream *runs* to the client, for *timeout* seconds at most.
 
     The status line waits for Triton's first answer (at most *heartbeat* seconds), so that a request which is refused
     upstream gets its own status; after that, errors are events.
     """
     answers = Answers(runs)
+    deadline = None
+    if timeout is not None:
+        deadline = asyncio.get_running_loop().call_later(timeout, answers.abort, _too_long(timeout))
     async with EventWriter(request, heartbeat=heartbeat) as writer:
         try:
             await answers.start()
@@ -138,9 +149,15 @@ async def stream(request: web.Request, runs: Sequence[Run], chunks: Chunks, *, h
             failure = request[OBSERVATION].error = ServiceError("The service failed to answer the request.")
             await writer.fail(failure)
         finally:
+            if deadline is not None:
+                deadline.cancel()
             await answers.close()
         await writer.finish()
     return writer.response
+
+
+def _too_long(timeout: float | None) -> UpstreamTimeout:
+    return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.")
 
 
 async def _relay(step: Step, answers: Answers, writer: EventWriter, chunks: Chunks) -> None:
@@ -154,7 +171,7 @@ async def _relay(step: Step, answers: Answers, writer: EventWriter, chunks: Chun
         events = b"".join([chunks.piece(choice, delta, runs[choice]) for delta in step.deltas])
         if not opened[choice]:
             opened[choice] = True
-            events = chunks.first(choice) + events
+            events = chunks.first(choice, runs[choice]) + events
         if step.finished:
             left -= 1
             events += chunks.last(choice, runs[choice])

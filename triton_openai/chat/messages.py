@@ -20,6 +20,9 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
+    #: Read by ``images``: an object with a ``url``, or the URL itself, which is how some clients and the Responses API
+    #: write it.
+    image_url: Any = None
 
 
 #: A message's content: text, parts (some clients put bare strings between them), or null.

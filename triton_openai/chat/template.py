@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from jinja2 import Template, TemplateSyntaxError, meta
 
 from triton_openai.chat import offload
 from triton_openai.chat.environment import TemplateRefusal, shared_environment
+from triton_openai.chat.images import TakesImages
+from triton_openai.chat.prepare import Wishes
 from triton_openai.chat.template_analysis import ContentFormat, analyse
+from triton_openai.chat.tool_form import ToolForm, probe
 from triton_openai.errors import ConfigurationError, InvalidRequest
 
 #: A prompt longer than this is a template gone wild: no body that the service accepts grows to it.
@@ -24,6 +28,46 @@ INLINE_WEIGHT = 100_000
 ITEM_WEIGHT = 500
 
 _LONGEST_REASON = 1_000
+
+
+class PromptTemplate(Wishes, TakesImages, Protocol):
+    """What makes a prompt of messages; :class:`ChatTemplate` is one."""
+
+    @property
+    def name(self) -> str:
+        """Where the template comes from, in words."""
+
+    @property
+    def source(self) -> str:
+        """The template's own text."""
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt. Raises :class:`InvalidRequest`."""
+
+    async def render_async(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Do :meth:`render` without holding the event loop."""
 
 
 class ChatTemplate:
@@ -49,8 +93,9 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template: Template = environment.from_string(source)
-            undeclared = meta.find_undeclared_variables(tree)
+            # First: what comes next compiles the tree, and folds lists of constants in it to one.
             self._analysis = analyse(tree)
+            undeclared = meta.find_undeclared_variables(tree)
         except TemplateSyntaxError as error:
             _raise_unusable(
                 f"The chat template '{name}' is wrong in line {error.lineno}: {(error.message or '').rstrip('.')}",
@@ -98,13 +143,41 @@ class ChatTemplate:
         return self._analysis.content_format is not ContentFormat.STRING
 
     @property
-    def keeps_null_content(self) -> bool:
-        """Whether a null content must stay null, because the template tests for it."""
-        return self._analysis.tests_null_content
+    def image_part(self) -> Mapping[str, Any] | None:
+        """The part that stands for an image, as ``transformers`` has it; ``None`` where the template knows none."""
+        if self.takes_parts:
+            for name, part in (("image", {"type": "image"}), ("image_url", {"type": "image_url", "image_url": {}})):
+                if name in self._analysis.constants:
+                    return part
+        return None
 
-    def mentions(self, text: str) -> bool:
-        """Say whether *text* (a role, say) stands as a string in one of the template's expressions."""
-        return text in self._analysis.constants
+    @cached_property
+    def tool_form(self) -> ToolForm:
+        """How tool calls in messages have to be written; found out by rendering some, once."""
+        empty: Any = [{"type": "text", "text": ""}] if self.wants_parts else ""
+        return probe(self._attempt, null_first=self._analysis.tests_null_content, empty=empty)
+
+    @cached_property
+    def takes_developers(self) -> bool:
+        """Whether a message of the role ``developer`` comes into the prompt: some templates name the role only."""
+        if "developer" not in self._analysis.constants:
+            return False
+        words = "Probed instructions."
+        messages = [{"role": "developer", "content": words}, {"role": "user", "content": "Probe."}]
+        return words in (self._attempt(messages) or "")
+
+    def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        if self.wants_parts:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message["content"], str)
+                else message
+                for message in messages
+            ]
+        try:
+            return self.render(messages)
+        except InvalidRequest:
+            return None
 
     def render(
         self,

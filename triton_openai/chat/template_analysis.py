@@ -63,6 +63,7 @@ class _Names:
         self._all = {"messages"}
         self._one: set[str] = set()
         self._content: set[str] = set()
+        self._lists: set[str] = set()
         self._follow(tree)
 
     def is_content(self, node: nodes.Node | None) -> bool:
@@ -107,6 +108,8 @@ class _Names:
     def _follow(self, tree: nodes.Template) -> None:
         """Add names until a whole pass adds none: an alias may be used above the line that makes it, in a loop."""
         bindings = _bindings(tree)
+        # Mistral's name for tool calls, which may come as content too: a loop over it is no loop over parts.
+        self._lists = {name for name, value, _ in bindings if _is_field(value, "tool_calls")}
         before = -1
         while before != self._known():
             before = self._known()
@@ -118,7 +121,7 @@ class _Names:
                     self._all.add(name)
                 elif self._is_one(value):
                     self._one.add(name)
-                elif self.is_content(value):
+                elif self.is_content(value) and name not in self._lists:
                     self._content.add(name)
 
     def _known(self) -> int:
@@ -144,6 +147,12 @@ def _bindings(tree: nodes.Template) -> list[tuple[str, nodes.Node, bool]]:
         found.extend((name, value, False) for name, value in zip(parameters, call.args, strict=False))
         found.extend((keyword.key, keyword.value, False) for keyword in call.kwargs)
     return found
+
+
+def _is_field(node: nodes.Node, name: str) -> bool:
+    if isinstance(node, nodes.Getattr):
+        return node.attr == name
+    return isinstance(node, nodes.Getitem) and _is_constant(node.arg, name)
 
 
 def _is_constant(node: nodes.Node | None, value: str) -> bool:

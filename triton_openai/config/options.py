@@ -29,6 +29,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     help: str
     metavar: str | None
     per_model: bool = False
+    verbatim: bool = False
 
     @property
     def flag(self) -> str:
@@ -124,6 +125,7 @@ def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...]) -> Option:
         help=description,
         metavar=extra.get("metavar"),
         per_model=extra.get("per_model", False),
+        verbatim=extra.get("verbatim", False),
     )
 
 

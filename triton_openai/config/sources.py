@@ -13,7 +13,7 @@ import msgspec
 import yaml
 
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, options_by_name
-from triton_openai.config.tree import Settings
+from triton_openai.config.tree import LoraSettings, Settings
 from triton_openai.errors import ConfigurationError
 
 # Not part of the tree: it says where the rest of the tree is.
@@ -27,6 +27,9 @@ _PLAIN_WORDS = {
     "str": "text",
     "array": "a list",
 }
+
+# What a template's text cannot begin with by accident: characters of a folder's name, up to the first equals sign.
+_MODEL_NAME = re.compile(r"[\w.-]+")
 
 # A value with the place it comes from, for error messages.
 _Found = tuple[Any, str]
@@ -104,7 +107,8 @@ def _read_environment(environ: Mapping[str, str]) -> _Layer:
 def _read_text(option: Option, value: Any, origin: str) -> _Layer:
     """Read *value* as a person writes it in a shell: everything is text, lists are repeated or separated by commas."""
     if option.is_alias or option.per_model:
-        return _read_assignments(option, _split(value), origin)
+        values = [value] if option.verbatim and isinstance(value, str) else value if option.verbatim else _split(value)
+        return _read_assignments(option, values, origin)
     if option.is_list:
         value = _split(value)
     return {option.path: (_convert(value, option.type, origin, strict=False), origin)}
@@ -115,7 +119,7 @@ def _read_assignments(option: Option, values: list[str], origin: str) -> _Layer:
     for text in values:
         left, equals, right = text.partition("=")
         # A model's name has no slash (Triton makes it from a folder's name), so such a text is a path with "=" in it.
-        assigns = bool(equals) and "/" not in left
+        assigns = bool(equals) and (_MODEL_NAME.fullmatch(left) is not None if option.verbatim else "/" not in left)
         if option.is_alias:
             # An alias is free to have one: clients call models "org/name".
             if not (equals and left and right):
@@ -244,6 +248,18 @@ def _check(found: _Layer) -> None:
             f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
         )
     _check_aliases(found)
+    _check_loras(found)
+    _check_templates(found)
+
+
+def _check_templates(found: _Layer) -> None:
+    """A prompt can be made in one way only; a single model's may differ from that of all others."""
+    given: dict[tuple[str, ...], str] = {}
+    for path, (_, origin) in found.items():
+        if path[-1] in ("chat_template", "history_template", "history_template_file"):
+            other = given.setdefault(path[:-1], origin)
+            if other != origin:
+                raise ConfigurationError(f"{other} and {origin} exclude each other: a prompt is made in one way.")
 
 
 def _check_urls(urls: tuple[str, ...], origin: str) -> None:
@@ -294,3 +310,16 @@ def _check_aliases(found: _Layer) -> None:
                 raise ConfigurationError(
                     f"{origin}: the alias {alias!r} stands for two models, {other!r} and {path[1]!r}."
                 )
+
+
+def _check_loras(found: _Layer) -> None:
+    for path, (value, origin) in found.items():
+        if path[-1] != "loras":
+            continue
+        entries = [entry for entry in value if isinstance(entry, LoraSettings)]
+        names = [entry if isinstance(entry, str) else entry.name for entry in value]
+        numbers = [entry.task_id for entry in entries if entry.task_id is not None]
+        for what, given in (("name", names), ("task_id", numbers)):
+            twice = next((item for place, item in enumerate(given) if item in given[:place]), None)
+            if twice is not None:
+                raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")

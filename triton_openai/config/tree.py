@@ -3,7 +3,8 @@ The settings tree: what can be set, its type, its limits, its default and its ex
 
 Flags, environment variables, help texts and the reference table are derived from the fields below (see ``options``), so
 a new setting is one new field. ``extra`` holds what cannot be derived: ``name`` where the field's own name would be too
-short for a flag, and ``metavar``.
+short for a flag, ``metavar``, ``per_model`` where the flag takes ``MODEL=VALUE``, and ``verbatim`` where a value is a
+text in which commas and equals signs mean nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
+
+from triton_openai.config.metrics import MetricsSettings
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"metavar": "SECONDS"})]
 
@@ -40,20 +43,36 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     heartbeat_interval: Annotated[
         Seconds, Meta(description="A stream that has nothing to send sends a comment this often.")
     ] = 15.0
+    max_running_requests: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Requests that may run at the same time, shared by the workers; further ones wait.",
+            extra={"metavar": "N"},
+        ),
+    ] = None
+    max_running_requests_per_model: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Requests that may run at the same time on one model, shared by the workers.",
+            extra={"metavar": "N"},
+        ),
+    ] = None
+    max_queued_requests: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Requests that may wait for others to end; further ones are refused with 503 at once.",
+            extra={"metavar": "N"},
+        ),
+    ] = 1000
+    queue_timeout: Annotated[Seconds, Meta(description="Longest wait for others to end, then it is a 503.")] = 30.0
+    max_loop_lag: Annotated[
+        Seconds | None,
+        Meta(description="A process that is late by more than this for half a second refuses new requests with 503."),
+    ] = 1.0
     shutdown_grace: Annotated[
         Seconds, Meta(description="Time that running requests are given to finish when the service is told to stop.")
     ] = 10.0
-    metrics: Annotated[bool, Meta(description="Give Prometheus its metrics at /metrics.")] = True
-    vllm_metrics: Annotated[
-        bool,
-        Meta(
-            description="Give the main metrics under vLLM's names too, for what reads those: dashboards, autoscalers, "
-            "gateways."
-        ),
-    ] = False
-    relay_triton_metrics: Annotated[
-        bool, Meta(description="Give Triton's own metrics at /metrics too, read from triton-metrics-url.")
-    ] = False
     log_format: Annotated[
         Literal["console", "json"],
         Meta(description="Log lines and the banner for people, or one JSON object per line."),
@@ -82,14 +101,6 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             extra={"metavar": "DIR"},
         ),
     ] = ()
-    metrics_url: Annotated[
-        str | None,
-        Meta(
-            description="Where Triton has its metrics; by default port 8002 of the host in triton-url, or where a "
-            "Triton that is started here has them.",
-            extra={"name": "triton-metrics-url", "metavar": "URL"},
-        ),
-    ] = None
     connect_timeout: Annotated[Seconds, Meta(description="Longest wait for a connection to Triton.")] = 5.0
     first_token_timeout: Annotated[
         Seconds, Meta(description="Longest wait for a stream's first token, queueing included.")
@@ -98,6 +109,9 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     request_timeout: Annotated[
         Seconds, Meta(description="Longest time that a request which does not stream may take.")
     ] = 600.0
+    stream_timeout: Annotated[
+        Seconds | None, Meta(description="Longest time that a stream may take in all; without it there is no limit.")
+    ] = None
     refresh_interval: Annotated[
         Seconds, Meta(description="How often the list of models and their readiness is read again.")
     ] = 2.0
@@ -122,14 +136,6 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     def grpc_url(self) -> str | None:
         """The gRPC address of Triton (``grpc://`` or ``grpcs://``), without a trailing slash, if one is configured."""
         return self._first("grpc", "grpcs")
-
-    @property
-    def found_metrics_url(self) -> str:
-        """The address of Triton's metrics: the one that is configured, else the usual port of its host."""
-        if self.metrics_url is not None:
-            return self.metrics_url
-        host = urlsplit(self.url[0]).hostname or "localhost"
-        return f"http://{f'[{host}]' if ':' in host else host}:8002/metrics"
 
     def _first(self, *schemes: str) -> str | None:
         return next((url.rstrip("/") for url in self.url if urlsplit(url).scheme in schemes), None)
@@ -170,6 +176,46 @@ class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     list_all_models: Annotated[
         bool, Meta(description="List helper models (tokenizing and detokenizing steps) too, and serve inner engines.")
     ] = False
+
+
+class MediaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Images in requests. Without allowed hosts, they come as data URLs only."""
+
+    allowed_domains: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Host from which images may be fetched: example.com, *.example.com (every host below it), "
+            "either with :PORT. May be given several times.",
+            extra={"name": "allowed-media-domain", "metavar": "HOST"},
+        ),
+    ] = ()
+    private_addresses: Annotated[
+        bool,
+        Meta(
+            description="Fetch images also from allowed hosts whose addresses are not public (loopback, private "
+            "networks). Then a request can reach into this network, as far as the allowed hosts go.",
+            extra={"name": "private-media-addresses"},
+        ),
+    ] = False
+    max_images: Annotated[int, Meta(ge=1, le=4096, description="Most images in one request.")] = 16
+    max_image_size: Annotated[
+        int, Meta(ge=1024, description="Largest image file that is taken.", extra={"metavar": "BYTES"})
+    ] = 20 * 1024 * 1024
+    fetch_timeout: Annotated[
+        Seconds,
+        Meta(
+            description="Longest time that fetching one image may take.",
+            extra={"name": "media-fetch-timeout", "metavar": "SECONDS"},
+        ),
+    ] = 10.0
+    max_fetches: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Images that are fetched at the same time; others wait.",
+            extra={"name": "max-media-fetches"},
+        ),
+    ] = 32
 
 
 class DefaultParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -215,6 +261,37 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             extra={"metavar": "[MODEL=]TEMPLATE", "per_model": True},
         ),
     ] = None
+    history_template: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Liquid text over 'items' with 'identity' and 'content' that makes the prompt of a chat, in "
+            "place of a chat template (needs the extra [liquid]).",
+            extra={"metavar": "[MODEL=]TEXT", "per_model": True, "verbatim": True},
+        ),
+    ] = None
+    history_template_file: Annotated[
+        Path | None,
+        Meta(
+            description="File with such a Liquid text.",
+            extra={"metavar": "[MODEL=]FILE", "per_model": True},
+        ),
+    ] = None
+    fim_template: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="How a model that was trained to fill in the middle takes 'suffix': a text with {prefix} and "
+            "{suffix}, the name of a known form, or 'auto' for the form whose tokens the tokenizer has.",
+            extra={"metavar": "[MODEL=]FORM", "per_model": True, "verbatim": True},
+        ),
+    ] = None
+    score_activation: Annotated[
+        Literal["none", "sigmoid"] | None,
+        Meta(
+            description="What is done to the scores of a cross-encoder: 'none' (the default) gives them as the model "
+            "does, 'sigmoid' is for one that gives logits.",
+            extra={"metavar": "[MODEL=]NAME", "per_model": True},
+        ),
+    ] = None
     tool_call_parser: Annotated[
         str | None,
         Meta(
@@ -229,6 +306,15 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             description="How the model marks its reasoning; 'auto' (the default) goes by its chat template, 'none' "
             "leaves it in the text.",
             extra={"metavar": "[MODEL=]NAME", "per_model": True},
+        ),
+    ] = None
+    image_placeholder: Annotated[
+        str | None,
+        Meta(
+            description="What stands in the prompt for an image, {n} being its number, where the chat template takes "
+            "text only; 'none' where the backend itself puts images into the prompt. 'auto' (the default) leaves it to "
+            "the template.",
+            extra={"metavar": "[MODEL=]TEXT", "per_model": True},
         ),
     ] = None
     max_model_len: Annotated[
@@ -252,6 +338,17 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = DefaultParameters()
 
 
+class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """
+    A LoRA adapter that an engine is sent, or has read itself: its *name*, the *task_id* that stands for it there (made
+    from its contents if left out), and the *path* of the folder with its weights.
+    """
+
+    name: Annotated[str, Meta(min_length=1)]
+    task_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    path: Annotated[str, Meta(min_length=1)] | None = None
+
+
 class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How one model is used; what is left out comes from the defaults."""
 
@@ -263,12 +360,19 @@ class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = ()
     loras: Annotated[
-        tuple[str, ...],
+        tuple[Annotated[str, Meta(min_length=1)] | LoraSettings, ...],
         Meta(
-            description="LoRA adapters that the model's server knows; each is served under its name. In a repository "
-            "that can be read here, multi_lora.json is read as well."
+            description="LoRA adapters of the model, each served under its name: names that the model's server knows, "
+            "or mappings with name, path and task_id. In a repository that can be read here, multi_lora.json is read "
+            "as well."
         ),
     ] = ()
+    lora_dir: Annotated[
+        Path | None,
+        Meta(
+            description="Folder in which the paths of loras lie; by default the model's own folder in model_repository."
+        ),
+    ] = None
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -277,6 +381,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     server: ServerSettings = ServerSettings()
     triton: TritonSettings = TritonSettings()
     api: ApiSettings = ApiSettings()
+    media: MediaSettings = MediaSettings()
+    metrics: MetricsSettings = MetricsSettings()
     defaults: ModelDefaults = ModelDefaults()
     models: Annotated[
         Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
@@ -285,18 +391,26 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def model(self, name: str) -> ModelSettings:
         """Return how the model *name* is used: its own settings, completed from the defaults."""
         own = self.models.get(name, ModelSettings())
+        # These three are one choice: what is said of a model takes the place of whatever is said of all.
+        chosen = own if own.chat_template or own.history_template or own.history_template_file else self.defaults
         parameters = {**self.defaults.default_parameters.given(), **own.default_parameters.given()}
         return ModelSettings(
             adapter=own.adapter or self.defaults.adapter,
             tokenizer=own.tokenizer or self.defaults.tokenizer,
-            chat_template=own.chat_template or self.defaults.chat_template,
+            chat_template=chosen.chat_template,
+            history_template=chosen.history_template,
+            history_template_file=chosen.history_template_file,
+            fim_template=own.fim_template or self.defaults.fim_template,
+            score_activation=own.score_activation or self.defaults.score_activation,
             tool_call_parser=own.tool_call_parser or self.defaults.tool_call_parser,
             reasoning_parser=own.reasoning_parser or self.defaults.reasoning_parser,
+            image_placeholder=own.image_placeholder or self.defaults.image_placeholder,
             max_model_len=own.max_model_len or self.defaults.max_model_len,
             kv_cache_block_size=own.kv_cache_block_size or self.defaults.kv_cache_block_size,
             default_parameters=DefaultParameters(**parameters),
             aliases=own.aliases,
             loras=own.loras,
+            lora_dir=own.lora_dir,
         )
 
     def aliases(self) -> dict[str, str]:
@@ -305,5 +419,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def with_triton(self, *urls: str, metrics_url: str | None = None) -> Settings:
         """Return these settings for the Triton at *urls*, for when it was started here."""
-        triton = msgspec.structs.replace(self.triton, url=urls, metrics_url=self.triton.metrics_url or metrics_url)
-        return msgspec.structs.replace(self, triton=triton)
+        metrics = msgspec.structs.replace(self.metrics, triton_url=self.metrics.triton_url or metrics_url)
+        return msgspec.structs.replace(self, triton=msgspec.structs.replace(self.triton, url=urls), metrics=metrics)
+
+    @property
+    def triton_metrics_url(self) -> str:
+        """The address of Triton's metrics: the one that is configured, else the usual port of its host."""
+        host = urlsplit(self.triton.url[0]).hostname or "localhost"
+        return self.metrics.triton_url or f"http://{f'[{host}]' if ':' in host else host}:8002/metrics"

@@ -116,7 +116,7 @@ OUTPUT_TOKENS = Instrument(
 LOOP_LAG = Instrument(
     "triton_openai_event_loop_lag_seconds",
     "histogram",
-    "How late the event loop's timers come, measured four times a second in each process.",
+    "How late the event loop's timers come, measured ten times a second in each process.",
     (),
     _LAG,
 )

@@ -227,7 +227,7 @@ class Metrics(Observer):
 
     def note_loop_lag(self, seconds: float) -> None:
         """Take in by how many seconds a timer came too late."""
-        self._loop_lag.observe(max(0.0, seconds))
+        self._loop_lag.observe(seconds)
 
 
 def outcome_of(observation: Observation) -> str:

@@ -52,6 +52,8 @@ class AnswerParser:
         # Stream state
         self.calls = 0
         self.reasoning_tokens = 0
+        #: Whether the text ended in the middle of a call that was passed on; known after the flush.
+        self.cut = False
         self._thinking = False
 
     def feed(self, text: str, tokens: int | None = None) -> list[Event]:
@@ -68,7 +70,10 @@ class AnswerParser:
         events = self._through_tools(self._reasoning.flush() if self._reasoning is not None else [])
         if self._tools is not None:
             events += self._tools.flush()
-        return self._take(events)
+        events = self._take(events)
+        # A third party's parser need not know.
+        self.cut = getattr(self._tools, "unfinished", False) and (self._parallel or self.calls < 2)
+        return events
 
     def _through_tools(self, events: list[Event]) -> list[Event]:
         if self._tools is None:

@@ -22,6 +22,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 from triton_openai.errors import ServiceError
 from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.config_json import datatype
+from triton_openai.triton.grpc_large import is_large, serialize, serialized
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
@@ -33,6 +34,7 @@ from triton_openai.triton.tensors import (
     TensorSpec,
 )
 
+_SERVICE = "/inference.GRPCInferenceService"
 _CONTROL_TIMEOUT = 10.0
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
@@ -52,20 +54,28 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def encode_request(request: InferRequest) -> Any:
-    """Return the ``ModelInferRequest`` of *request*, all contents raw."""
+def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
+    """Return the ``ModelInferRequest`` of *request*, all contents raw; without *contents* they are to follow."""
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.id)
     for tensor in request.inputs:
         entry = message.inputs.add()
         entry.name = tensor.name
         entry.datatype = tensor.datatype
         entry.shape.extend(tensor.shape)
-        message.raw_input_contents.append(tensor.raw())
+        if contents:
+            message.raw_input_contents.append(tensor.raw())
     if request.priority:
         message.parameters["priority"].int64_param = request.priority
     for name in request.outputs:
         message.outputs.add().name = name
     return message
+
+
+async def message_of(request: InferRequest) -> Any:
+    """Return the message of *request*, or its bytes if it is large: both can be sent."""
+    if is_large(request):
+        return await serialized(encode_request(request, contents=False), request)
+    return encode_request(request)
 
 
 def decode_response(message: Any) -> BinaryResponse:
@@ -156,7 +166,8 @@ class GrpcStream:
         """Return the next message, or ``None`` at the end of the call."""
         try:
             if self._request is not None:
-                message, self._request = encode_request(self._request), None
+                message = await message_of(self._request)
+                self._request = None
                 await self._call.write(message)
                 await self._call.done_writing()
             answer = await (self._call.read() if self._cancellable else self._read_apart())
@@ -257,7 +268,18 @@ class GrpcClient:
                 self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=_OPTIONS)
             else:
                 self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
-            self._lazy_stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+            self._lazy_stub = stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+            # The same calls, for messages that are bytes already as well.
+            stub.ModelInfer = self._channel.unary_unary(
+                f"{_SERVICE}/ModelInfer",
+                request_serializer=serialize,
+                response_deserializer=service_pb2.ModelInferResponse.FromString,
+            )
+            stub.ModelStreamInfer = self._channel.stream_stream(
+                f"{_SERVICE}/ModelStreamInfer",
+                request_serializer=serialize,
+                response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+            )
         return self._lazy_stub
 
     async def _unary(
@@ -288,7 +310,8 @@ class GrpcClient:
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request; how long it may take is the caller's business."""
-        answer = await self._unary("ModelInfer", encode_request(request), model=request.model, timeout=None)
+        message = await message_of(request)
+        answer = await self._unary("ModelInfer", message, model=request.model, timeout=None)
         return decode_response(answer)
 
     async def stream(self, request: InferRequest) -> GrpcStream:

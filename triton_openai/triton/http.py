@@ -8,6 +8,7 @@ Source of the facts: the KServe v2 HTTP protocol with Triton's binary data, mode
 from __future__ import annotations
 
 import asyncio
+import io
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,6 +26,7 @@ from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import BinaryResponse, InferRequest, InferResponse, ModelConfig, OutputTensor
 
 _CONTROL_TIMEOUT = 10.0
+_LARGE_BODY = 1 << 20
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _index_decoder = msgspec.json.Decoder(list[IndexEntry])
 
@@ -84,6 +86,11 @@ def infer_body(request: InferRequest) -> tuple[bytes, int]:
         header["parameters"] = parameters
     encoded = msgspec.json.encode(header)
     return b"".join([encoded, *contents]), len(encoded)
+
+
+def _in_pieces(body: bytes) -> bytes | io.BytesIO:
+    """Return a large body in the form that is written piece by piece, so that other requests get their turn."""
+    return io.BytesIO(body) if len(body) >= _LARGE_BODY else body
 
 
 def parse_infer(body: bytes, header_length: int) -> BinaryResponse:
@@ -184,7 +191,7 @@ class HttpClient:
         path = f"/v2/models/{quote(request.model, safe='')}/infer"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
         async with self._call(
-            "POST", path, model=request.model, data=body, headers=headers, timeout=timeout
+            "POST", path, model=request.model, data=_in_pieces(body), headers=headers, timeout=timeout
         ) as response:
             answer = await response.read()
             length = response.headers.get(_HEADER_LENGTH)

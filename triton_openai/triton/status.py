@@ -16,6 +16,7 @@ import msgspec
 from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,
+    LoraNotLoaded,
     ModelNotFound,
     NotImplementedUpstream,
     Overloaded,
@@ -82,6 +83,10 @@ def _sampling_refused(failure: Failure, match: re.Match[str]) -> ServiceError:
     return InvalidRequest("The model's backend refused the sampling parameters.", detail=failure.text)
 
 
+def _unreadable_image(failure: Failure, match: re.Match[str]) -> ServiceError:
+    return InvalidRequest("The model's backend cannot read an image of the request.", detail=failure.text)
+
+
 def _generation_failed(failure: Failure, match: re.Match[str]) -> ServiceError:
     # The backend passes on the text of a ValueError (the request's fault) and drops the text of everything else.
     return _refused(failure, match) if match.group("reason").strip() else _failed(failure)
@@ -130,9 +135,22 @@ RULES: tuple[Rule, ...] = (
         r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
         _sampling_refused,
     ),
+    # Pillow, in whichever backend.
+    _rule(
+        r"cannot identify image file|image file is truncated|broken data stream|decompression bomb",
+        _unreadable_image,
+    ),
     _rule(r"(?P<reason>Model [^\n]* does not support '(?:generate|embed)' request)", _refused),
     _rule(r"Error generating (?:stream|request): ?(?P<reason>.*)", _generation_failed),
     _rule(r"(?P<reason>LoRA .* is not (?:supported|enabled)[^\n]*)", _refused),
+    _rule(
+        r"LoRA task \d+ not found in cache",
+        lambda f, _: LoraNotLoaded("The model does not have the weights of this LoRA adapter.", detail=f.text),
+    ),
+    _rule(
+        r"PEFT Cache is full|There are no done tasks to evict",
+        lambda f, _: Overloaded("The model has no room for another LoRA adapter now.", detail=f.text, retry_after=1),
+    ),
     # The BLS and Python models, whose texts stand inside tracebacks.
     _rule(r"max_tokens must be a single value > 0", _refused),
     _rule(

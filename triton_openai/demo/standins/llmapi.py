@@ -20,9 +20,10 @@ from . import settings, steering
 from .batcher import Batcher
 from .engine import HonestEngine, Options
 from .generation import Generation, SteeredFailure
+from .logits import log_probability
 from .tensors import Recorder, array, as_text, scalar, strings
 from .text import Vocabulary
-from .trt_outputs import PrefixCache, log_probability
+from .trt_outputs import PrefixCache
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PREFIX = "sampling_param_"

@@ -23,6 +23,7 @@ class Steering:
     eos: bool = True
     hang_at: int | None = None
     repeat: int = 1
+    forget_loras: bool = False
 
     @property
     def scripted(self) -> bool:

@@ -42,8 +42,8 @@ class Refused(Exception):
     """A request that the model does not take."""
 
 
-class TooLong(Exception):
-    """A prompt that the engine itself refuses, with a text that the model passes on as it is."""
+class EngineRefused(Exception):
+    """A request that the engine itself refuses, with a text that the model passes on as it is."""
 
 
 class TritonPythonModel:
@@ -72,7 +72,7 @@ class TritonPythonModel:
             self.recorder.request(request)
             try:
                 self._take(request, sender)
-            except TooLong as error:
+            except EngineRefused as error:
                 self._fail(request.request_id(), sender, str(error))
             except Exception as error:  # noqa: BLE001 - as the original does: whatever it was, the text goes back
                 self._refuse(request.request_id(), sender, str(error))
@@ -135,7 +135,7 @@ class TritonPythonModel:
         for row in range(input_ids.shape[0]):
             ids = [int(token) for token in input_ids[row][: lengths[row]]]
             if len(ids) > _MAX_INPUT_LENGTH:
-                raise TooLong(
+                raise EngineRefused(
                     f"Prompt length ({len(ids)}) exceeds maximum input length ({_MAX_INPUT_LENGTH}). Set log level to"
                     " info and check TRTGptModel logs for how maximum input length is set"
                 )
@@ -162,18 +162,33 @@ class TritonPythonModel:
                         f"Error encountered while populating response: {name} tensor must be present in list of"
                         " output tensors"
                     )
-        task = scalar(request, "lora_task_id")
-        if task is not None:
-            if array(request, "lora_weights") is not None:
-                self._loras.add(task)
-            elif task not in self._loras:
-                raise Refused(f"LoRA task {task} not found in cache. Please send LoRA weights with request")
+        self._check_lora(request)
         kind = scalar(request, "guided_decoding_guide_type")
         if kind is not None and kind not in ("json", "json_schema", "regex", "ebnf_grammar"):
             raise Refused(f"Unsupported guided decoding guide type: {kind}")
 
+    def _check_lora(self, request: Any) -> None:
+        """Put the adapter into the cache if its weights came, else look for it there."""
+        task, weights, config = (array(request, f"lora_{name}") for name in ("task_id", "weights", "config"))
+        if task is None and weights is None and config is None:
+            return
+        if task is None:
+            raise EngineRefused("lora_task_id must be set for LoRA inference")
+        number = int(task.reshape(-1)[0])
+        if weights is None and config is None:
+            if number not in self._loras:
+                raise EngineRefused(f"LoRA task {number} not found in cache. Please send LoRA weights with request")
+            return
+        if weights is None or config is None:
+            raise EngineRefused("Request for LoRA inference must have both lora_weights and lora_keys")
+        if weights.shape[1] != config.shape[1]:
+            raise EngineRefused("Expected dim1 lora_weights and lora_keys to have the same size")
+        self._loras.add(number)
+
     def _generation(self, request: Any, row: int, ids: list[int], index: int) -> Generation:
         steered, prompt = steering.find(self.vocabulary.decode(ids, skip_special_tokens=False))
+        if steered.forget_loras:
+            self._loras.clear()
         end_id = scalar(request, "end_id")
         guide = scalar(request, "guided_decoding_guide_type")
         options = Options(
@@ -236,6 +251,8 @@ class Request:
             ),
             several=len({s.row for s in self._all}) > 1,
             indexed=len({s.index for s in self._all}) > 1,
+            vocabulary=len(model.vocabulary),
+            end_id=model.vocabulary.eos_id,
         )
         self._due = 0.0
         self._next_check = 0.0

@@ -17,6 +17,7 @@ import triton_python_backend_utils as pb
 
 from . import settings
 from .bls_stop_words import StopWords
+from .images import load_images
 from .tensors import Recorder, array, as_text, scalar, strings
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -94,6 +95,8 @@ class TritonPythonModel:
         self._recorder = Recorder(self._settings.record, self._settings.name)
         self._engine = self._settings.parameter("tensorrt_llm_model_name", "tensorrt_llm")
         self._accumulate = self._settings.flag("accumulate_tokens", default=False)
+        # Without encoders, the original's preprocessing leaves the images alone.
+        self._sees = bool(self._settings.parameter("multimodal_encoders_name", ""))
         self._lost: list[Any] = []
 
     def execute(self, requests: list[Any]) -> None:
@@ -124,6 +127,8 @@ class TritonPythonModel:
         limit = array(request, "max_tokens")
         if limit is None or limit.size != 1 or int(limit.reshape(-1)[0]) <= 0:
             raise ValueError("max_tokens must be a single value > 0")
+        if self._sees:
+            load_images(array(request, "image_url_input"))
         stream = bool(scalar(request, "stream", False))
         words = array(request, "stop_words")
         stop_words = StopWords(

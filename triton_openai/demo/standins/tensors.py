@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
+from . import images
+
 _RECORDED_ELEMENTS = 4096
 
 
@@ -61,7 +63,7 @@ class Recorder:
             inputs[tensor.name()] = {
                 "dtype": _dtype_name(values.dtype),
                 "shape": list(values.shape),
-                "value": [as_text(item) if isinstance(item, bytes) else item.item() for item in flat],
+                "value": [_recorded(tensor.name(), item) for item in flat],
             }
         trace = request.trace().get_context()
         self._write(
@@ -84,6 +86,12 @@ class Recorder:
 
     def _write(self, event: dict[str, Any]) -> None:
         os.write(self._file, (json.dumps(event) + "\n").encode())
+
+
+def _recorded(name: str, item: Any) -> Any:
+    if not isinstance(item, bytes):
+        return item.item()
+    return images.summary(as_text(item)) if name in images.INPUTS else as_text(item)
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -6,7 +6,6 @@ All requests of an instance run in its batcher, as they do in vLLM's own engine 
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 from typing import Any
@@ -18,9 +17,10 @@ from . import settings, steering
 from .batcher import Batcher
 from .engine import HonestEngine, Options
 from .generation import Generation, SteeredFailure
+from .images import decode_images
+from .logits import log_probability
 from .tensors import Recorder, array, as_text, parameters_of, scalar, strings
 from .text import IncrementalText, Vocabulary
-from .trt_outputs import log_probability
 from .vectors import DIMENSIONS, embed
 from .vllm_parameters import Rejected, Sampling, check_request, parse
 from .vllm_text import DeltaText
@@ -205,7 +205,7 @@ class Request:
         self._echo = "" if self._stream or exclude else prompt
         self._wanted = [name for name in _OPTIONAL_OUTPUTS if scalar(request, f"return_{name}", False)]
         steered, rest = steering.find(prompt)
-        images = _images(request)
+        images = len(decode_images(array(request, "image")))
         # A steered answer may be longer than the model's context: tests ask for very long ones.
         limit = sampling.max_tokens if steered.scripted else min(sampling.max_tokens, model.room(len(self._input)))
         self._text = DeltaText(
@@ -329,15 +329,6 @@ def _release(config: dict[str, Any]) -> str:
 def _text_input(request: Any) -> Any:
     # A request without it gets past Triton when it has another optional input; what follows is the original's text.
     return pb.get_input_tensor_by_name(request, "text_input").as_numpy()
-
-
-def _images(request: Any) -> int:
-    values = array(request, "image")
-    if values is None:
-        return 0
-    for value in values.reshape(-1):
-        base64.b64decode(as_text(value))
-    return int(values.size)
 
 
 def _requested(request: Any, tensors: list[Any]) -> list[Any]:

@@ -29,6 +29,8 @@ class Delimited(Grammar):
     implied: ClassVar[tuple[str, ...]] = ()
     #: What holds where the prompt shows nothing: whether the family begins inside of its thinking.
     begins_inside: ClassVar[bool] = False
+    #: What some families put round the answer behind the thinking: dropped at its beginning and at its end.
+    frame: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, *, inside: bool | None = None) -> None:
         super().__init__()
@@ -54,7 +56,28 @@ class Delimited(Grammar):
                 self._output.content(end)
             else:
                 yield from reader.space()
+        if self.frame is not None:
+            yield from self._framed(*self.frame)
         yield from reader.run(_ANYTHING, self._output.content)
+
+    def _framed(self, opening: str, closing: str) -> Step[None]:
+        """Read the answer without what is put round it. Text behind a *closing* shows that it was none."""
+        reader = self._reader
+        reader.keep()
+        try:
+            yield from reader.literal(opening)
+            reader.release()
+            yield from reader.space()
+        except (Malformed, Ended):
+            self._output.content(reader.release())
+        while (yield from reader.until(markers(closing), self._output.content)):
+            reader.keep(closing)
+            yield from reader.space()
+            if not (yield from reader.peek()):
+                reader.release()
+                self._output.trim()
+                return
+            self._output.content(reader.release())
 
     def _opens(self) -> Step[bool]:
         """Read an opening marker, if one is there; say whether the thinking has begun."""

@@ -24,10 +24,7 @@ class HarmonyReasoning(Harmony):
         return True if prompt.endswith("<|channel|>analysis<|message|>") else None
 
     def _text(self) -> Step[None]:
-        marker = ""
-        if self._inside:
-            marker = yield from self._reasoning()
-        yield from self._messages(marker)
+        yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))
 
     def _call(self, name: str) -> Step[str]:
         self._output.content(self._reader.release())

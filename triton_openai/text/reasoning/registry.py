@@ -20,6 +20,10 @@ BUILT_IN: Mapping[str, str] = {
     "kimi": "triton_openai.text.reasoning.think:Kimi",
     "minimax_m2": "triton_openai.text.reasoning.think:MiniMaxM2",
     "seed_oss": "triton_openai.text.reasoning.think:SeedOss",
+    "gemma4": "triton_openai.text.reasoning.think:Gemma4",
+    "cohere_command3": "triton_openai.text.reasoning.think:Cohere",
+    "hunyuan_a13b": "triton_openai.text.reasoning.think:Hunyuan",
+    "ernie45": "triton_openai.text.reasoning.think:Ernie45",
 }
 
 #: The names under which other servers know the same formats.
@@ -47,6 +51,9 @@ ALIASES: Mapping[str, str] = {
     "kimi_k25": "kimi_k2",
     "minimax": "minimax_m2",
     "granite_thinking_parser": "granite",
+    "cohere": "cohere_command3",
+    "hunyuan": "hunyuan_a13b",
+    "olmo3": "qwen3",
 }
 
 REASONING_PARSERS: Registry[ReasoningParser] = Registry(

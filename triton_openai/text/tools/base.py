@@ -95,6 +95,12 @@ class CallGrammar(Grammar):
         self._new_id = new_id or self.new_id
         # Stream state
         self._is_behind_call = False
+        self._in_call = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a call has begun and not ended: after the flush, whether the text ended in the middle of one."""
+        return self._in_call
 
     @staticmethod
     def new_id() -> str:
@@ -108,6 +114,7 @@ class CallGrammar(Grammar):
             yield from block
             self._output.content(self._reader.release())
         except Malformed:
+            self._in_call = False
             self._output.content(self._reader.release())
         except Ended:
             # Separators and the beginning of a closing marker behind a complete call are no text.
@@ -125,12 +132,14 @@ class CallGrammar(Grammar):
         if not name:
             raise Malformed
         self._reader.release()
+        self._in_call = True
         self._output.start(id or self._new_id(), name)
 
     def _behind_call(self) -> None:
         """Mark the end of a complete call, or of markup behind one."""
         self._reader.keep()
         self._is_behind_call = True
+        self._in_call = False
 
     def _close(self, marker: str) -> Step[None]:
         """Read the *marker* behind a call. Raises :class:`Malformed` or :class:`Ended`."""

@@ -1,7 +1,12 @@
-"""Granite 3: ``<|tool_call|>[{"name": "f", "arguments": {…}}, …]`` (3.0) or ``<tool_call>[…]`` (3.1 and later)."""
+"""
+Granite 3: ``<|tool_call|>[{"name": "f", "arguments": {…}}, …]`` (3.0) or ``<tool_call>[…]`` (3.1 and later).
+
+Granite 4 writes calls as Hermes does, Granite 20B Function Calling as ``<function_call>{…}``.
+"""
 
 from __future__ import annotations
 
+from triton_openai.text.tools.hermes import Hermes
 from triton_openai.text.tools.json_calls import JsonCalls
 from triton_openai.text.tools.markers import Markers
 from triton_openai.text.tools.reader import Step
@@ -24,3 +29,15 @@ class Granite(JsonCalls):
             yield from self._reader.space()
             if (yield from self._reader.peek()) == "<":
                 yield from self._close("</tool_call>")
+
+
+class Granite4(Hermes):
+    """As the chat template of IBM's Granite 4 asks for calls; its markers are special tokens."""
+
+    special_tokens = True
+
+
+class Granite20bFunctionCalling(JsonCalls):
+    """As IBM's Granite 20B Function Calling writes calls, each behind a marker."""
+
+    markers = Markers("<function_call>")

@@ -6,7 +6,7 @@ gpt-oss, as OpenAI's "harmony response format" has it: messages with a header, e
     <|start|>assistant<|channel|>final<|message|>answer<|return|>
 
 The prompt ends with ``<|start|>assistant``, so that the text begins inside of a header. The recipient may stand in
-front of the channel too.
+front of the channel too: then it is the first of the text.
 """
 
 from __future__ import annotations
@@ -42,12 +42,25 @@ class Harmony(CallGrammar):
         self._has_reasoned = False
 
     def _text(self) -> Step[None]:
-        yield from self._messages("")
+        yield from self._messages((yield from self._begins()))
+
+    def _begins(self) -> Step[str]:
+        """Return the beginning of a header that starts with the recipient, since the prompt ends within the header."""
+        reader = self._reader
+        reader.keep()
+        try:
+            # One space, or none where the prompt brought it.
+            yield from reader.optional(" ")
+            yield from reader.literal("to=")
+        except (Malformed, Ended):
+            self._output.content(reader.release())
+            return ""
+        return reader.release()
 
     def _messages(self, marker: str) -> Step[None]:
         """Read messages; *marker* is the last one that was read."""
         while True:
-            if marker in {"<|start|>", "<|channel|>"}:
+            if marker in {"<|start|>", "<|channel|>", "to=", " to="}:
                 marker = yield from self._message(marker)
                 continue
             marker = yield from self._reader.until(_BETWEEN, self._output.content)
@@ -96,12 +109,17 @@ class Harmony(CallGrammar):
             if (yield from reader.next()) == "{":
                 self._start_call(name)
                 yield from json_text.value(reader, self._output.arguments)
+                self._in_call = False
             else:
                 # No arguments at all: the end of the message follows.
                 end = yield from reader.one_of(_ENDS)
                 self._start_call(name)
                 self._output.arguments("{}")
+                self._in_call = False
                 return end
-        except (Malformed, Ended):
+        except Malformed:
+            self._in_call = False
+            self._output.content(reader.release())
+        except Ended:
             self._output.content(reader.release())
         return (yield from reader.until(BODY_END, self._output.content))

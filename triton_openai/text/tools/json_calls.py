@@ -28,6 +28,8 @@ class JsonCalls(MarkedCalls):
     closing: ClassVar[str] = ""
     #: What may stand between objects that are not in an array.
     separators: ClassVar[re.Pattern[str]] = SPACE
+    #: The keys under which a function's name stands.
+    name_keys: ClassVar[frozenset[str]] = frozenset({"name"})
 
     def _block(self, marker: str) -> Step[None]:
         yield from self._reader.space()
@@ -89,7 +91,7 @@ class JsonCalls(MarkedCalls):
             yield from reader.space()
             yield from reader.literal(":")
             yield from reader.space()
-            if key == "name" and name is None:
+            if key in self.name_keys and name is None:
                 name = yield from json_text.decoded_string(reader)
                 if early:
                     begin()("".join(early))

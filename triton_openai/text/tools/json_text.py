@@ -24,6 +24,15 @@ _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrtu')
 _CONTROL = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
+#: Whole items of an array, or members of an object, that hold no others, with the comma behind each. Numbers that come
+#: near the limit below are left to the reading step by step, which keeps it.
+_SIMPLE = (
+    r'(?:"[^"\\\x00-\x1f]*"|-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][-+]?[0-9]{1,99})?|true|false|null)'
+    r"[ \t\n\r]*,"
+)
+_ITEMS = re.compile(rf"(?:[ \t\n\r]*{_SIMPLE})*")
+_MEMBERS = re.compile(rf'(?:[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*:[ \t\n\r]*{_SIMPLE})*')
+
 #: Longer numbers exist in no arguments; they would be held back until their end.
 _LONGEST_NUMBER = 1_000
 
@@ -32,6 +41,9 @@ def value(reader: Reader, sink: Sink) -> Step[None]:
     """Read one value into *sink*. Nesting is limited by memory only. Raises Malformed or Ended."""
     closing: list[str] = []
     while True:
+        if closing and closing[-1] == "]":
+            reader.ahead(_ITEMS, sink)
+            yield from reader.run(_SPACE, sink)
         character = yield from reader.next()
         if character in "{[":
             sink(reader.take())
@@ -111,6 +123,8 @@ def is_object(text: str) -> bool:
 
 
 def _key(reader: Reader, sink: Sink) -> Step[None]:
+    reader.ahead(_MEMBERS, sink)
+    yield from reader.run(_SPACE, sink)
     yield from string(reader, sink)
     yield from reader.run(_SPACE, sink)
     yield from reader.literal(":")

@@ -58,6 +58,10 @@ class Output:
         if text:
             self._add(ToolCallArguments, text)
 
+    def trim(self) -> None:
+        """Drop white space at the end of the content so far: it is markup."""
+        self._space.clear()
+
     def finish(self) -> None:
         """Add what was held back: the text has ended."""
         if self._space and not self._behind_call:

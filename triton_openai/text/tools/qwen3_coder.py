@@ -13,13 +13,13 @@ Qwen 3 Coder, Qwen 3 Next and later, Nemotron 3, Step 3.5::
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
-from triton_openai.text.tools.markers import Markers
+from triton_openai.text.tools.markers import Markers, markers
 from triton_openai.text.tools.reader import Step, discard
 from triton_openai.text.tools.tagged_calls import TaggedCalls
 
 _KEY = re.compile(r"[^<>\n]*")
-_PARTS = Markers("<parameter=", "</function>", "</tool_call>")
 #: The template puts each value on lines of its own. The model at times forgets to close a parameter: a tag that begins
 #: a line then ends it.
 _VALUE_ENDS = Markers("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
@@ -32,16 +32,19 @@ class Qwen3Coder(TaggedCalls):
     The model at times leaves out ``<tool_call>``, so ``<function=`` opens a call too.
     """
 
+    #: What stands round a call, or several.
+    opening: ClassVar[str] = "<tool_call>"
+    closing: ClassVar[str] = "</tool_call>"
     markers = Markers("<tool_call>", "<function=")
 
     def _block(self, marker: str) -> Step[None]:
-        if marker == "<tool_call>":
+        if marker == self.opening:
             yield from self._reader.space()
             yield from self._reader.literal("<function=")
         end = yield from self._function()
-        while end != "</tool_call>":
+        while end != self.closing:
             yield from self._reader.space()
-            end = yield from self._reader.one_of(("</tool_call>", "<function="))
+            end = yield from self._reader.one_of((self.closing, "<function="))
             if end == "<function=":
                 self._before_call(end)
                 end = yield from self._function()
@@ -53,7 +56,7 @@ class Qwen3Coder(TaggedCalls):
         name = yield from self._name()
         yield from self._reader.literal(">")
         self._open(name)
-        part = yield from self._marker(_PARTS, discard)
+        part = yield from self._next_part()
         while part == "<parameter=":
             part = yield from self._parameter()
         self._finish()
@@ -66,5 +69,8 @@ class Qwen3Coder(TaggedCalls):
         yield from self._reader.optional("\n")
         end = yield from self._value(key, _VALUE_ENDS)
         if end.endswith("</parameter>"):
-            return (yield from self._marker(_PARTS, discard))
+            return (yield from self._next_part())
         return end.lstrip()
+
+    def _next_part(self) -> Step[str]:
+        return (yield from self._marker(markers("<parameter=", "</function>", self.closing), discard))

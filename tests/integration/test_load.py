@@ -1,0 +1,95 @@
+"""Limits of running requests and of time, seen from a client."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.conformance.calls import PATHS, ask, end_of, id_of, in_session_loop, request, steered
+from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
+from tests.triton_fixture import TestTriton
+from triton_openai.api.service import SERVICE
+
+pytestmark = in_session_loop
+
+
+async def test_what_is_too_much_is_refused_with_503(triton: TestTriton) -> None:
+    """One runs, one waits for it, and the third is told to come again."""
+    limits = {"max_running_requests": 1, "max_queued_requests": 1}
+    settings = changed(proxy_settings(triton, "http"), server=limits)
+    async with serving(settings) as proxy:
+        await proxy.ready()
+        body = request("chat", "vllm_model", steered(text="a", repeat=2000, delay_ms=20), stream=True, max_tokens=2000)
+        async with proxy.client.post("/v1/chat/completions", json=body) as running:
+            await running.content.readany()
+            waiting = asyncio.create_task(ask(proxy, "chat", "vllm_model", steered(text="b")))
+            admission = proxy.client.app[SERVICE].admission
+            while not admission.queued and not waiting.done():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.001)
+            refused = await ask(proxy, "chat", "ensemble", "x")
+            assert (503, "overloaded", "30") == (
+                refused.status,
+                refused.error["code"],
+                refused.headers["Retry-After"],
+            )
+            assert 200 == (await proxy.get("/v1/models")).status
+            running.close()
+        # The client that left made room.
+        assert "b" == (await waiting).json["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("endpoint", PATHS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_client_sets_its_own_total(
+    proxies: dict[str, Proxy], triton: TestTriton, transport: str, endpoint: str, stream: bool
+) -> None:
+    """When the time is over it is told so, and the work ends."""
+    prompt = steered(text="a", repeat=2000, delay_ms=20)
+    body = request(endpoint, "vllm_model", prompt, stream=stream, max_tokens=2000)
+    answer = await proxies[transport].post(PATHS[endpoint], body, **{"x-request-timeout": "0.3"})
+
+    if stream:
+        assert 200 == answer.status
+        assert '"upstream_timeout"' in answer.events[-1]
+        assert "cancelled" == (await end_of(triton, "vllm_model", id_of(answer)))[0]
+    else:
+        assert (504, "upstream_timeout") == (answer.status, answer.error["code"])
+
+
+async def test_the_total_holds_for_several_answers(proxies: dict[str, Proxy]) -> None:
+    """All of them end together."""
+    prompt = steered(text="a", repeat=2000, delay_ms=20)
+    body = request("completions", "vllm_model", prompt, stream=True, max_tokens=2000, n=3)
+    answer = await proxies["http"].post("/v1/completions", body, **{"x-request-timeout": "0.3"})
+    assert '"upstream_timeout"' in answer.events[-1]
+
+
+async def test_a_client_sets_its_own_patience(proxies: dict[str, Proxy]) -> None:
+    """Until the first token, and between two."""
+    slow = steered(text="a b c", first_delay_ms=60_000)
+    first = await proxies["http"].post(
+        "/v1/chat/completions", request("chat", "ensemble", slow), **{"x-first-token-timeout": "0.2"}
+    )
+    assert (504, "upstream_silent") == (first.status, first.error["code"])
+    stuck = steered(text="a b c", hang_at=1)
+    idle = await proxies["http"].post(
+        "/v1/chat/completions", request("chat", "tensorrt_llm_bls", stuck), **{"x-idle-timeout": "0.2"}
+    )
+    assert (504, "upstream_silent") == (idle.status, idle.error["code"])
+
+
+@pytest.mark.parametrize("name", ["x-request-timeout", "x-first-token-timeout", "x-idle-timeout"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", "", "100000"])
+async def test_headers_that_are_no_limits(proxies: dict[str, Proxy], name: str, value: str) -> None:
+    """What is no time, or more than the operator allows, is refused and not bent."""
+    answer = await proxies["http"].post("/v1/chat/completions", request("chat", "ensemble", "x"), **{name: value})
+    assert (400, name) == (answer.status, answer.error["param"])
+
+
+async def test_embeddings_have_a_total_too(proxies: dict[str, Proxy]) -> None:
+    """The header is the same one."""
+    body = {"model": "text_embedding", "input": "x"}
+    assert 200 == (await proxies["http"].post("/v1/embeddings", body, **{"x-request-timeout": "20"})).status
+    assert 400 == (await proxies["http"].post("/v1/embeddings", body, **{"x-request-timeout": "no"})).status

@@ -1,0 +1,58 @@
+"""How long a request may take: the operator's limits, and a client's own shorter ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from triton_openai.config.tree import TritonSettings
+from triton_openai.errors import InvalidRequest
+
+
+class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Seconds until the first token, between two, and for the whole answer, which may have no limit.
+
+    Clients give theirs in the headers ``x-first-token-timeout``, ``x-idle-timeout`` and ``x-request-timeout``.
+    """
+
+    first_token: float
+    idle: float
+    total: float | None
+
+    @classmethod
+    def of(cls, settings: TritonSettings, headers: Mapping[str, str], *, stream: bool) -> TimeLimits:
+        """
+        Return the limits of a request with *headers*; a *stream* has another total.
+
+        Raises :class:`InvalidRequest` for a header that is no number of seconds, or that asks for more than the
+        operator allows.
+        """
+        total = settings.stream_timeout if stream else settings.request_timeout
+        return cls(
+            first_token=_shorter("x-first-token-timeout", headers, settings.first_token_timeout)
+            or settings.first_token_timeout,
+            idle=_shorter("x-idle-timeout", headers, settings.idle_timeout) or settings.idle_timeout,
+            total=_shorter("x-request-timeout", headers, total) or total,
+        )
+
+
+def _shorter(header: str, headers: Mapping[str, str], allowed: float | None) -> float | None:
+    """Return what *header* asks for, ``None`` where it is not there."""
+    given = headers.get(header)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"The header '{header}' must be a number of seconds greater than 0.", param=header)
+    if allowed is not None and seconds > allowed:
+        raise InvalidRequest(
+            f"The header '{header}' asks for {seconds:g} seconds; this service allows {allowed:g} at most.",
+            param=header,
+        )
+    return seconds
