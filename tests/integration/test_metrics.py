@@ -115,6 +115,31 @@ async def test_mixed_traffic(fresh: Proxy) -> None:
     assert 1 == found.sum("triton_openai_triton_metrics_up")
 
 
+async def test_queued_and_refused(triton: TestTriton) -> None:
+    """With room for one, the second waits, the third is refused, and all three are seen."""
+    settings = changed(proxy_settings(triton, "http"), server={"max_running_requests": 1, "max_queued_requests": 1})
+    async with serving(settings, transport="http") as proxy:
+        await proxy.ready()
+        slow = steered(text="a ", repeat=2000, delay_ms=20)
+        body = request("chat", "vllm_model", slow, stream=True, max_tokens=2000)
+        async with proxy.client.post("/v1/chat/completions", json=body) as response:
+            await response.content.readany()
+            second = asyncio.create_task(ask(proxy, "chat", "ensemble", steered(text="one")))
+            while not (found := await scrape(proxy)).sum("triton_openai_requests_queued", model="ensemble"):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+            third = await ask(proxy, "chat", "ensemble", steered(text="two"))
+            assert (1, 1) == tuple(found.sum(f"triton_openai_requests_{what}") for what in ("running", "queued"))
+            response.close()
+        assert (200, 503) == ((await second).status, third.status)
+        found = await asyncio.wait_for(settled(proxy), 10)
+
+    assert 0 == found.sum("triton_openai_requests_queued")
+    assert 1 == found.sum("triton_openai_requests_total", model="ensemble", status="503", outcome="refused")
+    assert 1 == found.sum("triton_openai_errors_total", model="ensemble", code="overloaded")
+    assert 0 < found.sum("triton_openai_queue_seconds_sum", model="ensemble")
+    assert 0 < found.sum("triton_openai_event_loop_lag_seconds_count")
+
+
 async def test_an_answer_in_one_piece(fresh: Proxy) -> None:
     """It has a first token, at its end, and no time between tokens."""
     await ask(fresh, "chat", "ensemble_nonstreaming", steered(text="one two three four"))
