@@ -23,6 +23,9 @@ from triton_openai.config import Option, Settings, options
 from triton_openai.config.options import bare_type
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
+from triton_openai.telemetry.instruments import INSTRUMENTS
+from triton_openai.telemetry.state import LOOKED_UP
+from triton_openai.telemetry.vllm_names import CACHE_USAGE, RENAMED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -155,6 +158,24 @@ def errors() -> str:
     return "\n".join(_table(["Status", "Code", "Meaning"], [[str(status), *rest] for status, *rest in sorted(rows)]))
 
 
+def metrics() -> str:
+    """Return the table of everything that /metrics has of its own."""
+    rows = [[f"`{one.name}`", one.kind, _list(one.labels), one.help] for one in (*INSTRUMENTS, *LOOKED_UP)]
+    return "\n".join(_table(["Metric", "Kind", "Labels", "Meaning"], rows))
+
+
+def vllm_metrics() -> str:
+    """Return the table of the names of vLLM's server, and of what they show."""
+    rows = [[f"`{one.name}`", _list(one.labels), _source(one.source.name, one.only)] for one in RENAMED]
+    rows.append([f"`{CACHE_USAGE.name}`", _list(CACHE_USAGE.labels), CACHE_USAGE.help])
+    return "\n".join(_table(["Metric", "Labels", "What it shows"], rows))
+
+
+def _source(name: str, only: Mapping[str, str]) -> str:
+    chosen = ", ".join(f'{label}="{value}"' for label, value in only.items())
+    return f"`{name}{{{chosen}}}`" if chosen else f"`{name}`"
+
+
 def _below(kind: type[ServiceError]) -> Iterable[type[ServiceError]]:
     for error in kind.__subclasses__():
         yield error
@@ -171,6 +192,7 @@ _titles = {
     "triton": "Triton",
     "api": "The API",
     "media": "Images",
+    "metrics": "Metrics",
     "defaults": "Models",
     "models": "Single models",
 }
@@ -214,6 +236,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"parameters": parameters, "errors": errors},
     "docs/configuration.md": {"settings": settings},
+    "docs/observability.md": {"metrics": metrics, "vllm metrics": vllm_metrics},
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from triton_openai.adapters.registry import load as load_adapter
+from triton_openai.api.metrics import EXPOSITION
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.background import Background
@@ -23,12 +24,15 @@ from triton_openai.models import Models
 from triton_openai.server.admission import Admission
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.telemetry.access_log import AccessLog
+from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observers
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.metrics import TritonMetrics
 from triton_openai.worker import WORKER, Worker
 
 
@@ -49,8 +53,9 @@ def create_app(
     _check_names(settings)
     connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
     worker = worker or Worker()
-    observers = Observers(AccessLog())
-    lag = LoopLag()
+    metrics = Metrics(worker) if settings.metrics.enabled else None
+    observers = Observers(AccessLog()) if metrics is None else Observers(AccessLog(), metrics)
+    lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
     service = Service(
         settings=settings,
         models=Models(settings, connection),
@@ -70,8 +75,30 @@ def create_app(
     app[OBSERVERS] = observers
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
+    if metrics is not None:
+        _add_metrics(app, metrics)
     add_routes(app)
     return app
+
+
+def _add_metrics(app: web.Application, metrics: Metrics) -> None:
+    """Let *app* show its *metrics*."""
+    service = app[SERVICE]
+    settings = service.settings.metrics
+    wanted = settings.relay_triton or settings.vllm_names
+    exposition = app[EXPOSITION] = Exposition(
+        metrics,
+        service.models,
+        app[WORKER],
+        triton=TritonMetrics(service.settings.triton_metrics_url) if wanted else None,
+        relay=settings.relay_triton,
+        vllm_names=settings.vllm_names,
+    )
+
+    async def close(app: web.Application) -> None:
+        await exposition.close()
+
+    app.on_cleanup.append(close)
 
 
 def _image_loader(settings: Settings) -> ImageLoader:

@@ -101,6 +101,11 @@ class Run:
         return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._tokens)
 
     @property
+    def steps(self) -> int:
+        """In how many steps the answer came up to now: a token each, or a few, or all of them."""
+        return self._steps
+
+    @property
     def finished(self) -> bool:
         """Whether the generation has ended and ``finish_reason`` and ``usage`` are settled."""
         return self._ended

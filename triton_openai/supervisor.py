@@ -129,6 +129,7 @@ class LaunchedTriton:
         http_port, grpc_port, metrics_port = _free_ports(3)
         self.http_url = f"http://127.0.0.1:{http_port}"
         self.grpc_url = f"grpc://127.0.0.1:{grpc_port}"
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.server = EmbeddedTriton(
             model_repository=repositories,
             environment=environment,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from triton_openai.api import chat, completions, embeddings, health, models, rerank, score, tokenize
+from triton_openai.api import chat, completions, embeddings, health, metrics, models, rerank, score, tokenize
 
 
 def add_routes(app: web.Application) -> None:
@@ -28,3 +28,4 @@ def add_routes(app: web.Application) -> None:
     router.add_get("/health/live", health.live)
     for path in ("/health/ready", "/health", "/v1/health", "/health_check"):
         router.add_get(path, health.ready)
+    router.add_get("/metrics", metrics.metrics)

@@ -40,6 +40,7 @@ _LEFT_OUT = {
             *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),
             *("model-repository", "strict-parameters"),
+            *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
         }
     ),
 }
@@ -139,7 +140,14 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _title(section: str) -> str:
-    return {"server": "service", "triton": "Triton", "api": "API", "media": "images", "defaults": "models"}[section]
+    return {
+        "server": "service",
+        "triton": "Triton",
+        "api": "API",
+        "media": "images",
+        "metrics": "metrics",
+        "defaults": "models",
+    }[section]
 
 
 def _about(section: str) -> str:

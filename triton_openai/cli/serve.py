@@ -63,7 +63,7 @@ async def serve_until_stopped(
     that it is not ready.
     """
     if launched is not None:
-        settings = settings.with_triton(launched.http_url, launched.grpc_url)
+        settings = settings.with_triton(launched.http_url, launched.grpc_url, metrics_url=launched.metrics_url)
     # Left in the opposite order: requests in flight still have their Triton while the service drains.
     async with _stop_signal() as stopped, _supervised(settings, launched) as supervised:
         ends: list[asyncio.Task[Any]] = [stopped]

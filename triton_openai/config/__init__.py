@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from triton_openai.config.metrics import MetricsSettings
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, options, options_by_name
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import (
@@ -23,6 +24,7 @@ __all__ = [
     "ENVIRONMENT_PREFIX",
     "ApiSettings",
     "DefaultParameters",
+    "MetricsSettings",
     "ModelDefaults",
     "ModelSettings",
     "Option",

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.config.media import MediaSettings
+from triton_openai.config.metrics import MetricsSettings
 from triton_openai.config.models import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
 from triton_openai.config.units import Seconds
 
@@ -26,6 +27,7 @@ __all__ = [
     "DefaultParameters",
     "LoraSettings",
     "MediaSettings",
+    "MetricsSettings",
     "ModelDefaults",
     "ModelSettings",
     "ServerSettings",
@@ -197,6 +199,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     triton: TritonSettings = TritonSettings()
     api: ApiSettings = ApiSettings()
     media: MediaSettings = MediaSettings()
+    metrics: MetricsSettings = MetricsSettings()
     defaults: ModelDefaults = ModelDefaults()
     models: Annotated[
         Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
@@ -231,6 +234,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Return every alias with the model it stands for."""
         return {alias: name for name, model in self.models.items() for alias in model.aliases}
 
-    def with_triton(self, *urls: str) -> Settings:
+    def with_triton(self, *urls: str, metrics_url: str | None = None) -> Settings:
         """Return these settings for the Triton at *urls*, for when it was started here."""
-        return msgspec.structs.replace(self, triton=msgspec.structs.replace(self.triton, url=urls))
+        metrics = msgspec.structs.replace(self.metrics, triton_url=self.metrics.triton_url or metrics_url)
+        return msgspec.structs.replace(self, triton=msgspec.structs.replace(self.triton, url=urls), metrics=metrics)
+
+    @property
+    def triton_metrics_url(self) -> str:
+        """The address of Triton's metrics: the one that is configured, else the usual port of its host."""
+        host = urlsplit(self.triton.url[0]).hostname or "localhost"
+        return self.metrics.triton_url or f"http://{f'[{host}]' if ':' in host else host}:8002/metrics"

@@ -29,6 +29,16 @@ class Answering(Protocol):
     finish_reason: FinishReason | None
     usage: Usage | None
 
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """The tokens of an answer that has not ended, where the backend counts them with every step."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """In how many steps it came; 1 is an answer in one piece."""
+        ...
+
 
 class Observation:
     """
