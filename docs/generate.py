@@ -169,6 +169,8 @@ _titles = {
     "server": "The service",
     "triton": "Triton",
     "api": "The API",
+    "access": "Access",
+    "limits": "Limits",
     "defaults": "Models",
     "models": "Single models",
 }

@@ -38,6 +38,7 @@ _LEFT_OUT = {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
             *("first-token-timeout", "idle-timeout", "request-timeout", "refresh-interval", "stop-requests"),
             *("model-repository", "strict-parameters"),
+            *(option.name for option in options() if option.section in ("access", "limits")),
         }
     ),
 }
@@ -122,6 +123,8 @@ def _keywords(option: Option, default: Any) -> dict[str, Any]:
         return {**keywords, "action": argparse.BooleanOptionalAction}
     if option.is_list or option.per_model:
         keywords["action"] = "append"
+    if option.words:
+        keywords["nargs"] = len(option.words)
     choices = f"{{{','.join(option.choices)}}}" if option.choices else None
     return {**keywords, "metavar": option.metavar or choices or option.name.rpartition("-")[2].upper()}
 
@@ -137,7 +140,8 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _title(section: str) -> str:
-    return {"server": "service", "triton": "Triton", "api": "API", "defaults": "models"}[section]
+    titles = {"server": "service", "triton": "Triton", "api": "API", "defaults": "models"}
+    return titles.get(section, section)
 
 
 def _about(section: str) -> str:

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from triton_openai.config.access import AccessSettings, LimitSettings
+
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"metavar": "SECONDS"})]
 
 
@@ -250,6 +252,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     server: ServerSettings = ServerSettings()
     triton: TritonSettings = TritonSettings()
     api: ApiSettings = ApiSettings()
+    access: AccessSettings = AccessSettings()
+    limits: LimitSettings = LimitSettings()
     defaults: ModelDefaults = ModelDefaults()
     models: Annotated[
         Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
