@@ -137,8 +137,8 @@ class RequestTimeout(InvalidRequest):
     code = "request_timeout"
 
     def headers(self) -> Mapping[str, str]:
-        """Tell the official clients, which retry a 408, that it would be slow again; and that the connection ends."""
-        return {"x-should-retry": "false", "Connection": "close"}
+        """Say that the connection ends: what is left of the request is not waited for."""
+        return {"Connection": "close"}
 
 
 class HeadersTooLarge(InvalidRequest):

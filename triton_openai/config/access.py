@@ -60,7 +60,8 @@ class AccessSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     cors_allow_origin: Annotated[
         tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
         Meta(
-            description="Web pages of this origin (https://HOST[:PORT]) may ask; * for all. May be given several times.",
+            description="Web pages of this origin (https://HOST[:PORT]) may ask; * for all. May be given several "
+            "times.",
             extra={"metavar": "ORIGIN"},
         ),
     ] = ()

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from triton_openai.errors import RateLimited
-from triton_openai.server.shared_counts import Account, Counts, Window
+from triton_openai.server.shared_counts import WINDOW, Account, Counts, Window
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.worker import Worker
 
@@ -110,7 +110,8 @@ def _refusal(
                 f"Rate limit reached for the key '{name}' on {kind} per minute: limit {most}, used {window.used}. "
                 f"Please try again in {_duration(wait)}.",
                 kind=kind,
-                wait=wait,
+                # The official clients wait for a minute at most, and else try again at once.
+                wait=min(wait, WINDOW),
             )
     return None
 
