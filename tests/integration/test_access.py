@@ -30,7 +30,7 @@ keys:
   - {name: tokens, key: sk-tokens, tokens_per_minute: 5}
   - {name: alone, key: sk-alone, concurrent_requests: 1}
 """
-COMPLETION = {"model": "m", "prompt": "a", "max_tokens": 5}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a", "max_tokens": 5}
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "get", "Post")
 
 
