@@ -79,7 +79,7 @@ audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the
 	rm -rf $(VENV)/audited
 	$(BIN)/python -m pip install --quiet --target $(VENV)/audited .
 	rm -rf $(VENV)/audited/triton_openai*
-	$(BIN)/python -m pip_audit --strict --progress-spinner off --path $(VENV)/audited $(ARGS) || { \
+	@$(BIN)/python -m pip_audit --strict --progress-spinner off --path $(VENV)/audited $(ARGS) || { \
 	    echo "Vulnerabilities are listed above. A package that 'could not be audited' means that the data about" \
 	         "it could not be reached: then nothing is known, neither good nor bad." >&2; exit 1; }
 

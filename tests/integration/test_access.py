@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,10 +17,14 @@ import pytest
 import structlog
 from aiohttp import web
 
+from tests.clients.service import serving as running
+from tests.clients.service import until
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
+from tests.triton_fixture import TestTriton
 from triton_openai.api.groups import ROUTE_GROUPS, Routes, check_groups
 from triton_openai.api.routes import add_routes
+from triton_openai.cli import main
 from triton_openai.config import AccessSettings, ApiSettings, LimitSettings, RestrictedApi, Settings, TritonSettings
 
 KEYS = """
@@ -305,6 +310,50 @@ async def test_the_log(keys_file: Path) -> None:
     assert ("invalid_api_key", "info") == (bad["error"], bad["log_level"])
     assert "key" not in bad
     assert not re.search("sk-|Bearer", str(captured))
+
+
+def test_as_a_process(triton: TestTriton, keys_file: Path, tmp_path: Path) -> None:
+    """What an operator starts has its keys, its restrictions and its patience, and takes new keys as it runs."""
+    arguments = (
+        *("--triton-url", triton.http_url, "--tokenizer", str(triton.tokenizer), "--header-timeout", "0.3"),
+        *("--api-key", "cli:sk-cli", "--api-keys-file", str(keys_file), "--log-level", "debug"),
+        *("--openai-restricted-api", "model-repository,health", "admin-key", "open sesame"),
+    )
+    ask = {"model": "ensemble", "prompt": "a", "max_tokens": 2}
+    with running(tmp_path, *arguments) as service:
+        for key, status in (("sk-cli", 200), ("sk-all", 200), ("sk-few", 200), ("sk-one", 404), ("sk-new", 401)):
+            reply = service.post("/v1/completions", ask, Authorization=f"Bearer {key}")
+            assert status == reply.status
+        assert 401 == service.status("/health/ready")
+        assert 200 == service.send("GET", "/health/ready", headers={"admin-key": "open sesame"}).status
+        keys_file.write_text("keys: [{name: new, key: sk-new}]")
+        until(lambda: service.post("/v1/completions", ask, Authorization="Bearer sk-new").status == 200)
+        assert 401 == service.post("/v1/completions", ask, Authorization="Bearer sk-all").status
+        with socket.create_connection((service.host, service.port), timeout=10) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost")
+            assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+        log = service.log.read_text()
+        assert [] == service.complaints()
+
+    assert '"key": "cli"' in log
+    assert not re.search("sk-(cli|all|few|one|new)|sesame", log)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--api-keys-file", "/nowhere/keys.yaml"), "/nowhere/keys.yaml cannot be read"),
+        (("--openai-restricted-api", "inference k v"), "expected 3 arguments"),
+        (("--openai-restricted-api", "embeddings", "k", "v"), "is not accepted"),
+        (("--api-key", "a:sk-1", "--api-key", "b:sk-1"), "'a' and 'b' are the same key"),
+    ],
+)
+def test_mistakes_of_the_operator(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are one sentence at the start."""
+    assert 2 == main(["serve", "--port", "0", *arguments])
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert "sk-1" not in printed
 
 
 # CORS

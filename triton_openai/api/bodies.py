@@ -67,6 +67,8 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
     loop = asyncio.get_running_loop()
     began = loop.time()
     reading = asyncio.create_task(request.read())
+    # A client that leaves ends both, and nobody is there any more for the second reason.
+    reading.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         while True:
             # Who sends much may take longer, if it comes at a fair rate.

@@ -44,14 +44,21 @@ class Keys:
             if seen == self._seen:
                 continue
             self._seen = seen
-            try:
-                ring = await asyncio.to_thread(read_keys, self._settings)
-            except ConfigurationError as error:
-                _log.error("the old API keys stay in force", reason=error.message)
-            else:
+            await self._read_again()
+            changed()
+
+    async def _read_again(self) -> None:
+        settings = self._settings
+        try:
+            ring = await asyncio.to_thread(read_keys, settings)
+        except ConfigurationError as error:
+            _log.error("the old API keys stay in force", reason=error.message)
+        except Exception:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+            _log.exception("the old API keys stay in force")
+        else:
+            if settings is self._settings:
                 self.ring = ring
                 _log.info("API keys are read again", names=len(ring.names) if ring is not None else 0)
-            changed()
 
 
 def _signature(file: Path | None) -> tuple[int, int, int] | None:
