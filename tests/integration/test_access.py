@@ -26,6 +26,8 @@ from triton_openai.api.groups import ROUTE_GROUPS, Routes, check_groups
 from triton_openai.api.routes import add_routes
 from triton_openai.cli import main
 from triton_openai.config import AccessSettings, ApiSettings, LimitSettings, RestrictedApi, Settings, TritonSettings
+from triton_openai.server.guard import GUARD
+from triton_openai.server.ratelimits import RateLimit
 
 KEYS = """
 keys:
@@ -276,6 +278,23 @@ async def test_tokens_run_out(keys_file: Path) -> None:
     assert [200, 429, 200] == [first.status, second.status, other.status]
     assert ("tokens", "rate_limit_exceeded") == (second.error["type"], second.error["code"])
     assert not [name for name in other.headers if name.startswith("x-ratelimit")]
+
+
+async def test_tokens_of_an_answer_that_is_left(keys_file: Path) -> None:
+    """What the backend had counted when the client left is charged all the same."""
+    async with service(AccessSettings(api_keys_file=keys_file)) as proxy:
+        client, key = proxy.client, {"api-key": "sk-few"}
+        async with client.post("/v1/completions", json={**COMPLETION, "stream": True}, headers=key) as response:
+            await response.content.readany()
+            response.close()
+        assert client.app is not None
+        limits, limit = client.app[GUARD].limits, RateLimit(tokens_per_minute=1000, concurrent_requests=1)
+        assert limits is not None
+        while (ticket := limits.admit("few", limit)).refusal is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    # Four of the prompt, and the token that had come at least.
+    assert int(ticket.headers["x-ratelimit-remaining-tokens"]) <= 995
 
 
 async def test_one_at_a_time(keys_file: Path) -> None:
