@@ -193,6 +193,8 @@ _titles = {
     "api": "The API",
     "media": "Images",
     "metrics": "Metrics",
+    "access": "Access",
+    "limits": "Limits",
     "defaults": "Models",
     "models": "Single models",
 }

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from triton_openai.adapters.registry import load as load_adapter
+from triton_openai.api.bodies import LIMITS
+from triton_openai.api.groups import check_groups
 from triton_openai.api.metrics import EXPOSITION
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
@@ -22,6 +24,9 @@ from triton_openai.media.hosts import AllowedHosts
 from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models
 from triton_openai.server.admission import Admission
+from triton_openai.server.connections import mark_answering
+from triton_openai.server.cors import CORS, Cors, add_cors_headers, answer_preflights
+from triton_openai.server.guard import GUARD, Guard, add_limit_headers, let_in
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.telemetry.access_log import AccessLog
 from triton_openai.telemetry.exposition import Exposition
@@ -65,7 +70,7 @@ def create_app(
         images=images or _image_loader(settings),
     )
     app = web.Application(
-        middlewares=[identify, envelope_errors],
+        middlewares=[mark_answering, identify, envelope_errors, answer_preflights, let_in],
         client_max_size=settings.server.max_body_size,
     )
     app[SERVICE] = service
@@ -73,11 +78,15 @@ def create_app(
     app[LOOP_LAG] = lag
     app[DRAINING] = Draining()
     app[OBSERVERS] = observers
-    app.on_response_prepare.append(add_headers)
-    app.cleanup_ctx.append(_run_service)
+    app[LIMITS] = settings.limits
+    app[CORS] = Cors(settings.access)
+    guard = app[GUARD] = Guard(settings.access)
+    app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
+    app.cleanup_ctx.extend([_run_service, guard.run])
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
+    check_groups(app)
     return app
 
 

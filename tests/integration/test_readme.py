@@ -121,7 +121,10 @@ def test_commands(triton: TestTriton, tmp_path: Path, line: str) -> None:
     assert "serve" == command
     with serving(tmp_path, *options) as running:
         assert 200 == running.status("/health/ready")
-        listed = {model["id"] for model in running.send("GET", "/v1/models").json["data"]}
+        key = options[options.index("--api-key") + 1].partition(":")[2] if "--api-key" in options else None
+        listing = running.send("GET", "/v1/models", headers={"api-key": key} if key else {})
+        listed = {model["id"] for model in listing.json["data"]}
+        assert (401 if key else 200) == running.status("/v1/models")
         if "/models" in line:
             assert {"text_embedding"} == listed
         if "gpt-4o-mini" in line:

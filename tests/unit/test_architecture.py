@@ -179,6 +179,18 @@ def test_one_module_frames_events() -> None:
     assert [] == _found(rule)
 
 
+def test_handlers_find_models_in_one_place() -> None:
+    """Nothing of the API looks up a served model past `api/access.py`: the request's key may not open it."""
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name.startswith("triton_openai/api/") and name != "triton_openai/api/access.py":
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("models.find"):
+                    yield ast.unparse(node.func), node.lineno
+
+    assert [] == _found(rule)
+
+
 def test_environment_and_arguments_are_read_in_one_place() -> None:
     """Nothing reads `os.environ` or `sys.argv` outside the settings and the command line."""
 

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.api.access import find_model
 from triton_openai.api.batches import answers_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.service import Service, new_id, service_of
@@ -74,7 +75,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Embed texts."""
     service = service_of(request)
     body = await read_json(request, EmbeddingsRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await find_model(request, body.model)
     observation = observe(request, "embeddings", model=body.model, adapter=model.adapter.name)
     capabilities = model.adapter.capabilities
     if not capabilities.embed:

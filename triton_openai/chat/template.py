@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 from jinja2 import Template, TemplateSyntaxError, meta
 
 from triton_openai.chat import offload
-from triton_openai.chat.environment import TemplateRefusal, shared_environment
+from triton_openai.chat.environment import TemplateRefusal, shared_environment, start_counting
 from triton_openai.chat.images import TakesImages
 from triton_openai.chat.prepare import Wishes
 from triton_openai.chat.template_analysis import ContentFormat, analyse
@@ -206,6 +206,7 @@ class ChatTemplate:
         }
         pieces: list[str] = []
         length = 0
+        start_counting()
         try:
             for piece in self._template.generate(context):
                 length += len(piece)

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from triton_openai.config.access import AccessSettings, Group, LimitSettings, RestrictedApi
 from triton_openai.config.metrics import MetricsSettings
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, options, options_by_name
 from triton_openai.config.sources import load_settings
@@ -22,12 +23,16 @@ from triton_openai.config.tree import (
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
+    "AccessSettings",
     "ApiSettings",
     "DefaultParameters",
+    "Group",
+    "LimitSettings",
     "MetricsSettings",
     "ModelDefaults",
     "ModelSettings",
     "Option",
+    "RestrictedApi",
     "ServerSettings",
     "Settings",
     "TritonSettings",

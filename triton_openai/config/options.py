@@ -19,7 +19,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     One setting with all its names.
 
     *path* leads to it in the tree and in the YAML file; a setting of a single model has ``models.NAME`` before it.
-    *type* is the annotated type, limits included: what ``msgspec.convert`` checks a value against.
+    *type* is the annotated type, limits included: what ``msgspec.convert`` checks a value against. A *secret* one's
+    values are never repeated, in error messages neither.
     """
 
     name: str
@@ -27,9 +28,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     type: Any
     default: Any
     help: str
-    metavar: str | None
+    metavar: str | tuple[str, ...] | None
     per_model: bool = False
     verbatim: bool = False
+    secret: bool = False
 
     @property
     def flag(self) -> str:
@@ -66,6 +68,14 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def is_list(self) -> bool:
         """Whether it may be given several times."""
         return get_origin(bare_type(self.type)) is tuple
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The fields of one value, for a list of objects: its flag takes one word for each."""
+        item = bare_type(get_args(bare_type(self.type))[0]) if self.is_list else None
+        if isinstance(item, type) and issubclass(item, msgspec.Struct):
+            return item.__struct_fields__
+        return ()
 
     @property
     def is_alias(self) -> bool:
@@ -114,7 +124,7 @@ def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Optio
 
 def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...]) -> Option:
     description, extra = "", dict[str, Any]()
-    for meta in _metadata(field.type):
+    for meta in metadata(field.type):
         description = meta.description or description
         extra.update(meta.extra or {})
     return Option(
@@ -126,11 +136,13 @@ def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...]) -> Option:
         metavar=extra.get("metavar"),
         per_model=extra.get("per_model", False),
         verbatim=extra.get("verbatim", False),
+        secret=extra.get("secret", False),
     )
 
 
-def _metadata(annotation: Any) -> Iterator[msgspec.Meta]:
+def metadata(annotation: Any) -> Iterator[msgspec.Meta]:
+    """Yield what is said about *annotation*, from the inside out."""
     if get_origin(annotation) is Annotated:
-        inner, *metadata = get_args(annotation)
-        yield from _metadata(inner)
-        yield from (meta for meta in metadata if isinstance(meta, msgspec.Meta))
+        inner, *metas = get_args(annotation)
+        yield from metadata(inner)
+        yield from (meta for meta in metas if isinstance(meta, msgspec.Meta))

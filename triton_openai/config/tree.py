@@ -17,14 +17,17 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
+from triton_openai.config.access import AccessSettings, LimitSettings
 from triton_openai.config.media import MediaSettings
 from triton_openai.config.metrics import MetricsSettings
 from triton_openai.config.models import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
 from triton_openai.config.units import Seconds
 
 __all__ = [
+    "AccessSettings",
     "ApiSettings",
     "DefaultParameters",
+    "LimitSettings",
     "LoraSettings",
     "MediaSettings",
     "MetricsSettings",
@@ -200,6 +203,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     api: ApiSettings = ApiSettings()
     media: MediaSettings = MediaSettings()
     metrics: MetricsSettings = MetricsSettings()
+    access: AccessSettings = AccessSettings()
+    limits: LimitSettings = LimitSettings()
     defaults: ModelDefaults = ModelDefaults()
     models: Annotated[
         Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
