@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"metavar": "SECONDS"})]
+from triton_openai.config.units import Seconds
+
 Count = Annotated[int, Meta(ge=1)]
 
 # Every route belongs to one of these. All but "info" (what the service says about itself) are those of NVIDIA's own
