@@ -3,18 +3,34 @@ The settings tree: what can be set, its type, its limits, its default and its ex
 
 Flags, environment variables, help texts and the reference table are derived from the fields below (see ``options``), so
 a new setting is one new field. ``extra`` holds what cannot be derived: ``name`` where the field's own name would be too
-short for a flag, and ``metavar``.
+short for a flag, ``metavar``, and ``live`` where a running service takes a new value over (see ``reload``); what is
+said of a whole group holds for all its settings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
+
+from triton_openai.config.model_settings import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
+
+__all__ = [
+    "ApiSettings",
+    "DefaultParameters",
+    "LoraSettings",
+    "MediaSettings",
+    "ModelDefaults",
+    "ModelSettings",
+    "Seconds",
+    "ServerSettings",
+    "Settings",
+    "TritonSettings",
+]
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"metavar": "SECONDS"})]
 
@@ -34,24 +50,34 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             description="Connections that may wait to be accepted; net.core.somaxconn limits it too.",
         ),
     ] = 4096
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Processes that serve together on the port; one core is the most that each of them uses.",
+            extra={"metavar": "N"},
+        ),
+    ] = 1
     max_body_size: Annotated[
         int, Meta(ge=1024, description="Largest request body that is read.", extra={"metavar": "BYTES"})
     ] = 64 * 1024 * 1024
     heartbeat_interval: Annotated[
-        Seconds, Meta(description="A stream that has nothing to send sends a comment this often.")
+        Seconds,
+        Meta(description="A stream that has nothing to send sends a comment this often.", extra={"live": True}),
     ] = 15.0
     max_running_requests: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Requests that may run at the same time, shared by the workers; further ones wait.",
-            extra={"metavar": "N"},
+            extra={"metavar": "N", "live": True},
         ),
     ] = None
     max_running_requests_per_model: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Requests that may run at the same time on one model, shared by the workers.",
-            extra={"metavar": "N"},
+            extra={"metavar": "N", "live": True},
         ),
     ] = None
     max_queued_requests: Annotated[
@@ -59,16 +85,35 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Meta(
             ge=0,
             description="Requests that may wait for others to end; further ones are refused with 503 at once.",
-            extra={"metavar": "N"},
+            extra={"metavar": "N", "live": True},
         ),
     ] = 1000
-    queue_timeout: Annotated[Seconds, Meta(description="Longest wait for others to end, then it is a 503.")] = 30.0
+    queue_timeout: Annotated[
+        Seconds, Meta(description="Longest wait for others to end, then it is a 503.", extra={"live": True})
+    ] = 30.0
     max_loop_lag: Annotated[
         Seconds | None,
-        Meta(description="A process that is late by more than this for half a second refuses new requests with 503."),
+        Meta(
+            description="A process that is late by more than this for half a second refuses new requests with 503.",
+            extra={"live": True},
+        ),
     ] = 1.0
+    shutdown_delay: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="After SIGTERM the service says that it is not ready, and goes on serving for this long, so "
+            "that load balancers can notice.",
+            extra={"metavar": "SECONDS", "live": True},
+        ),
+    ] = 0.0
     shutdown_grace: Annotated[
-        Seconds, Meta(description="Time that running requests are given to finish when the service is told to stop.")
+        Seconds,
+        Meta(
+            description="Time that running requests are given to finish when the service is told to stop.",
+            extra={"live": True},
+        ),
     ] = 10.0
     log_format: Annotated[
         Literal["console", "json"],
@@ -100,14 +145,20 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ] = ()
     connect_timeout: Annotated[Seconds, Meta(description="Longest wait for a connection to Triton.")] = 5.0
     first_token_timeout: Annotated[
-        Seconds, Meta(description="Longest wait for a stream's first token, queueing included.")
+        Seconds, Meta(description="Longest wait for a stream's first token, queueing included.", extra={"live": True})
     ] = 600.0
-    idle_timeout: Annotated[Seconds, Meta(description="Longest silence between two tokens of a stream.")] = 120.0
+    idle_timeout: Annotated[
+        Seconds, Meta(description="Longest silence between two tokens of a stream.", extra={"live": True})
+    ] = 120.0
     request_timeout: Annotated[
-        Seconds, Meta(description="Longest time that a request which does not stream may take.")
+        Seconds, Meta(description="Longest time that a request which does not stream may take.", extra={"live": True})
     ] = 600.0
     stream_timeout: Annotated[
-        Seconds | None, Meta(description="Longest time that a stream may take in all; without it there is no limit.")
+        Seconds | None,
+        Meta(
+            description="Longest time that a stream may take in all; without it there is no limit.",
+            extra={"live": True},
+        ),
     ] = None
     refresh_interval: Annotated[
         Seconds, Meta(description="How often the list of models and their readiness is read again.")
@@ -116,12 +167,16 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         bool,
         Meta(
             description="Answer for a model of text with the engine behind it, where there is one and the tokenizer is "
-            "known: exact characters, counts, token ids and log probabilities."
+            "known: exact characters, counts, token ids and log probabilities.",
+            extra={"live": True},
         ),
     ] = False
     stop_requests: Annotated[
         bool,
-        Meta(description="Tell the engine behind an ensemble to stop when its request is abandoned."),
+        Meta(
+            description="Tell the engine behind an ensemble to stop when its request is abandoned.",
+            extra={"live": True},
+        ),
     ] = True
 
     @property
@@ -215,142 +270,17 @@ class MediaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     ] = 32
 
 
-class DefaultParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Values for request parameters that a client leaves out, with the limits that a request has."""
-
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
-    seed: int | None = None
-    stop: str | tuple[str, ...] | None = None
-
-    def given(self) -> dict[str, Any]:
-        """Return only what is set, under its name in a request."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
-
-
-class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How models are used that say nothing else themselves. Each flag also takes MODEL=VALUE, for that model only."""
-
-    adapter: Annotated[
-        str | None,
-        Meta(
-            description="Adapter to use, instead of the one that claims the model (see `triton-openai inspect`).",
-            extra={"metavar": "[MODEL=]NAME", "per_model": True},
-        ),
-    ] = None
-    tokenizer: Annotated[
-        str | None,
-        Meta(
-            description="Folder with the tokenizer's files, or the name of a model on the Hugging Face hub.",
-            extra={"metavar": "[MODEL=]SOURCE", "per_model": True},
-        ),
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        Meta(
-            description="Jinja file with the chat template, or the name of a built-in one.",
-            extra={"metavar": "[MODEL=]TEMPLATE", "per_model": True},
-        ),
-    ] = None
-    tool_call_parser: Annotated[
-        str | None,
-        Meta(
-            description="How the model writes tool calls; 'auto' (the default) goes by its chat template, 'none' "
-            "leaves them in the text.",
-            extra={"metavar": "[MODEL=]NAME", "per_model": True},
-        ),
-    ] = None
-    reasoning_parser: Annotated[
-        str | None,
-        Meta(
-            description="How the model marks its reasoning; 'auto' (the default) goes by its chat template, 'none' "
-            "leaves it in the text.",
-            extra={"metavar": "[MODEL=]NAME", "per_model": True},
-        ),
-    ] = None
-    image_placeholder: Annotated[
-        str | None,
-        Meta(
-            description="What stands in the prompt for an image, {n} being its number, where the chat template takes "
-            "text only; 'none' where the backend itself puts images into the prompt. 'auto' (the default) leaves it to "
-            "the template.",
-            extra={"metavar": "[MODEL=]TEXT", "per_model": True},
-        ),
-    ] = None
-    max_model_len: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Tokens that prompt and answer may have together; no backend tells it.",
-            extra={"metavar": "[MODEL=]TOKENS", "per_model": True},
-        ),
-    ] = None
-    kv_cache_block_size: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Tokens in a block of the engine's KV cache (its tokens_per_block): with it, usage tells how "
-            "many of the prompt's tokens came from the cache, where the backend counts them.",
-            extra={"metavar": "[MODEL=]TOKENS", "per_model": True},
-        ),
-    ] = None
-    default_parameters: Annotated[
-        DefaultParameters,
-        Meta(description="Values for request parameters that a client leaves out, such as temperature."),
-    ] = DefaultParameters()
-
-
-class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """
-    A LoRA adapter that an engine is sent, or has read itself: its *name*, the *task_id* that stands for it there (made
-    from its contents if left out), and the *path* of the folder with its weights.
-    """
-
-    name: Annotated[str, Meta(min_length=1)]
-    task_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    path: Annotated[str, Meta(min_length=1)] | None = None
-
-
-class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one model is used; what is left out comes from the defaults."""
-
-    aliases: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Further name under which a model is served. May be given several times.",
-            extra={"name": "alias", "metavar": "NAME=MODEL"},
-        ),
-    ] = ()
-    loras: Annotated[
-        tuple[Annotated[str, Meta(min_length=1)] | LoraSettings, ...],
-        Meta(
-            description="LoRA adapters of the model, each served under its name: names that the model's server knows, "
-            "or mappings with name, path and task_id. In a repository that can be read here, multi_lora.json is read "
-            "as well."
-        ),
-    ] = ()
-    lora_dir: Annotated[
-        Path | None,
-        Meta(
-            description="Folder in which the paths of loras lie; by default the model's own folder in model_repository."
-        ),
-    ] = None
-
-
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything that can be set. ``load_settings`` makes it; it never changes afterwards."""
 
     server: ServerSettings = ServerSettings()
     triton: TritonSettings = TritonSettings()
-    api: ApiSettings = ApiSettings()
+    api: Annotated[ApiSettings, Meta(extra={"live": True})] = ApiSettings()
     media: MediaSettings = MediaSettings()
-    defaults: ModelDefaults = ModelDefaults()
+    defaults: Annotated[ModelDefaults, Meta(extra={"live": True})] = ModelDefaults()
     models: Annotated[
-        Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
+        Mapping[str, ModelSettings],
+        Meta(description="What differs for single models, by the name that Triton knows.", extra={"live": True}),
     ] = msgspec.field(default_factory=dict)
 
     def model(self, name: str) -> ModelSettings:
