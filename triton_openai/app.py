@@ -9,7 +9,7 @@ from aiohttp import web
 
 from triton_openai.adapters.registry import load as load_adapter
 from triton_openai.api.routes import add_routes
-from triton_openai.api.service import SERVICE, Service
+from triton_openai.api.service import SERVICE, LiveSettings, Service
 from triton_openai.background import Background
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
@@ -51,7 +51,7 @@ def create_app(
     observers = Observers(AccessLog())
     lag = LoopLag()
     service = Service(
-        settings=settings,
+        live=LiveSettings(settings),
         models=Models(settings, connection),
         client=connection,
         background=Background(),
@@ -102,6 +102,20 @@ def _check_names(settings: Settings) -> None:
 def models_of(app: web.Application) -> Models:
     """Return the served models of *app*, for who started it."""
     return app[SERVICE].models
+
+
+async def take_over(app: web.Application, settings: Settings, renew: bool) -> None:
+    """
+    Let the running *app* go on with *settings*, all or nothing; see :data:`triton_openai.reload.TakeOver`.
+
+    Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
+    """
+    await asyncio.to_thread(_check_names, settings)
+    service = app[SERVICE]
+    # The only part that can refuse comes first.
+    await service.models.take_over(settings, renew=renew)
+    service.admission.replace(settings.server)
+    service.live.current = settings
 
 
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
