@@ -12,7 +12,7 @@ from triton_openai.api.bodies import LIMITS
 from triton_openai.api.groups import check_groups
 from triton_openai.api.metrics import EXPOSITION
 from triton_openai.api.routes import add_routes
-from triton_openai.api.service import SERVICE, Service
+from triton_openai.api.service import SERVICE, LiveSettings, Service
 from triton_openai.background import Background
 from triton_openai.chat import history, infill
 from triton_openai.chat.parsers import AUTO, NONE
@@ -62,7 +62,7 @@ def create_app(
     observers = Observers(AccessLog()) if metrics is None else Observers(AccessLog(), metrics)
     lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
     service = Service(
-        settings=settings,
+        live=LiveSettings(settings),
         models=Models(settings, connection),
         client=connection,
         background=Background(),
@@ -142,6 +142,26 @@ def _check_names(settings: Settings) -> None:
 def models_of(app: web.Application) -> Models:
     """Return the served models of *app*, for who started it."""
     return app[SERVICE].models
+
+
+async def take_over(app: web.Application, settings: Settings, renew: bool) -> None:
+    """
+    Let the running *app* go on with *settings*, all or nothing; see :data:`triton_openai.reload.TakeOver`.
+
+    Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
+    """
+    await asyncio.to_thread(_check_names, settings)
+    service, guard = app[SERVICE], app[GUARD]
+    # The parts that can refuse come first.
+    guard.replace(settings.access)
+    try:
+        await service.models.take_over(settings, renew=renew)
+    except BaseException:
+        guard.replace(service.settings.access)
+        raise
+    app[CORS].replace(settings.access)
+    service.admission.replace(settings.server)
+    service.live.current = settings
 
 
 async def _run_service(app: web.Application) -> AsyncIterator[None]:

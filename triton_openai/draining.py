@@ -1,8 +1,12 @@
-"""The end of the service: what runs may finish for a while, and what then still runs is told so, not cut off."""
+"""
+The end of the service: it says so first, what runs may finish for a while, and what then still runs is told so, not cut
+off.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -18,7 +22,10 @@ class Draining:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._none = asyncio.Event()
         self._stopping = False
+        #: Whether the end has begun: not ready any more, and every connection is closed after its next answer.
+        self.begun = False
 
     def enter(self) -> asyncio.Task[Any] | None:
         """Count the running request in; returns what :meth:`leave` takes."""
@@ -31,6 +38,12 @@ class Draining:
         """Count a request out."""
         if task is not None:
             self._tasks.discard(task)
+            if not self._tasks:
+                self._none.set()
+
+    def begin(self) -> None:
+        """Say from now on that the service is ending; it goes on serving."""
+        self.begun = True
 
     def reason(self) -> ServiceError | None:
         """Return what a request that is being cancelled tells its client; ``None`` when it is the client that left."""
@@ -38,15 +51,28 @@ class Draining:
             return None
         return UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1)
 
-    async def drain(self, grace: float) -> None:
-        """Wait until every request has ended, for *grace* seconds at most; then cancel the rest."""
+    async def drain(self, grace: float, hurried: asyncio.Event | None = None) -> None:
+        """Wait until every request has ended, for *grace* seconds at most or until *hurried*; then cancel the rest."""
+        self.begin()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=grace)
+            self._none.clear()
+            ends = [self._none, *([hurried] if hurried is not None else [])]
+            await first_of(ends, timeout=grace)
         self._stopping = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_FAREWELL_SECONDS)
+
+
+async def first_of(events: Sequence[asyncio.Event], *, timeout: float) -> None:
+    """Wait until one of *events* is set, for *timeout* seconds at most."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 DRAINING: web.AppKey[Draining] = web.AppKey("draining", Draining)

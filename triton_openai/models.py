@@ -15,64 +15,20 @@ import structlog
 from triton_openai.adapters.base import Adapter
 from triton_openai.adapters.helpers import ENGINE, helper_role
 from triton_openai.adapters.registry import Claim, Registry
-from triton_openai.chat.parsers import Parsers, choose
+from triton_openai.chat.parsers import Parsers
 from triton_openai.chat.prompts import Prompter, may_have_tokenizer
 from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings
-from triton_openai.errors import ModelNotFound, ServiceError, UpstreamUnavailable
+from triton_openai.errors import ConfigurationError, ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.loras.delivery import LoraDelivery
 from triton_openai.loras.discovery import FoundLora, find_loras, served_names
+from triton_openai.prompters import LazyPrompter, Prompters
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
-
-
-class LazyPrompter:
-    """
-    Tokenizer and template of a model, resolved on first use and in a thread: tokenizers are read from disk or
-    fetched.
-    """
-
-    def __init__(self, settings: ModelSettings, hinted_tokenizer_dir: str | None) -> None:
-        self._settings = settings
-        self.hint = hinted_tokenizer_dir
-        self._task: asyncio.Task[Prompter] | None = None
-        self._parsers: tuple[Prompter, Parsers] | None = None
-
-    async def get(self) -> Prompter:
-        """
-        Return it. Raises :class:`ConfigurationError` where what is configured cannot be used; the next call tries
-        again.
-        """
-        task = self._task
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._task = asyncio.create_task(asyncio.to_thread(self._resolve))
-        # Shielded: a client that leaves must not take the tokenizer from all others.
-        return await asyncio.shield(task)
-
-    def parsers(self, prompter: Prompter) -> Parsers:
-        """
-        Return what reads the answers to *prompter*'s prompts. Raises :class:`ConfigurationError` for unknown names.
-
-        Chosen once: finding a parser by name looks through all installed packages.
-        """
-        if self._parsers is None or self._parsers[0] is not prompter:
-            settings = self._settings
-            chosen = choose(prompter, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser)
-            self._parsers = prompter, chosen
-        return self._parsers[1]
-
-    def _resolve(self) -> Prompter:
-        return Prompter.resolve(
-            tokenizer_source=self._settings.tokenizer,
-            template_spec=self._settings.chat_template,
-            history_template=self._settings.history_template,
-            history_template_file=self._settings.history_template_file,
-            hinted_tokenizer_dir=self.hint,
-        )
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +61,16 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):
-    """A Triton model that is not offered, and why; ``role`` is set for a helper of other models."""
+    """
+    A Triton model that is not offered, and why; ``role`` is set for a helper of other models.
+
+    ``failed`` is whether what is configured for it is at fault.
+    """
 
     name: str
     why: str
     role: str | None = None
+    failed: bool = False
 
 
 class Models:
@@ -121,6 +82,8 @@ class Models:
         self._aliases = settings.aliases()
         self._created: dict[str, int] = {}
         self._served: dict[str, ServedModel] = {}
+        self._prompters = Prompters()
+        self._binding = asyncio.Lock()
         self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDelivery] = {}
         self.unserved: Sequence[Unserved] = ()
         #: By Triton model, in sentences: why LoRA adapters of it are not served.
@@ -167,10 +130,37 @@ class Models:
             names += [(entry.name, self._since(entry.name)) for entry in self.unserved]
         return names
 
+    async def take_over(self, settings: Settings, *, renew: bool) -> None:
+        """
+        Serve by *settings* from now on; running requests keep the model that they began with.
+
+        Tokenizers and templates that the settings change are resolved before anything else changes; all others too
+        when asked to *renew*, but one that then fails stays as it was. Raises :class:`ConfigurationError` where the
+        settings cannot be used; nothing has changed then.
+        """
+        prompters = await self._prompters.renewed(settings, renew=renew)
+        async with self._binding:
+            before = self._settings, self._aliases, self._prompters
+            self._settings, self._aliases, self._prompters = settings, settings.aliases(), prompters
+            try:
+                await self._bind_all(self.catalog.snapshot, refuse=True)
+            except BaseException:
+                self._settings, self._aliases, self._prompters = before
+                raise
+
     def _since(self, name: str) -> int:
         return self._created.setdefault(name, int(time.time()))
 
     async def _rebind(self, snapshot: Snapshot) -> None:
+        async with self._binding:
+            await self._bind_all(snapshot)
+
+    async def _bind_all(self, snapshot: Snapshot, *, refuse: bool = False) -> None:
+        """
+        Bind every model of *snapshot*.
+
+        When asked to *refuse*, raise :class:`ConfigurationError` where a mistake takes away a model that was served.
+        """
         if not snapshot.reachable:
             # What was served stays known: requests for it get a 503 and not a 404 while Triton is away.
             return
@@ -182,6 +172,8 @@ class Models:
                 served[config.name] = bound
             else:
                 unserved.append(bound)
+                if refuse and bound.failed and config.name in self._served:
+                    raise ConfigurationError(f"{config.name}: {bound.why}")
         for alias, name in self._aliases.items():
             if alias in snapshot.configs:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
@@ -193,6 +185,7 @@ class Models:
         for name in self._served.keys() - served.keys():
             _log.info("model is gone", model=name)
         self._served, self.unserved = served, unserved
+        self._prompters.keep({model.owner for model in served.values()})
 
     async def _add_loras(self, served: dict[str, ServedModel], snapshot: Snapshot) -> None:
         """Add the LoRA adapters of the models that can be asked for one, under names that are free and unambiguous."""
@@ -253,13 +246,10 @@ class Models:
                 adapter, reason = self._token_level(adapter, reason, repository)
         except ServiceError as error:
             _log.error("model cannot be served", model=config.name, reason=error.message)
-            return Unserved(name=config.name, why=error.message)
+            return Unserved(name=config.name, why=error.message, failed=True)
         except Exception as error:  # noqa: BLE001 - a third party's mistake must not keep the others from their models
             _log.exception("an adapter failed to take a model", model=config.name)
-            return Unserved(name=config.name, why=f"its adapter failed: {type(error).__name__}")
-        before = self._served.get(config.name)
-        # An alias or a LoRA adapter of the same name had another model's tokenizer.
-        same = before is not None and before.owner == before.name == config.name and before.lazy_prompter.hint == hint
+            return Unserved(name=config.name, why=f"its adapter failed: {type(error).__name__}", failed=True)
         return ServedModel(
             name=config.name,
             owner=config.name,
@@ -267,7 +257,7 @@ class Models:
             reason=reason,
             settings=settings,
             created=self._since(config.name),
-            lazy_prompter=before.lazy_prompter if before is not None and same else LazyPrompter(settings, hint),
+            lazy_prompter=self._prompters.of(config.name, settings, hint),
             priorities=_priorities(adapter.config, repository),
         )
 

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError
+from triton_openai.pauses import Pauses
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.triton.embedded import EmbeddedTriton
 
@@ -61,9 +63,7 @@ class Supervisor:
         self._server = server
         self._start_timeout = start_timeout
         self._poll_interval = poll_interval
-        self._first_pause = first_pause
-        self._longest_pause = longest_pause
-        self._stable_after = stable_after
+        self._pauses = Pauses(first=first_pause, longest=longest_pause, stable_after=stable_after)
         self.started = asyncio.Event()
 
     async def run(self) -> None:
@@ -75,30 +75,27 @@ class Supervisor:
         try:
             await self._start()
             self.started.set()
-            pause = self._first_pause
             while True:
                 began = time.monotonic()
                 status = await self._ended()
                 log.error("triton ended", status=status, log_tail=self._server.log_tail(20))
-                if time.monotonic() - began >= self._stable_after:
-                    pause = self._first_pause
-                pause = await self._restart(pause)
+                await self._restart(self._pauses.after(time.monotonic() - began))
         finally:
             await asyncio.to_thread(self._server.stop)
 
-    async def _restart(self, pause: float) -> float:
-        """Start the server again, as often as it takes; return the pause that a further end asks for."""
+    async def _restart(self, pause: float) -> None:
+        """Start the server again after *pause* seconds, as often as it takes."""
         while True:
             await asyncio.sleep(pause)
-            pause = min(2 * pause, self._longest_pause)
             try:
                 await self._start()
             except ConfigurationError as error:
+                pause = self._pauses.after(0)
                 # The message says it all; where it was raised says nothing to an operator.
                 log.error("triton did not start again", reason=error.message, next_try_in=pause)  # noqa: TRY400
             else:
                 log.info("triton runs again")
-                return pause
+                return
 
     async def _ended(self) -> int:
         # A thread that waits instead of looking could not be cancelled.
@@ -139,6 +136,10 @@ class LaunchedTriton:
             grpc_port=grpc_port,
             metrics_port=metrics_port,
         )
+
+    def settings(self, settings: Settings) -> Settings:
+        """Return *settings* for a service in front of this Triton."""
+        return settings.with_triton(self.http_url, self.grpc_url, metrics_url=self.metrics_url)
 
 
 def _free_ports(count: int) -> list[int]:

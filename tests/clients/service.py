@@ -145,13 +145,17 @@ def exchange(
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Service]:
-    """Run ``triton-openai serve`` with *arguments* on a free port; its log goes to a file in *folder*."""
+def serving(folder: Path, *arguments: str, **environ: str) -> Iterator[Service]:
+    """
+    Run ``triton-openai serve`` with *arguments* and *environ* on a free port; its log goes to a file in *folder*.
+    """
     log = folder / "service.log"
     command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--log-format", "json", *arguments]
     # A file, because an unread pipe fills up and then holds the service.
     with log.open("w") as sink:
-        process = subprocess.Popen(command, env=_ENVIRONMENT, stdout=subprocess.PIPE, stderr=sink, text=True)
+        process = subprocess.Popen(
+            command, env={**_ENVIRONMENT, **environ}, stdout=subprocess.PIPE, stderr=sink, text=True
+        )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

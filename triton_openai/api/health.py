@@ -1,5 +1,6 @@
 """
-Health: *live* says that this process answers; *ready* that a Triton answers and at least one served model is ready.
+Health: *live* says that this process answers; *ready* that a Triton answers, at least one served model is ready, and
+the service is not about to end.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from triton_openai.api.service import service_of
+from triton_openai.draining import DRAINING
 
 
 async def live(request: web.Request) -> web.Response:
@@ -17,6 +19,8 @@ async def live(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """Answer 200 when requests can be served, else 503 with the reason."""
+    if request.app[DRAINING].begun:
+        return _answer(503, {"status": "not ready", "reason": "The service is stopping."})
     models = service_of(request).models
     if models.ready:
         return _answer(200, {"status": "ready"})

@@ -58,15 +58,27 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     scoring: Scoring | None = None
 
 
+class LiveSettings:
+    """The settings of a running service; replaced as a whole when they were read again."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.current = settings
+
+
 class Service(msgspec.Struct, frozen=True):
     """The parts of the running service."""
 
-    settings: Settings
+    live: LiveSettings
     models: Models
     client: TritonClient
     background: Background
     admission: Admission
     images: ImageLoader
+
+    @property
+    def settings(self) -> Settings:
+        """The settings now; a request that goes on for long may see others at its end than at its beginning."""
+        return self.live.current
 
     async def runs(
         self, model: ServedModel, prompts: Sequence[str | Sequence[int]], task: Task, *, limits: TimeLimits

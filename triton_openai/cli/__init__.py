@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from triton_openai.cli.arguments import DEFAULTS, parse
-from triton_openai.config import load_settings
+from triton_openai.config import config_file, load_settings
 from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.reload import Source
 from triton_openai.telemetry.logging import configure_logging
 
 __all__ = ["main"]
@@ -22,7 +23,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         parsed = parse(sys.argv[1:] if arguments is None else arguments)
-        settings = load_settings(parsed.settings, os.environ, DEFAULTS.get(parsed.command))
+        source = Source(
+            lambda: load_settings(parsed.settings, os.environ, DEFAULTS.get(parsed.command)),
+            config_file(parsed.settings, os.environ),
+        )
+        settings = source.load()
         configure_logging(settings.server)
         # Imported when it is needed: `--help` and a mistyped flag should not wait for the whole service to load.
         if parsed.command == "inspect":
@@ -33,9 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from triton_openai.cli.demo import demo
 
             return demo(settings, os.environ, once=parsed.once)
+        if settings.server.workers > 1:
+            from triton_openai.cli.workers import serve_with_workers
+
+            return serve_with_workers(settings, source, os.environ)
         from triton_openai.cli.serve import serve
 
-        return serve(settings, os.environ)
+        return serve(settings, source, os.environ)
     except ConfigurationError as error:
         print(f"triton-openai: {error.message}", file=sys.stderr)
         return 2

@@ -12,7 +12,9 @@ import aiohttp
 import msgspec
 
 from triton_openai.cli.banner import Banner
-from triton_openai.cli.serve import Talk, listening_sockets, run_loop, serve_until_stopped
+from triton_openai.cli.serve import Talk, serve_until_stopped
+from triton_openai.cli.sockets import listening_sockets
+from triton_openai.cli.stopping import run_loop
 from triton_openai.config import AccessSettings, Settings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError

@@ -19,8 +19,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     One setting with all its names.
 
     *path* leads to it in the tree and in the YAML file; a setting of a single model has ``models.NAME`` before it.
-    *type* is the annotated type, limits included: what ``msgspec.convert`` checks a value against. A *secret* one's
-    values are never repeated, in error messages neither.
+    *type* is the annotated type, limits included: what ``msgspec.convert`` checks a value against. A *live* setting is
+    taken over while the service runs. A *secret* one's values are never repeated, in error
+    messages neither.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     per_model: bool = False
     verbatim: bool = False
     secret: bool = False
+    live: bool = False
 
     @property
     def flag(self) -> str:
@@ -99,7 +101,7 @@ def options() -> tuple[Option, ...]:
     """Return every setting that has a flag and an environment variable, in the order of the tree."""
     found = list(_walk(Settings, ()))
     found.extend(
-        _option(field, ("models", "NAME", field.name))
+        _option(field, ("models", "NAME", field.name), live=True)
         for field in msgspec.structs.fields(ModelSettings)
         if field.name == "aliases"
     )
@@ -112,17 +114,22 @@ def options_by_name() -> dict[str, Option]:
     return {option.name: option for option in options()}
 
 
-def _walk(struct: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[Option]:
+def _walk(struct: type[msgspec.Struct], path: tuple[str, ...], *, live: bool = False) -> Iterator[Option]:
     for field in msgspec.structs.fields(struct):
         inner = bare_type(field.type)
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
             if not path:
-                yield from _walk(inner, (field.name,))
+                yield from _walk(inner, (field.name,), live=is_live(field.type))
         elif path:
-            yield _option(field, (*path, field.name))
+            yield _option(field, (*path, field.name), live=live)
 
 
-def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...]) -> Option:
+def is_live(annotation: Any) -> bool:
+    """Return whether a running service takes new values of what has this *annotation* over."""
+    return any((meta.extra or {}).get("live", False) for meta in metadata(annotation))
+
+
+def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], *, live: bool = False) -> Option:
     description, extra = "", dict[str, Any]()
     for meta in metadata(field.type):
         description = meta.description or description
@@ -137,6 +144,7 @@ def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...]) -> Option:
         per_model=extra.get("per_model", False),
         verbatim=extra.get("verbatim", False),
         secret=extra.get("secret", False),
+        live=live or extra.get("live", False),
     )
 
 

@@ -49,10 +49,10 @@ def load_settings(
 
     :raises ConfigurationError: for an unknown name or a value that is not accepted; the message names it.
     """
-    config = flags.get("config") or environ.get(_CONFIG_VARIABLE)
+    config = config_file(flags, environ)
     layers = (
         _read_flags(defaults or {}),
-        _read_file(Path(config)) if config else {},
+        _read_file(config) if config is not None else {},
         _read_environment(environ),
         _read_flags(flags),
     )
@@ -67,6 +67,12 @@ def load_settings(
             branch = branch.setdefault(part, {})
         branch[path[-1]] = value
     return msgspec.convert(tree, Settings, dec_hook=_decode)
+
+
+def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
+    """Return the YAML file that *flags* or *environ* name, if either does."""
+    named = flags.get("config") or environ.get(_CONFIG_VARIABLE)
+    return Path(named) if named else None
 
 
 def closest(name: str, known: Iterable[str]) -> str:

@@ -3,8 +3,9 @@ The settings tree: what can be set, its type, its limits, its default and its ex
 
 Flags, environment variables, help texts and the reference table are derived from the fields below (see ``options``), so
 a new setting is one new field. ``extra`` holds what cannot be derived: ``name`` where the field's own name would be too
-short for a flag, ``metavar``, ``per_model`` where the flag takes ``MODEL=VALUE``, and ``verbatim`` where a value is a
-text in which commas and equals signs mean nothing.
+short for a flag, ``metavar``, ``per_model`` where the flag takes ``MODEL=VALUE``, ``verbatim`` where a value is a text
+in which commas and equals signs mean nothing, and ``live`` where a running service takes a new value over (see
+``reload``); what is said of a whole group holds for all its settings.
 """
 
 from __future__ import annotations
@@ -54,24 +55,34 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             description="Connections that may wait to be accepted; net.core.somaxconn limits it too.",
         ),
     ] = 4096
+    workers: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=256,
+            description="Processes that serve together on the port; one core is the most that each of them uses.",
+            extra={"metavar": "N"},
+        ),
+    ] = 1
     max_body_size: Annotated[
         int, Meta(ge=1024, description="Largest request body that is read.", extra={"metavar": "BYTES"})
     ] = 64 * 1024 * 1024
     heartbeat_interval: Annotated[
-        Seconds, Meta(description="A stream that has nothing to send sends a comment this often.")
+        Seconds,
+        Meta(description="A stream that has nothing to send sends a comment this often.", extra={"live": True}),
     ] = 15.0
     max_running_requests: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Requests that may run at the same time, shared by the workers; further ones wait.",
-            extra={"metavar": "N"},
+            extra={"metavar": "N", "live": True},
         ),
     ] = None
     max_running_requests_per_model: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Requests that may run at the same time on one model, shared by the workers.",
-            extra={"metavar": "N"},
+            extra={"metavar": "N", "live": True},
         ),
     ] = None
     max_queued_requests: Annotated[
@@ -79,16 +90,35 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Meta(
             ge=0,
             description="Requests that may wait for others to end; further ones are refused with 503 at once.",
-            extra={"metavar": "N"},
+            extra={"metavar": "N", "live": True},
         ),
     ] = 1000
-    queue_timeout: Annotated[Seconds, Meta(description="Longest wait for others to end, then it is a 503.")] = 30.0
+    queue_timeout: Annotated[
+        Seconds, Meta(description="Longest wait for others to end, then it is a 503.", extra={"live": True})
+    ] = 30.0
     max_loop_lag: Annotated[
         Seconds | None,
-        Meta(description="A process that is late by more than this for half a second refuses new requests with 503."),
+        Meta(
+            description="A process that is late by more than this for half a second refuses new requests with 503.",
+            extra={"live": True},
+        ),
     ] = 1.0
+    shutdown_delay: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="After SIGTERM the service says that it is not ready, and goes on serving for this long, so "
+            "that load balancers can notice.",
+            extra={"metavar": "SECONDS", "live": True},
+        ),
+    ] = 0.0
     shutdown_grace: Annotated[
-        Seconds, Meta(description="Time that running requests are given to finish when the service is told to stop.")
+        Seconds,
+        Meta(
+            description="Time that running requests are given to finish when the service is told to stop.",
+            extra={"live": True},
+        ),
     ] = 10.0
     log_format: Annotated[
         Literal["console", "json"],
@@ -120,14 +150,20 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     ] = ()
     connect_timeout: Annotated[Seconds, Meta(description="Longest wait for a connection to Triton.")] = 5.0
     first_token_timeout: Annotated[
-        Seconds, Meta(description="Longest wait for a stream's first token, queueing included.")
+        Seconds, Meta(description="Longest wait for a stream's first token, queueing included.", extra={"live": True})
     ] = 600.0
-    idle_timeout: Annotated[Seconds, Meta(description="Longest silence between two tokens of a stream.")] = 120.0
+    idle_timeout: Annotated[
+        Seconds, Meta(description="Longest silence between two tokens of a stream.", extra={"live": True})
+    ] = 120.0
     request_timeout: Annotated[
-        Seconds, Meta(description="Longest time that a request which does not stream may take.")
+        Seconds, Meta(description="Longest time that a request which does not stream may take.", extra={"live": True})
     ] = 600.0
     stream_timeout: Annotated[
-        Seconds | None, Meta(description="Longest time that a stream may take in all; without it there is no limit.")
+        Seconds | None,
+        Meta(
+            description="Longest time that a stream may take in all; without it there is no limit.",
+            extra={"live": True},
+        ),
     ] = None
     refresh_interval: Annotated[
         Seconds, Meta(description="How often the list of models and their readiness is read again.")
@@ -136,12 +172,16 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         bool,
         Meta(
             description="Answer for a model of text with the engine behind it, where there is one and the tokenizer is "
-            "known: exact characters, counts, token ids and log probabilities."
+            "known: exact characters, counts, token ids and log probabilities.",
+            extra={"live": True},
         ),
     ] = False
     stop_requests: Annotated[
         bool,
-        Meta(description="Tell the engine behind an ensemble to stop when its request is abandoned."),
+        Meta(
+            description="Tell the engine behind an ensemble to stop when its request is abandoned.",
+            extra={"live": True},
+        ),
     ] = True
 
     @property
@@ -200,14 +240,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     server: ServerSettings = ServerSettings()
     triton: TritonSettings = TritonSettings()
-    api: ApiSettings = ApiSettings()
+    api: Annotated[ApiSettings, Meta(extra={"live": True})] = ApiSettings()
     media: MediaSettings = MediaSettings()
     metrics: MetricsSettings = MetricsSettings()
-    access: AccessSettings = AccessSettings()
+    access: Annotated[AccessSettings, Meta(extra={"live": True})] = AccessSettings()
     limits: LimitSettings = LimitSettings()
-    defaults: ModelDefaults = ModelDefaults()
+    defaults: Annotated[ModelDefaults, Meta(extra={"live": True})] = ModelDefaults()
     models: Annotated[
-        Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
+        Mapping[str, ModelSettings],
+        Meta(description="What differs for single models, by the name that Triton knows.", extra={"live": True}),
     ] = msgspec.field(default_factory=dict)
 
     def model(self, name: str) -> ModelSettings:

@@ -48,16 +48,22 @@ class Admission:
         workers: int = 1,
         observer: Observer | None = None,
     ) -> None:
-        self._settings = settings
         self._lag = lag
+        self._workers = workers
         self._observer = observer or Observer()
-        # The limits are the service's: each of its processes has its share.
-        self._total = _share(settings.max_running_requests, workers)
-        self._per_model = _share(settings.max_running_requests_per_model, workers)
-        self._longest_queue = _share(settings.max_queued_requests, workers)
         # Kept in the order of arrival
         self._queue: dict[_Waiting, None] = {}
         self._running: Counter[str] = Counter()
+        self.replace(settings)
+
+    def replace(self, settings: ServerSettings) -> None:
+        """Go by the limits of *settings* from now on. What runs already, and the waits that have begun, go on."""
+        self._settings = settings
+        # The limits are the service's: each of its processes has its share.
+        self._total = _share(settings.max_running_requests, self._workers)
+        self._per_model = _share(settings.max_running_requests_per_model, self._workers)
+        self._longest_queue = _share(settings.max_queued_requests, self._workers)
+        self._admit()
 
     @property
     def running(self) -> Mapping[str, int]:
@@ -123,6 +129,10 @@ class Admission:
         self._running[model] -= 1
         if not self._running[model]:
             del self._running[model]
+        self._admit()
+
+    def _admit(self) -> None:
+        """Let in whoever waits and has room."""
         for waiting in list(self._queue):
             if self._is_full():
                 return

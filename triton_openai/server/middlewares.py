@@ -112,8 +112,13 @@ def _answer(request: web.Request, error: ServiceError, headers: dict[str, str] |
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """
     Put the request's id into the headers of every answer, streams and errors included, and no versions of anything.
+
+    While the service is ending, every connection closes after its answer, so that no client sends to one that is gone.
     """
     response.headers["Server"] = "triton-openai"
+    if request.app[DRAINING].begun:
+        response.force_close()
+        response.headers["Connection"] = "close"
     name = request.get(REQUEST_ID)
     if name is not None:
         response.headers["x-request-id"] = name

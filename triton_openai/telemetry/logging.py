@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from typing import Any, cast
 
 import structlog
@@ -50,14 +51,19 @@ def _is_own_fault(record: logging.LogRecord) -> bool:
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
-def configure_logging(settings: ServerSettings) -> None:
-    """Send every log line, those of libraries included, to stderr in the format that *settings* ask for."""
+def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
+    """
+    Send every log line, those of libraries included, to stderr in the format that *settings* ask for.
+
+    Where several processes write there, each line has the number of its *worker*.
+    """
     level = logging.getLevelName(settings.log_level.upper())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
+        *([] if worker is None else [partial(_add_worker, worker)]),
         withhold,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
@@ -78,6 +84,11 @@ def configure_logging(settings: ServerSettings) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+def _add_worker(worker: int, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    event.setdefault("worker", worker)
+    return event
 
 
 def withhold(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -1,0 +1,213 @@
+"""Several processes on one port, as an operator starts them: who answers, who is replaced, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.service import Reply, Service, serving, steered, until
+from tests.triton_fixture import TestTriton
+from triton_openai.demo.repository import build_repository
+
+_BODY = {"model": "ensemble", "prompt": steered(text="one two three"), "max_tokens": 8}
+
+
+def log_of(service: Service) -> list[dict[str, Any]]:
+    """Return the lines of the log so far."""
+    return [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
+
+
+def pids(service: Service) -> dict[int, int]:
+    """Return the newest process id of each worker."""
+    return {line["worker"]: line["pid"] for line in log_of(service) if line["event"] == "worker started"}
+
+
+def answered_by(service: Service) -> set[int]:
+    """Return the workers that have answered a completion."""
+    return {line["worker"] for line in log_of(service) if line.get("path") == "/v1/completions"}
+
+
+def alive(pid: int) -> bool:
+    """Whether there is such a process, one that has ended and was not waited for left out."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def engine_requests(events: list[dict[str, Any]], length: int) -> int:
+    """Return how many requests for an answer of *length* tokens the engine has had."""
+    return sum(
+        event["event"] == "request" and event["inputs"].get("request_output_len", {}).get("value") == [length]
+        for event in events
+    )
+
+
+def directories(folder: Path) -> list[Path]:
+    return list(folder.glob("triton-openai-*"))
+
+
+@contextlib.contextmanager
+def workers(tmp_path: Path, triton: TestTriton, count: int, *arguments: str) -> Iterator[Service]:
+    """Run *count* workers, whose private directory lies in *tmp_path*, and wait until all of them know the models."""
+    with serving(
+        tmp_path,
+        *("--workers", str(count), "--triton-url", triton.http_url, *arguments),
+        XDG_RUNTIME_DIR=str(tmp_path),
+    ) as service:
+        until(lambda: len([line for line in log_of(service) if line["event"] == "Triton answers"]) == count)
+        yield service
+
+
+def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> None:
+    """The banner comes once, each line of the log has its worker, and hundreds of clients at once are served."""
+    with workers(tmp_path, triton, 3) as service:
+        (directory,) = directories(tmp_path)
+        assert 0o700 == directory.stat().st_mode & 0o777
+        assert (directory / "metrics").is_dir()
+        with ThreadPoolExecutor(64) as clients:
+            statuses = {
+                reply.status for reply in clients.map(lambda _: service.post("/v1/completions", _BODY), range(400))
+            }
+        until(lambda: answered_by(service) == {0, 1, 2})
+        processes = pids(service)
+        service.process.terminate()
+        out, _ = service.process.communicate(timeout=20)
+
+    assert ({200}, 0, "") == (statuses, service.process.returncode, out)
+    assert [] == service.complaints()
+    assert [] == directories(tmp_path)
+    assert not any(alive(pid) for pid in processes.values())
+
+
+def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
+    """Its own streams are cut; those of the others go on, new requests are answered all along, and its number stays."""
+    body = {**_BODY, "stream": True, "prompt": steered(text="a b c d", repeat=10, delay_ms=50), "max_tokens": 61}
+    endings: list[bool] = []
+    with workers(tmp_path, triton, 2) as service:
+        before = pids(service)
+        threads = [threading.Thread(target=lambda: endings.append(_whole(service, body))) for _ in range(24)]
+        for thread in threads:
+            thread.start()
+        triton.record.wait_for(lambda events: engine_requests(events, 61) == 24, 20)
+        os.kill(before[0], signal.SIGKILL)
+        statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
+        until(lambda: pids(service)[0] != before[0], 10)
+        for thread in threads:
+            thread.join(60)
+        after = pids(service)
+        ended = [line for line in log_of(service) if line["event"] == "worker ended"]
+        assert [(0, before[0], "killed by SIGKILL")] == [(line["worker"], line["pid"], line["how"]) for line in ended]
+
+    assert {200} == statuses
+    assert before[1] == after[1]
+    # Both had some.
+    assert {True, False} == set(endings)
+
+
+def _whole(service: Service, body: dict[str, Any]) -> bool:
+    """Whether a stream was answered to its end."""
+    try:
+        return service.post("/v1/completions", body).events[-1] == "[DONE]"
+    except (OSError, AssertionError, http.client.HTTPException):
+        return False
+
+
+def test_a_parent_that_is_killed_leaves_nothing(triton: TestTriton, tmp_path: Path) -> None:
+    """Its workers notice, end, and free the port; the directory goes with them."""
+    with workers(tmp_path, triton, 2) as service:
+        processes = pids(service)
+        service.process.kill()
+        until(lambda: not any(alive(pid) for pid in processes.values()))
+        until(lambda: not directories(tmp_path))
+
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((service.host, service.port))
+
+
+def test_settings_that_no_worker_can_use(tmp_path: Path) -> None:
+    """It is one sentence and status 2, as with one process."""
+    command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "3", "--adapter", "none"]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    problems = [line for line in ended.stderr.splitlines() if line.startswith("triton-openai:")]
+    assert (2, "", 1) == (ended.returncode, ended.stdout, len(problems))
+    assert "none" in problems[0]
+    assert "Traceback" not in ended.stderr
+    assert [] == directories(tmp_path)
+
+
+def test_a_group_wide_signal_counts_once(triton: TestTriton, tmp_path: Path) -> None:
+    """Service managers send SIGTERM to every process: streams finish all the same."""
+    body = {**_BODY, "stream": True, "prompt": steered(text="a b c d", repeat=5, delay_ms=50), "max_tokens": 62}
+    endings: list[bool] = []
+    with workers(tmp_path, triton, 2) as service:
+        threads = [threading.Thread(target=lambda: endings.append(_whole(service, body))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 20)
+        for pid in (service.process.pid, *pids(service).values()):
+            os.kill(pid, signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert 0 == service.process.wait(30)
+
+    assert [True] * 8 == endings
+
+
+def test_the_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> None:
+    """What still runs is told so at once, and not after the grace."""
+    body = {**_BODY, "stream": True, "prompt": steered(text="a", repeat=2000, delay_ms=50), "max_tokens": 1999}
+    replies: list[Reply] = []
+    with workers(tmp_path, triton, 2, "--shutdown-grace", "600", "--shutdown-delay", "600") as service:
+        thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", body)))
+        thread.start()
+        triton.record.wait_for(lambda events: engine_requests(events, 1999) > 0, 20)
+        service.process.terminate()
+        until(lambda: service.status("/health/ready") == 503)
+        service.process.terminate()
+        thread.join(30)
+        assert 0 == service.process.wait(30)
+
+    # As an event of the stream, or as the whole answer where it had not begun.
+    assert b'"service_stopping"' in replies[0].body
+
+
+def test_one_triton_for_all(tmp_path: Path) -> None:
+    """The Triton that is started here is the parent's; the workers wait for it, and it goes with the service."""
+    repository = build_repository(tmp_path / "repository", models=["text_embedding"])
+    with serving(
+        tmp_path,
+        *("--workers", "2", "--model-repository", str(repository.path), "--refresh-interval", "0.2"),
+        XDG_RUNTIME_DIR=str(tmp_path),
+    ) as service:
+        assert ["text_embedding"] == [model["name"] for model in service.banner["models"]]
+        until(lambda: {line["worker"] for line in log_of(service) if line["event"] == "model is served"} == {0, 1})
+        assert 200 == service.status("/health/ready")
+        service.process.terminate()
+        assert 0 == service.process.wait(40)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_worker_ended_by_hand_is_replaced(triton: TestTriton, tmp_path: Path, number: signal.Signals) -> None:
+    """The port stays open: at no moment is anybody turned away."""
+    with workers(tmp_path, triton, 2) as service:
+        for index in (0, 1):
+            before = pids(service)
+            os.kill(before[index], number)
+            while pids(service)[index] == before[index]:
+                assert 200 == service.status("/health/live")

@@ -1,0 +1,183 @@
+"""Settings that are read again: when, and what becomes of those that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from triton_openai.config import Settings, load_settings
+from triton_openai.errors import ConfigurationError
+from triton_openai.reload import Reloader, Source
+
+
+class Service:
+    """Takes settings over, or refuses them, and keeps a record."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[Settings, bool]] = []
+        self.refusal: str | None = None
+        self.mistake: Exception | None = None
+
+    async def take_over(self, settings: Settings, renew: bool) -> None:
+        if self.mistake is not None:
+            raise self.mistake
+        if self.refusal is not None:
+            raise ConfigurationError(self.refusal)
+        self.taken.append((settings, renew))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "settings.yaml"
+    write(path, "api: {default_max_tokens: 1}")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    """Exchange the file in one step, as a mounted configuration is."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+class Watched(Source):
+    """A source that counts how often its file is looked at."""
+
+    looks = 0
+
+    def signature(self):
+        self.looks += 1
+        return super().signature()
+
+
+@contextlib.asynccontextmanager
+async def reloading(file: Path, service: Service):
+    source = Watched(lambda: load_settings({"config": str(file)}, {}), file)
+    reloader = Reloader(source.load(), source, service.take_over, interval=0.01)
+    task = asyncio.create_task(reloader.run())
+    try:
+        with capture_logs() as logs:
+            yield reloader, logs, source
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def until(condition) -> None:
+    async def look() -> None:
+        while not condition():  # noqa: ASYNC110 - what it waits for is not announced
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(look(), 10)
+
+
+async def test_a_changed_file_is_read(file: Path) -> None:
+    """Tokenizers and templates stay where their settings do."""
+    service = Service()
+    async with reloading(file, service) as (reloader, logs, _):
+        write(file, "api: {default_max_tokens: 2}")
+        await until(lambda: logs)
+
+    ((settings, renew),) = service.taken
+    assert (2, False) == (settings.api.default_max_tokens, renew)
+    assert settings == reloader.settings
+    assert ["api.default_max_tokens"] == logs[-1]["changed"]
+
+
+async def test_a_request_renews(file: Path) -> None:
+    """On request everything is read again, the file having changed or not."""
+    service = Service()
+    async with reloading(file, service) as (reloader, logs, _):
+        reloader.request()
+        await until(lambda: logs)
+
+    assert [(reloader.settings, True)] == service.taken
+    assert [] == logs[-1]["changed"]
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("api: {default_max_tokens: none}", "api.default_max_tokens"),
+        ("api: {default_max_token: 3}", "api.default_max_token in"),
+        ("api: {default_max_tokens: 2", "not valid YAML"),
+    ],
+)
+async def test_a_bad_file_changes_nothing(file: Path, text: str, named: str) -> None:
+    """The log names the setting; the next good file is taken."""
+    service = Service()
+    async with reloading(file, service) as (reloader, logs, _):
+        before = reloader.settings
+        write(file, text)
+        await until(lambda: logs)
+        assert (before, []) == (reloader.settings, service.taken)
+        assert "error" == logs[-1]["log_level"]
+        assert named in logs[-1]["reason"]
+        write(file, "api: {default_max_tokens: 5}")
+        await until(lambda: service.taken)
+
+    assert 5 == reloader.settings.api.default_max_tokens
+
+
+async def test_refused_settings_are_not_kept(file: Path) -> None:
+    """What cannot be used is offered again with the next change, because it still differs."""
+    service = Service()
+    service.refusal = "There is no such template."
+    async with reloading(file, service) as (reloader, logs, _):
+        write(file, "defaults: {chat_template: none.jinja}")
+        await until(lambda: logs)
+        assert "There is no such template." == logs[-1]["reason"]
+        assert reloader.settings.defaults.chat_template is None
+        service.refusal = None
+        reloader.request()
+        await until(lambda: service.taken)
+
+    assert "none.jinja" == reloader.settings.defaults.chat_template
+
+
+async def test_what_needs_a_restart_is_said(file: Path) -> None:
+    """It keeps its value; what does not need one is taken all the same."""
+    service = Service()
+    async with reloading(file, service) as (reloader, logs, _):
+        write(file, "server: {port: 1, queue_timeout: 3}\napi: {default_max_tokens: 1}")
+        await until(lambda: len(logs) == 2)
+
+    assert ["server.port"] == logs[0]["settings"]
+    assert (9000, 3) == (reloader.settings.server.port, reloader.settings.server.queue_timeout)
+
+
+async def test_a_file_that_is_gone_for_a_moment(file: Path) -> None:
+    """The settings stay; a file that comes back is read."""
+    service = Service()
+    async with reloading(file, service) as (_, logs, source):
+        remove(file)
+        seen = source.looks
+        await until(lambda: source.looks > seen + 3)
+        assert [] == logs
+        write(file, "api: {default_max_tokens: 9}")
+        await until(lambda: service.taken)
+
+    assert 9 == service.taken[0][0].api.default_max_tokens
+
+
+async def test_a_mistake_does_not_end_the_watching(file: Path) -> None:
+    """Whatever goes wrong, the next change is seen."""
+    service = Service()
+    service.mistake = ValueError("a mistake")
+    async with reloading(file, service) as (reloader, logs, _):
+        reloader.request()
+        await until(lambda: logs)
+        service.mistake = None
+        reloader.request()
+        await until(lambda: service.taken)
+
+    assert "error" == logs[0]["log_level"]

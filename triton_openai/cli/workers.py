@@ -1,0 +1,94 @@
+"""
+``triton-openai serve --workers N``: the process that starts the workers, replaces them, and passes on what it is told.
+
+It answers no request itself: it has the listening sockets, which outlive any worker, and the Triton if one is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from triton_openai.cli.launching import supervised
+from triton_openai.cli.reloading import reloading
+from triton_openai.cli.sockets import address_of, listening_sockets
+from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
+from triton_openai.config import Settings
+from triton_openai.reload import Reloader, Source
+from triton_openai.supervisor import LaunchedTriton
+from triton_openai.telemetry.metrics import forget_worker, metrics_folder
+from triton_openai.worker import Worker
+from triton_openai.workers.directory import private_directory
+from triton_openai.workers.pool import Pool
+from triton_openai.workers.process import WorkerProcess
+
+
+def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
+    """Serve with several processes until told to stop, and keep up with the *source* of the settings."""
+    with listening_sockets(settings.server) as sockets, private_directory(environ) as directory:
+        launched = None
+        if settings.triton.model_repository:
+            launched = LaunchedTriton(settings.triton.model_repository, environ)
+        # prometheus_client looks for it when it is imported.
+        environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
+        return run_loop(_serve(settings, source, sockets, launched, directory, environ))
+
+
+async def _serve(
+    settings: Settings,
+    source: Source,
+    sockets: Sequence[socket.socket],
+    launched: LaunchedTriton | None,
+    directory: Path,
+    environ: Mapping[str, str],
+) -> int:
+    stop = Stop()
+    count, address = settings.server.workers, address_of(settings.server, sockets[0])
+
+    def adapted(settings: Settings) -> Settings:
+        return settings if launched is None else launched.settings(settings)
+
+    async def start(index: int, settings: Settings) -> WorkerProcess:
+        worker = Worker(index=index, count=count, directory=directory)
+        return await WorkerProcess.start(
+            worker, settings, sockets=sockets, address=address, environment=environ, heard=pool.heard
+        )
+
+    async def take(new: Settings, renew: bool) -> None:
+        await pool.take_over(adapted(new), renew)
+
+    pool = Pool(adapted(settings), count, start, forget=partial(forget_worker, directory))
+    with told_by_signals(stop):
+        async with supervised(settings, launched) as supervision:
+            serving = asyncio.create_task(pool.run())
+            ends: set[asyncio.Task[Any]] = {serving, asyncio.create_task(stop.asked.wait())}
+            started: asyncio.Event | None = None
+            if supervision is not None:
+                supervisor, running = supervision
+                ends.add(running)
+                started = supervisor.started
+            greeting = asyncio.create_task(_greet(pool, started))
+            try:
+                async with reloading(Reloader(settings, source, take)):
+                    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            finally:
+                greeting.cancel()
+                # While the workers have them, nobody is turned away; when the last lets go, nobody is kept waiting.
+                for one in sockets:
+                    one.close()
+                await pool.end(notice=stop.notice, hurried=stop.hurried)
+                await asyncio.gather(serving, greeting, return_exceptions=True)
+    return 0
+
+
+async def _greet(pool: Pool, started: asyncio.Event | None) -> None:
+    if started is not None:
+        await started.wait()
+    pool.greet(wait_for_model=started is not None)
+    print(await pool.greeting, flush=True)

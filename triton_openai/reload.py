@@ -1,0 +1,98 @@
+"""
+New settings for a running service: read again on request (SIGHUP) and when their file has changed.
+
+What cannot be read or used changes nothing; the log says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from triton_openai.config import Settings, changes_between
+from triton_openai.draining import first_of
+from triton_openai.errors import ConfigurationError
+from triton_openai.telemetry.logging import get_logger
+
+log = get_logger(__name__)
+
+#: Takes new settings over, all or nothing. When asked to *renew*, tokenizers and templates are read again also where
+#: their settings are the same. Raises :class:`ConfigurationError` for settings that cannot be used.
+TakeOver = Callable[[Settings, bool], Awaitable[None]]
+
+_LOOK_SECONDS = 1.0
+# Modification time, size, and which file it is: mounted configurations are exchanged by renaming a link.
+_Signature = tuple[int, int, int, int] | None
+
+
+class Source:
+    """Where the settings came from, to be read again: *load* reads them, *file* is the part that is watched."""
+
+    def __init__(self, load: Callable[[], Settings], file: Path | None = None) -> None:
+        self.load = load
+        self.file = file
+        #: What the file looked like before it was read first.
+        self.first = self.signature()
+
+    def signature(self) -> _Signature:
+        """Return what differs once the file has changed; None where there is none."""
+        if self.file is None:
+            return None
+        with contextlib.suppress(OSError):
+            found = self.file.stat()
+            return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+        return None
+
+
+class Reloader:
+    """Keeps a service's settings up to date while :meth:`run` runs; *settings* are those that it has."""
+
+    def __init__(
+        self, settings: Settings, source: Source, take_over: TakeOver, *, interval: float = _LOOK_SECONDS
+    ) -> None:
+        self.settings = settings
+        self._source = source
+        self._take_over = take_over
+        self._interval = interval
+        self._requested = asyncio.Event()
+        self._read = source.first
+
+    def request(self) -> None:
+        """Read the settings again, and the tokenizers and templates with them, whether or not anything changed."""
+        self._requested.set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        seen = self._read
+        while True:
+            await first_of([self._requested], timeout=self._interval)
+            found = await asyncio.to_thread(self._source.signature)
+            if self._requested.is_set():
+                self._requested.clear()
+                self._read = seen = found
+                await self._reload(renew=True)
+            elif found == seen and found not in (self._read, None):
+                # Only what has looked the same twice: whoever writes the file may not have finished.
+                self._read = found
+                await self._reload(renew=False)
+            seen = found
+
+    async def _reload(self, *, renew: bool) -> None:
+        try:
+            changes = changes_between(self.settings, await asyncio.to_thread(self._source.load))
+            if changes.live or renew:
+                await self._take_over(changes.settings, renew)
+        except ConfigurationError as error:
+            # The message says it all; where it was raised says nothing to an operator.
+            log.error("new settings are not used, the old ones stay", reason=error.message)  # noqa: TRY400
+            return
+        except Exception:
+            log.exception("new settings could not be taken over, the old ones stay")
+            return
+        self.settings = changes.settings
+        if changes.fixed:
+            log.warning("settings need a restart to take effect", settings=list(changes.fixed))
+        if changes.live or renew:
+            log.info("settings are read again", changed=list(changes.live))

@@ -1,0 +1,208 @@
+"""All workers of a service, seen from their parent: each that ends is replaced by one with the same number."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from triton_openai.config import Settings
+from triton_openai.draining import first_of
+from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.pauses import Pauses
+from triton_openai.telemetry.logging import get_logger
+from triton_openai.workers.messages import End, Greet, Greeting, Hurry, Listening, Message
+
+log = get_logger(__name__)
+
+# What a worker needs to end beyond the time that its requests are given.
+_END_SECONDS = 10.0
+
+
+class Member(Protocol):
+    """What the pool needs of a worker; see :class:`triton_openai.workers.process.WorkerProcess`."""
+
+    pid: int
+    settings: Settings
+    listening: bool
+    refusal: str | None
+
+    async def ended(self) -> int:
+        """Wait for its end and return its exit status."""
+
+    def send(self, message: Message) -> None:
+        """Tell it something."""
+
+    async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
+        """Give it new settings; return why it does not take them."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Pool:
+    """
+    Keeps *count* workers running while :meth:`run` runs.
+
+    *start* starts the worker with a number, and *forget* is told the number of one that has ended.
+    A worker that ends is replaced after a pause, which grows for one that keeps ending.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        count: int,
+        start: Callable[[int, Settings], Awaitable[Member]],
+        *,
+        forget: Callable[[int], None],
+        first_pause: float = 0.1,
+        longest_pause: float = 30.0,
+        stable_after: float = 30.0,
+    ) -> None:
+        self.settings = settings
+        #: What is served, in the words of the first worker that can tell after :meth:`greet`.
+        self.greeting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._start = start
+        self._forget = forget
+        self._members: dict[int, Member] = {}
+        self._pauses = [
+            Pauses(first=first_pause, longest=longest_pause, stable_after=stable_after) for _ in range(count)
+        ]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._greet: Greet | None = None
+        self._ever_listened = False
+        self._ending = asyncio.Event()
+        self._killed = False
+        self._all_ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """
+        Start the workers, and replace those that end; return when :meth:`end` has ended them all.
+
+        Raises :class:`ConfigurationError` for what a worker refuses, and :class:`ServiceError` for one that ends before
+        any has ever listened: that would not get better.
+        """
+        self._keepers = [asyncio.create_task(self._keep(index)) for index in range(len(self._pauses))]
+        try:
+            await asyncio.gather(*self._keepers)
+        finally:
+            self._kill()
+            await asyncio.gather(*self._keepers, return_exceptions=True)
+            self._all_ended.set()
+
+    def heard(self, member: Member, message: Listening | Greeting) -> None:
+        """Take note of what *member* says of itself."""
+        if isinstance(message, Greeting):
+            if not self.greeting.done():
+                self.greeting.set_result(message.text)
+            return
+        self._ever_listened = True
+        if self._greet is not None and not self.greeting.done():
+            member.send(self._greet)
+
+    def greet(self, *, wait_for_model: bool) -> None:
+        """Have a worker say what is served: whichever can first."""
+        self._greet = Greet(wait_for_model=wait_for_model)
+        for member in self._members.values():
+            if member.listening:
+                member.send(self._greet)
+
+    async def take_over(self, settings: Settings, renew: bool) -> None:
+        """
+        Give all workers new *settings*, see :data:`triton_openai.reload.TakeOver`.
+
+        Raises :class:`ConfigurationError` where one refuses them; then all have those from before.
+        """
+        members = list(self._members.values())
+        answers = await asyncio.gather(*(member.take_over(settings, renew=renew) for member in members))
+        reason = next((answer for answer in answers if answer is not None), None)
+        keep = self.settings if reason is not None else settings
+        self.settings = keep
+        # Those that took what others refused, and those that were started meanwhile.
+        others = [
+            member
+            for member in self._members.values()
+            if member.settings is not keep and (member not in members or answers[members.index(member)] is None)
+        ]
+        await asyncio.gather(*(member.take_over(keep, renew=False) for member in others))
+        if reason is not None:
+            raise ConfigurationError(reason)
+
+    async def end(self, *, notice: bool, hurried: asyncio.Event) -> None:
+        """
+        End all workers in order, with *notice* to load balancers first; at once when *hurried*.
+
+        What has not ended long after it should have is killed.
+        """
+        self._ending.set()
+        try:
+            server = self.settings.server
+            self._send(End(notice=notice))
+            seconds = (server.shutdown_delay if notice else 0) + server.shutdown_grace + _END_SECONDS
+            await first_of([self._all_ended, hurried], timeout=seconds)
+            if not self._all_ended.is_set():
+                self._send(Hurry())
+                await first_of([self._all_ended], timeout=_END_SECONDS)
+        finally:
+            for index, member in self._members.items():
+                log.warning("worker is killed, it did not end in time", worker=index, pid=member.pid)
+            self._kill()
+
+    def _send(self, message: Message) -> None:
+        for member in self._members.values():
+            member.send(message)
+
+    def _kill(self) -> None:
+        """End what is left, and what is being started."""
+        self._ending.set()
+        self._killed = True
+        for member in self._members.values():
+            member.kill()
+
+    async def _keep(self, index: int) -> None:
+        while not self._ending.is_set():
+            began = time.monotonic()
+            try:
+                member = await self._start(index, self.settings)
+            except OSError as error:
+                log.error("worker cannot be started", worker=index, reason=str(error))  # noqa: TRY400
+                pause = self._pauses[index].after(0)
+            else:
+                await self._attend(index, member)
+                pause = self._pauses[index].after(time.monotonic() - began)
+            if not self._ending.is_set():
+                await first_of([self._ending], timeout=pause)
+
+    async def _attend(self, index: int, member: Member) -> None:
+        """Be there for *member* until it has ended."""
+        self._members[index] = member
+        log.info("worker started", worker=index, pid=member.pid)
+        if self._killed:
+            member.kill()
+        elif self._ending.is_set():
+            member.send(End(notice=False))
+        try:
+            status = await member.ended()
+        except asyncio.CancelledError:
+            member.kill()
+            raise
+        finally:
+            del self._members[index]
+            self._forget(index)
+        if self._ending.is_set():
+            return
+        if not self._ever_listened:
+            if member.refusal is not None:
+                raise ConfigurationError(member.refusal)
+            raise ServiceError(f"A worker process ended while it started ({_how(status)}).")
+        log.error("worker ended", worker=index, pid=member.pid, how=_how(status), reason=member.refusal)
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"
