@@ -1,0 +1,81 @@
+"""
+Writes ``deploy/kubernetes``: what the Helm chart makes of two of its files of values, for those who do without Helm.
+
+    pip install helm-python-sdk && python deploy/generate.py
+
+``--render`` reads a JSON list of ``{"values", "name", "namespace"}`` and writes what the chart makes of each, as a JSON
+list of ``{"manifests"}`` by template, or ``{"error"}``. That is for the tests: Helm's library, which is Go, runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+DEPLOY = Path(__file__).resolve().parent
+CHART = DEPLOY / "helm" / "triton-openai"
+FORMS = ("standalone", "sidecar")
+
+_HEADER = """\
+# {summary}
+# Written by `python deploy/generate.py` from the Helm chart and its ci/{form}-values.yaml: change those, or patch this
+# with kustomize. Image names and what is specific to a cluster are to be replaced.
+"""
+_SUMMARIES = {
+    "standalone": "The service alone, in front of a Triton that the Service `triton` leads to.",
+    "sidecar": "Triton and the service in one pod; the PersistentVolumeClaim `model-repository` holds the models.",
+}
+# Says what Helm knows of a release; there is none.
+_OF_HELM = re.compile(r"^ *(helm\.sh/chart|app\.kubernetes\.io/managed-by): .*\n", re.MULTILINE)
+
+
+def values_of(form: str) -> dict[str, Any]:
+    """Return the values in the chart's file for *form*."""
+    loaded: dict[str, Any] = yaml.safe_load((CHART / "ci" / f"{form}-values.yaml").read_text(encoding="utf-8"))
+    return loaded
+
+
+def render(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the chart makes of each case, see above; raises ImportError where Helm's library is missing."""
+    import helm_python
+
+    made: list[dict[str, Any]] = []
+    with helm_python.Chart.load(str(CHART)) as chart:
+        for case in cases:
+            try:
+                chart.validate_schema(case["values"])
+                manifests = chart.render(case["values"], name=case["name"], namespace=case["namespace"])
+            except helm_python.HelmError as error:
+                made.append({"error": str(error)})
+            else:
+                made.append({"manifests": {path.partition("/")[2]: text for path, text in manifests.items()}})
+    return made
+
+
+def plain(form: str, manifests: dict[str, str]) -> str:
+    """Return *manifests*, made for the release ``triton-openai``, as one file for ``kubectl apply``."""
+    texts = [
+        _OF_HELM.sub("", text).strip()
+        for path, text in sorted(manifests.items())
+        if path.endswith(".yaml") and "/tests/" not in path and text.strip()
+    ]
+    return _HEADER.format(summary=_SUMMARIES[form], form=form) + "".join(f"---\n{text}\n" for text in texts)
+
+
+def main() -> None:
+    """Write the files, or render what is asked for."""
+    if sys.argv[1:] == ["--render"]:
+        json.dump(render(json.load(sys.stdin)), sys.stdout)
+        return
+    cases = [{"values": values_of(form), "name": "triton-openai", "namespace": "default"} for form in FORMS]
+    for form, made in zip(FORMS, render(cases), strict=True):
+        (DEPLOY / "kubernetes" / f"{form}.yaml").write_text(plain(form, made["manifests"]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
