@@ -3,8 +3,8 @@ Writes ``deploy/kubernetes``: what the Helm chart makes of two of its files of v
 
     pip install helm-python-sdk && python deploy/generate.py
 
-``--render`` reads a JSON list of ``{"values", "name", "namespace"}`` and writes what the chart makes of each, as a JSON
-list of ``{"manifests"}`` by template, or ``{"error"}``. That is for the tests: Helm's library, which is Go, runs in a process of its own.
+``--render`` reads ``{"values", "name", "namespace"}`` as JSON and writes what the chart makes of it, as ``{"manifests"}`` by
+template or ``{"error"}``. That is for the tests: Helm's library is Go, and runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ def values_of(form: str) -> dict[str, Any]:
     return loaded
 
 
-def render(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the chart makes of each case, see above; raises ImportError where Helm's library is missing."""
+def render(values: dict[str, Any], *, name: str, namespace: str) -> dict[str, Any]:
+    """
+    Return what the chart makes of *values*: ``manifests`` by the path of their template, or the ``error`` of Helm.
+
+    Raises ImportError where Helm's library is missing.
+    """
     import helm_python
 
-    made: list[dict[str, Any]] = []
     with helm_python.Chart.load(str(CHART)) as chart:
-        for case in cases:
-            try:
-                chart.validate_schema(case["values"])
-                manifests = chart.render(case["values"], name=case["name"], namespace=case["namespace"])
-            except helm_python.HelmError as error:
-                made.append({"error": str(error)})
-            else:
-                made.append({"manifests": {path.partition("/")[2]: text for path, text in manifests.items()}})
-    return made
+        try:
+            chart.validate_schema(values)
+            manifests = chart.render(values, name=name, namespace=namespace)
+        except helm_python.HelmError as error:
+            return {"error": str(error)}
+    # Paths come with the name of the chart before them.
+    return {"manifests": {path.partition("/")[2]: text for path, text in manifests.items()}}
 
 
 def plain(form: str, manifests: dict[str, str]) -> str:
@@ -70,10 +71,10 @@ def plain(form: str, manifests: dict[str, str]) -> str:
 def main() -> None:
     """Write the files, or render what is asked for."""
     if sys.argv[1:] == ["--render"]:
-        json.dump(render(json.load(sys.stdin)), sys.stdout)
+        json.dump(render(**json.load(sys.stdin)), sys.stdout)
         return
-    cases = [{"values": values_of(form), "name": "triton-openai", "namespace": "default"} for form in FORMS]
-    for form, made in zip(FORMS, render(cases), strict=True):
+    for form in FORMS:
+        made = render(values_of(form), name="triton-openai", namespace="default")
         (DEPLOY / "kubernetes" / f"{form}.yaml").write_text(plain(form, made["manifests"]), encoding="utf-8")
 
 

@@ -23,9 +23,7 @@ def main() -> None:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     # A proxy that is configured for the rest of the container is not asked for the container itself.
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
         with opener.open(url, timeout=_SECONDS):
             pass
