@@ -3,8 +3,8 @@ Writes ``deploy/kubernetes``: what the Helm chart makes of two of its files of v
 
     pip install helm-python-sdk && python deploy/generate.py
 
-``--render`` reads ``{"values", "name", "namespace"}`` as JSON and writes what the chart makes of it, as ``{"manifests"}`` by
-template or ``{"error"}``. That is for the tests: Helm's library is Go, and runs in a process of its own.
+``--render`` reads ``{"values", "name", "namespace"}`` as JSON and writes what the chart makes, as ``{"manifests"}``
+by template or ``{"error"}``. That is for the tests: Helm's library is Go, and runs in a process of its own.
 """
 
 from __future__ import annotations

@@ -204,6 +204,16 @@ def test_wrong_values_are_refused(values: dict[str, Any], complaint: str) -> Non
         files.render(values)
 
 
+def test_the_values_in_the_guide() -> None:
+    """What docs/deployment.md shows is accepted."""
+    text = (files.ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+    made = files.render(yaml.safe_load(block))
+    for manifest in (one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)):
+        valid(manifest, "latest")
+
+
 def test_settings_arrive_as_they_are() -> None:
     """Whatever stands under `settings` is the service's settings file."""
     settings = {"models": {"a/b": {"aliases": ["x: y", "#z"], "default_parameters": {"stop": ["\n", "{{ x }}"]}}}}

@@ -155,7 +155,7 @@ def test_metrics_that_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["compose.yaml", "open-webui.yaml"])
 def test_compose_fits_together(name: str) -> None:
-    """Mounted files exist, services ask each other at ports where they listen, and nothing is open to other machines."""
+    """Mounted files exist, services ask each other where they listen, and nothing is open to other machines."""
     folder = DEPLOY / "compose"
     compose = files.load(folder / name)
     services = compose["services"]

@@ -47,10 +47,6 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
-{{- define "triton-openai.scheme" -}}
-{{- if .Values.tls.existingSecret }}HTTPS{{ else }}HTTP{{ end }}
-{{- end }}
-
 {{- define "triton-openai.sidecar" -}}
 {{- if eq .Values.mode "sidecar" }}true{{ end }}
 {{- end }}
