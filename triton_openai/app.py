@@ -19,6 +19,8 @@ from triton_openai.media.addresses import is_public, is_public_or_private
 from triton_openai.media.fetch import ImageFetcher
 from triton_openai.media.hosts import AllowedHosts
 from triton_openai.media.images import ImageLoader
+from triton_openai.model_control import ModelControl
+from triton_openai.model_gates import MODEL_GATES, ModelGates
 from triton_openai.models import Models
 from triton_openai.server.admission import Admission
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
@@ -51,12 +53,18 @@ def create_app(
     worker = worker or Worker()
     observers = Observers(AccessLog())
     lag = LoopLag()
+    draining = Draining()
+    gates = ModelGates(draining, worker.directory)
+    models = Models(settings, connection, version=lambda: gates.version)
     service = Service(
         settings=settings,
-        models=Models(settings, connection),
+        models=models,
+        control=ModelControl(settings, models, connection, gates),
         client=connection,
         background=Background(),
-        admission=Admission(settings.server, lambda: lag.sustained, workers=worker.count, observer=observers),
+        admission=Admission(
+            settings.server, lambda: lag.sustained, workers=worker.count, gates=gates, observer=observers
+        ),
         images=images or _image_loader(settings),
     )
     app = web.Application(
@@ -66,7 +74,8 @@ def create_app(
     app[SERVICE] = service
     app[WORKER] = worker
     app[LOOP_LAG] = lag
-    app[DRAINING] = Draining()
+    app[DRAINING] = draining
+    app[MODEL_GATES] = gates
     app[OBSERVERS] = observers
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
@@ -111,11 +120,13 @@ def models_of(app: web.Application) -> Models:
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
-    tasks = [asyncio.create_task(service.models.catalog.run()), asyncio.create_task(app[LOOP_LAG].run())]
+    work = (service.models.catalog.run(), app[LOOP_LAG].run(), app[MODEL_GATES].watch())
+    tasks = [asyncio.create_task(one) for one in work]
     yield
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await service.control.close()
     await service.models.catalog.close()
     await service.background.close()
     await service.images.close()

@@ -1,4 +1,4 @@
-"""The end of the service: what runs may finish for a while, and what then still runs is told so, not cut off."""
+"""The end of the service, or of a model: what runs may finish for a while, and what then still runs is told so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Draining:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._stopping = False
+        self._told: dict[asyncio.Task[Any], ServiceError] = {}
 
     def enter(self) -> asyncio.Task[Any] | None:
         """Count the running request in; returns what :meth:`leave` takes."""
@@ -31,20 +31,25 @@ class Draining:
         """Count a request out."""
         if task is not None:
             self._tasks.discard(task)
+            self._told.pop(task, None)
+
+    def cancel(self, task: asyncio.Task[Any], error: ServiceError) -> None:
+        """End a request that runs; *error* is what its client is told."""
+        if task in self._tasks and task not in self._told:
+            self._told[task] = error
+            task.cancel()
 
     def reason(self) -> ServiceError | None:
         """Return what a request that is being cancelled tells its client; ``None`` when it is the client that left."""
-        if not self._stopping:
-            return None
-        return UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1)
+        task = asyncio.current_task()
+        return None if task is None else self._told.get(task)
 
     async def drain(self, grace: float) -> None:
         """Wait until every request has ended, for *grace* seconds at most; then cancel the rest."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace)
-        self._stopping = True
         for task in self._tasks:
-            task.cancel()
+            self.cancel(task, UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_FAREWELL_SECONDS)
 

@@ -7,15 +7,18 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     ├── InvalidRequest                 400  invalid_request_error
     │   ├── UnsupportedParameter       400  unsupported_parameter
     │   ├── ContextLengthExceeded      400  context_length_exceeded
+    │   ├── ModelControlDisabled       403  model_control_disabled
     │   ├── ModelNotFound              404  model_not_found
     │   ├── EndpointNotFound           404  not_found
     │   ├── MethodNotAllowed           405  method_not_allowed
+    │   ├── ModelConflict              409  model_conflict
     │   ├── PayloadTooLarge            413  request_too_large
     │   └── UnsupportedMediaType       415  unsupported_media_type
     ├── Overloaded                     429  rate_limit_exceeded
     ├── ServiceOverloaded              503  overloaded
     ├── UpstreamError                  502  upstream_error
     │   ├── UpstreamUnavailable        503  upstream_unavailable
+    │   │   └── ModelUnloading         503  model_unloading
     │   ├── UpstreamTimeout            504  upstream_timeout
     │   └── LoraNotLoaded              502  lora_not_loaded
     ├── NotImplementedUpstream         501  not_supported
@@ -100,6 +103,18 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class ModelControlDisabled(InvalidRequest):
+    """Models are not loaded and unloaded through this service unless the operator says so."""
+
+    status = 403
+    code = "model_control_disabled"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Loading and unloading models is off; the service allows it with --model-control-mode explicit."
+        )
+
+
 class ModelNotFound(InvalidRequest):
     """No served model has this name."""
 
@@ -122,6 +137,17 @@ class MethodNotAllowed(InvalidRequest):
 
     status = 405
     code = "method_not_allowed"
+
+
+class ModelConflict(InvalidRequest):
+    """The model is not in the state that loading or unloading it needs, or another call is about to change it."""
+
+    status = 409
+    code = "model_conflict"
+
+    def headers(self) -> Mapping[str, str]:
+        """Return headers that tell the official clients not to retry: the answer would be another refusal."""
+        return {"x-should-retry": "false"}
 
 
 class PayloadTooLarge(InvalidRequest):
@@ -166,6 +192,15 @@ class UpstreamUnavailable(UpstreamError):
 
     status = 503
     code = "upstream_unavailable"
+
+
+class ModelUnloading(UpstreamUnavailable):
+    """The model is being unloaded: new requests are refused, and those that run may finish until a deadline."""
+
+    code = "model_unloading"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model '{name}' is being unloaded.", param="model", retry_after=2)
 
 
 class UpstreamTimeout(UpstreamError):

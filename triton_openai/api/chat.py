@@ -110,7 +110,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
     service = service_of(request)
     body = await read_json(request, ChatRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await service.model_of(body)
     adapter = model.adapter.name
     observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
     async with service.admission.enter(model.owner, observation):

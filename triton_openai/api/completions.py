@@ -171,7 +171,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Continue one or several prompts; the choices are numbered prompt by prompt."""
     service = service_of(request)
     body = await read_json(request, CompletionRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await service.model_of(body)
     adapter = model.adapter.name
     observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
     async with service.admission.enter(model.owner, observation):

@@ -39,7 +39,7 @@ _MAX_INPUTS = 2048
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     """The request; ``input`` is a text, texts, token ids, or lists of token ids."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -74,7 +74,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Embed texts."""
     service = service_of(request)
     body = await read_json(request, EmbeddingsRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await service.model_of(body)
     observation = observe(request, "embeddings", model=body.model, adapter=model.adapter.name)
     capabilities = model.adapter.capabilities
     if not capabilities.embed:

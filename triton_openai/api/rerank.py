@@ -78,7 +78,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Order documents by how well they fit a query."""
     service = service_of(request)
     body = await read_json(request, RerankRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await service.model_of(body)
     observation = observe(request, "rerank", model=body.model, adapter=model.adapter.name)
     refuse(body, REFUSED)
     query, documents = text_of(body.query, "query"), texts_of(body.documents, "documents")

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from triton_openai.api import chat, completions, embeddings, health, models, rerank, score, tokenize
+from triton_openai.api import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    model_control,
+    models,
+    rerank,
+    score,
+    tokenize,
+)
 
 
 def add_routes(app: web.Application) -> None:
@@ -23,6 +33,8 @@ def add_routes(app: web.Application) -> None:
         router.add_post(f"{prefix}/rerank", rerank.handle)
         router.add_post(f"{prefix}/score", score.handle)
         router.add_get(f"{prefix}/models/{{model:.+}}", models.get_model)
+        router.add_post(f"{prefix}/models/{{model:.+}}/load", model_control.load)
+        router.add_post(f"{prefix}/models/{{model:.+}}/unload", model_control.unload)
     # Where the second version of Cohere's client asks.
     router.add_post("/v2/rerank", rerank.handle)
     router.add_get("/health/live", health.live)

@@ -57,7 +57,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Score one text against each of several, or texts pair by pair."""
     service = service_of(request)
     body = await read_json(request, ScoreRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await service.model_of(body)
     observation = observe(request, "score", model=body.model, adapter=model.adapter.name)
     refuse(body, REFUSED)
     pairs, second = _pairs(body)

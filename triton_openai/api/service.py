@@ -8,6 +8,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
@@ -21,6 +22,7 @@ from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
 from triton_openai.media.images import ImageLoader
+from triton_openai.model_control import ModelControl
 from triton_openai.models import Models, ServedModel
 from triton_openai.running import Run
 from triton_openai.scoring import Scoring, score_prompts
@@ -58,15 +60,32 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     scoring: Scoring | None = None
 
 
+class NamesModel(Protocol):
+    """A request that says for which model it is."""
+
+    model: str
+
+
 class Service(msgspec.Struct, frozen=True):
     """The parts of the running service."""
 
     settings: Settings
     models: Models
+    control: ModelControl
     client: TritonClient
     background: Background
     admission: Admission
     images: ImageLoader
+
+    async def model_of(self, body: NamesModel) -> ServedModel:
+        """
+        Return the model that *body* is for, and put the name there where it names none.
+
+        Raises what :meth:`Models.find` does.
+        """
+        model = await self.models.find(body.model)
+        body.model = model.name
+        return model
 
     async def runs(
         self, model: ServedModel, prompts: Sequence[str | Sequence[int]], task: Task, *, limits: TimeLimits

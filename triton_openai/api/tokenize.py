@@ -31,7 +31,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     Special tokens are added to a prompt unless told otherwise, and not to messages, whose template writes its own.
     """
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
@@ -56,7 +56,7 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Token ids."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     tokens: list[Annotated[int, Meta(ge=0)]]
 
 
@@ -70,7 +70,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
     service = service_of(request)
     body = await read_json(request, TokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await service.model_of(body)
     prompter = await model.prompter()
     tokenizer = _tokenizer(prompter)
     if (body.prompt is None) == (body.messages is None):
@@ -100,7 +100,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
     service = service_of(request)
     body = await read_json(request, DetokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await service.model_of(body)
     tokenizer = _tokenizer(await model.prompter())
     unknown = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
     if unknown is not None:

@@ -32,14 +32,14 @@ DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
 # What a command has no use for: the demo brings its own Triton, and inspecting serves nothing.
 _LEFT_OUT = {
     "serve": frozenset[str](),
-    "demo": frozenset({"triton-url", "model-repository"}),
+    "demo": frozenset({"triton-url", "model-repository", "load-model"}),
     "inspect": frozenset(
         {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
             *("first-token-timeout", "idle-timeout", "request-timeout", "stream-timeout"),
             *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),
-            *("model-repository", "strict-parameters"),
+            *("model-repository", "strict-parameters", "model-control-mode", "load-model", "unload-grace"),
         }
     ),
 }

@@ -31,7 +31,13 @@ def serve(settings: Settings, environ: Mapping[str, str]) -> int:
     with listening_sockets(settings.server) as sockets:
         launched = None
         if settings.triton.model_repository:
-            launched = LaunchedTriton(settings.triton.model_repository, environ)
+            triton = settings.triton
+            launched = LaunchedTriton(
+                triton.model_repository,
+                environ,
+                model_control_mode=triton.model_control_mode,
+                load_models=triton.load_model,
+            )
         return run_loop(serve_until_stopped(settings, sockets, launched))
 
 
@@ -124,7 +130,9 @@ async def _greet(
 ) -> int | None:
     if started is not None:
         await started.wait()
-    banner = await banner_of(settings, models_of(app), address, wait_for_model=started is not None)
+    # In explicit mode a Triton may well start without any model.
+    has_models = settings.triton.model_control_mode == "none" or bool(settings.triton.load_model)
+    banner = await banner_of(settings, models_of(app), address, wait_for_model=started is not None and has_models)
     print(render_banner(banner, settings.server.log_format), flush=True)
     return await talk(banner) if talk is not None else None
 

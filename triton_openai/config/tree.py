@@ -113,6 +113,24 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             extra={"metavar": "DIR"},
         ),
     ] = ()
+    model_control_mode: Annotated[
+        Literal["none", "explicit"],
+        Meta(
+            description="'explicit' lets clients load and unload models. A Triton that is started here gets the same "
+            "mode, one that runs already has to have it."
+        ),
+    ] = "none"
+    load_model: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="A model that the Triton started here has from the beginning, in explicit mode; * is all. May be "
+            "given several times.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ()
+    unload_grace: Annotated[
+        Seconds, Meta(description="Time that running requests are given to finish before their model is unloaded.")
+    ] = 30.0
     connect_timeout: Annotated[Seconds, Meta(description="Longest wait for a connection to Triton.")] = 5.0
     first_token_timeout: Annotated[
         Seconds, Meta(description="Longest wait for a stream's first token, queueing included.")
@@ -156,6 +174,13 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What clients see."""
 
+    default_model: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="The model, alias or LoRA adapter of requests that name no model, or 'default'.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = None
     default_max_tokens: Annotated[
         int,
         Meta(

@@ -308,6 +308,17 @@ class GrpcClient:
         answer = await self._unary("ModelConfig", service_pb2.ModelConfigRequest(name=model), model=model)
         return decode_config(answer.config)
 
+    async def load_model(self, model: str) -> None:
+        """Load a model; returns when it is ready, however long that takes."""
+        message = service_pb2.RepositoryModelLoadRequest(model_name=model)
+        await self._unary("RepositoryModelLoad", message, model=model, timeout=None)
+
+    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
+        """Begin to unload a model."""
+        message = service_pb2.RepositoryModelUnloadRequest(model_name=model)
+        message.parameters["unload_dependents"].bool_param = dependents
+        await self._unary("RepositoryModelUnload", message, model=model)
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request; how long it may take is the caller's business."""
         message = await message_of(request)
