@@ -117,6 +117,11 @@ def models_of(app: web.Application) -> Models:
     return app[SERVICE].models
 
 
+def control_of(app: web.Application) -> ModelControl:
+    """Return what loads and unloads the models of *app*."""
+    return app[SERVICE].control
+
+
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]

@@ -7,7 +7,7 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     ├── InvalidRequest                 400  invalid_request_error
     │   ├── UnsupportedParameter       400  unsupported_parameter
     │   ├── ContextLengthExceeded      400  context_length_exceeded
-    │   ├── ModelControlDisabled       403  model_control_disabled
+    │   ├── ManagementDisabled         403  management_disabled
     │   ├── ModelNotFound              404  model_not_found
     │   ├── EndpointNotFound           404  not_found
     │   ├── MethodNotAllowed           405  method_not_allowed
@@ -103,16 +103,11 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
-class ModelControlDisabled(InvalidRequest):
-    """Models are not loaded and unloaded through this service unless the operator says so."""
+class ManagementDisabled(InvalidRequest):
+    """What manages Triton, such as loading models, is off unless the operator allows it."""
 
     status = 403
-    code = "model_control_disabled"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "Loading and unloading models is off; the service allows it with --model-control-mode explicit."
-        )
+    code = "management_disabled"
 
 
 class ModelNotFound(InvalidRequest):

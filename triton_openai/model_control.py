@@ -19,8 +19,8 @@ from triton_openai.config import Settings
 from triton_openai.errors import (
     ConfigurationError,
     InvalidRequest,
+    ManagementDisabled,
     ModelConflict,
-    ModelControlDisabled,
     ModelNotFound,
     ServiceError,
     UpstreamTimeout,
@@ -51,15 +51,17 @@ class ModelControl:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def check_allowed(self) -> None:
-        """Raise :class:`ModelControlDisabled` unless models may be loaded and unloaded."""
+        """Raise :class:`ManagementDisabled` unless models may be loaded and unloaded."""
         if not self._allowed:
-            raise ModelControlDisabled
+            raise ManagementDisabled(
+                "Loading and unloading models is off; the service allows it with --model-control-mode explicit."
+            )
 
     async def load(self, name: str) -> str:
         """
         Load the model *name*, or the one that this is an alias of, and return its own name, once it is served.
 
-        A model that only serves others counts as served. Raises :class:`ModelControlDisabled`, :class:`ModelNotFound`,
+        A model that only serves others counts as served. Raises :class:`ManagementDisabled`, :class:`ModelNotFound`,
         :class:`ModelConflict` for a model that is loaded already or is being changed by another call,
         :class:`UpstreamError` for what Triton reports, and :class:`ConfigurationError` for a model that is loaded now
         and cannot be served.
@@ -79,6 +81,11 @@ class ModelControl:
         model = self._resolve(name)
         await self._alone(self._unload(model, dependents=dependents))
         return model
+
+    def changed_elsewhere(self) -> None:
+        """Look again at what Triton has, because somebody has changed it by another way."""
+        self._gates.changed()
+        self._start(self._models.catalog.renew())
 
     async def close(self) -> None:
         """Stop waiting for what is going on; Triton goes on with it."""
@@ -102,10 +109,13 @@ class ModelControl:
 
     async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
         # A task of its own: a client that leaves must not make the gate open, or the claim end, before Triton is done.
+        await asyncio.shield(self._start(work))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        await asyncio.shield(task)
+        return task
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -1,8 +1,9 @@
 """
 The gates of the models: which requests run on a model, and whether it takes new ones.
 
-A model that is to be unloaded is closed first: what runs may finish for a while, and what comes is refused. In a service
-of several processes each has its own gates, and what they must agree on stands in files (:class:`SharedGates`).
+A model that is to be unloaded is closed first: what runs may finish for a while, and what comes is refused. In a
+service of several processes each has its own gates, and what they must agree on stands in files
+(:class:`SharedGates`).
 """
 
 from __future__ import annotations

@@ -166,8 +166,8 @@ class Models:
         Return the served model called *name*, asking Triton again if it is not known.
 
         An empty name, and ``default`` unless a model has that name, is the default model where one is configured.
-        Raises :class:`InvalidRequest` for an empty name where none is, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or the model is
-        there and not ready.
+        Raises :class:`InvalidRequest` for an empty name where none is, :class:`ModelNotFound`, or
+        :class:`UpstreamUnavailable` when Triton does not answer or the model is there and not ready.
         """
         version = self._version()
         if version != self._seen:

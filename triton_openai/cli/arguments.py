@@ -39,6 +39,7 @@ _LEFT_OUT = {
             *("first-token-timeout", "idle-timeout", "request-timeout", "stream-timeout"),
             *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),
+            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "kserve-allow"),
             *("model-repository", "strict-parameters", "model-control-mode", "load-model", "unload-grace"),
         }
     ),

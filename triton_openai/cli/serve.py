@@ -12,13 +12,15 @@ from typing import Any
 
 from aiohttp import web
 
-from triton_openai.app import create_app, models_of
+from triton_openai.app import control_of, create_app, models_of
 from triton_openai.cli.banner import Banner, banner_of, render_banner
 from triton_openai.config import ServerSettings, Settings
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ConfigurationError
+from triton_openai.kserve import Frontend, start_frontends
 from triton_openai.supervisor import LaunchedTriton, Supervisor
 from triton_openai.telemetry.logging import get_logger
+from triton_openai.worker import WORKER
 
 log = get_logger(__name__)
 
@@ -155,14 +157,19 @@ async def _listening(settings: Settings, sockets: Sequence[socket.socket]) -> As
         shutdown_timeout=0.5,
     )
     await runner.setup()
+    frontends: Sequence[Frontend] = ()
     try:
+        frontends = await start_frontends(
+            settings, changed=control_of(app).changed_elsewhere, reuse_port=app[WORKER].count > 1
+        )
         for one in sockets:
             await web.SockSite(runner, one, backlog=settings.server.backlog).start()
         yield app
     finally:
         for site in list(runner.sites):
             await site.stop()
-        await app[DRAINING].drain(settings.server.shutdown_grace)
+        grace = settings.server.shutdown_grace
+        await asyncio.gather(app[DRAINING].drain(grace), *(frontend.close(grace) for frontend in frontends))
         await runner.cleanup()
 
 

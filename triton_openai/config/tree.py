@@ -82,6 +82,23 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Seconds | None,
         Meta(description="A process that is late by more than this for half a second refuses new requests with 503."),
     ] = 1.0
+    enable_kserve_frontends: Annotated[
+        bool, Meta(description="Serve Triton's own protocol too, by relaying it, over HTTP and gRPC.")
+    ] = False
+    kserve_http_port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port for Triton's HTTP protocol; 0 takes a free one.")
+    ] = 8000
+    kserve_grpc_port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port for Triton's gRPC protocol; 0 takes a free one.")
+    ] = 8001
+    kserve_allow: Annotated[
+        tuple[Literal["shared-memory", "trace", "logging"], ...],
+        Meta(
+            description="What of Triton's protocol that manages the server is relayed too; loading models is, in "
+            "explicit mode.",
+            extra={"metavar": "GROUP"},
+        ),
+    ] = ()
     shutdown_grace: Annotated[
         Seconds, Meta(description="Time that running requests are given to finish when the service is told to stop.")
     ] = 10.0
@@ -123,8 +140,8 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     load_model: Annotated[
         tuple[str, ...],
         Meta(
-            description="A model that the Triton started here has from the beginning, in explicit mode; * is all. May be "
-            "given several times.",
+            description="A model that the Triton started here has from the beginning, in explicit mode; * is all. "
+            "May be given several times.",
             extra={"metavar": "NAME"},
         ),
     ] = ()
