@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import queue
+import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,7 +22,10 @@ import tritonclient.grpc as sync_grpc
 import tritonclient.grpc.aio as aio_grpc
 import tritonclient.http as sync_http
 import tritonclient.http.aio as aio_http
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tritonclient.utils import InferenceServerException
+from yarl import URL
 
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import changed
@@ -149,8 +154,6 @@ async def test_tritonclient_over_grpc(relays):
             with pytest.raises(InferenceServerException, match="unknown model") as caught:
                 client.infer("nobody", inputs)
             assert "StatusCode.NOT_FOUND" == caught.value.status()
-            with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
-                client.infer("vllm_model", asked(sync_grpc, steer={"hang_at": 0}), client_timeout=0.2)
 
     await asyncio.to_thread(use)
 
@@ -162,7 +165,7 @@ async def test_decoupled_streams_of_tritonclient(relays):
         found: queue.Queue[Any] = queue.Queue()
         with sync_grpc.InferenceServerClient(relays.grpc) as client:
             client.start_stream(lambda result, error: found.put(error or result))
-            for words in ("one two three", "four five"):
+            for words in ("one two three", "three two"):
                 client.async_stream_infer("vllm_model", asked(sync_grpc, steer={"text": words}))
                 client.async_stream_infer("nobody", asked(sync_grpc, steer={"text": words}))
             client.stop_stream()
@@ -173,7 +176,8 @@ async def test_decoupled_streams_of_tritonclient(relays):
         return [answer.as_numpy("text_output")[0].decode() for answer in answers if not isinstance(answer, Exception)]
 
     pieces = await asyncio.to_thread(use)
-    assert sorted(["one", " two", " three", "four", " five"]) == sorted(piece for piece in pieces if piece)
+    first, second = (words.replace(" ", "") for words in ("one two three", "three two"))
+    assert sorted(first + second) == sorted("".join(pieces).replace(" ", ""))
 
 
 async def test_decoupled_streams_of_aio_tritonclient(relays):
@@ -193,21 +197,10 @@ async def test_decoupled_streams_of_aio_tritonclient(relays):
             # The second request is sent only after the first answer has come: neither side waits for the other's end.
             proceed.set()
 
-    assert ["one", "two"] == [piece for piece in texts if piece]
+    assert "onetwo" == "".join(texts)
 
 
 # Streams
-
-
-def cancelled(triton: TestTriton, mark: str) -> Callable[[], Any]:
-    """Return what tells whether the request that says *mark* was cancelled."""
-
-    async def look() -> bool:
-        events = triton.record.events()
-        ids = {event["id"] for event in events if mark in json.dumps(event) and event["event"] == "request"}
-        return bool(ids) and any(event["event"] == "cancelled" and event["id"] in ids for event in events)
-
-    return look
 
 
 async def test_cancellation_over_grpc(relays, triton):
@@ -215,24 +208,20 @@ async def test_cancellation_over_grpc(relays, triton):
     async with aio_grpc.InferenceServerClient(relays.grpc) as client:
 
         async def requests() -> AsyncIterator[dict[str, Any]]:
-            steer = {"text": "one two three", "repeat": 500, "delay_ms": 20}
+            # Triton 24.10 crashes now and then when it is cancelled while it writes: there is time in between.
+            steer = {"text": "one two three", "repeat": 500, "delay_ms": 300}
             yield {"model_name": "vllm_model", "request_id": "leaves-grpc", "inputs": asked(aio_grpc, steer=steer)}
             await asyncio.Event().wait()
 
         iterator = client.stream_infer(requests())
-        await anext_of(iterator)
+        await iterator.__anext__()
         iterator.cancel()
         await until(lambda: was_cancelled(triton, "leaves-grpc"))
 
 
-async def anext_of(iterator: Any) -> Any:
-    """Return the next item: the built-in is newer than Python 3.9's form of it."""
-    return await iterator.__anext__()
-
-
 async def was_cancelled(triton: TestTriton, request_id: str) -> bool:
     """Return whether the model saw that the request was cancelled."""
-    return any(event["event"] == "cancelled" and event["id"] == request_id for event in triton.record.events())
+    return bool(triton.record.events(id=request_id, event="cancelled"))
 
 
 def generate(request_id: str = "", **steer: Any) -> dict[str, Any]:
@@ -271,15 +260,6 @@ async def test_cancellation_over_http(relays, triton):
         await response.content.readany()
         response.close()
     await until(lambda: was_cancelled(triton, "leaves-http"))
-
-
-async def test_big_messages(relays):
-    """Tens of megabytes pass both relays: nothing has gRPC's default limit of 4 MiB."""
-    words = "x" * (24 << 20)
-    async with aio_grpc.InferenceServerClient(relays.grpc) as client:
-        assert (await client.infer("text_embedding", [embedding_input(aio_grpc, words)])).get_response().outputs
-    async with aio_http.InferenceServerClient(relays.http, conn_timeout=60) as client:
-        assert (await client.infer("text_embedding", [embedding_input(aio_http, words)])).get_response()["outputs"]
 
 
 # What manages the server
@@ -377,8 +357,14 @@ async def test_management_is_off_over_grpc(relays):
     async with grpc.aio.insecure_channel(relays.grpc) as channel:
         for method in ("/inference.GRPCInferenceService/Nothing", "/inference.grpcinferenceservice/ServerLive", "/x/y"):
             with pytest.raises(grpc.aio.AioRpcError) as failed:
-                await channel.unary_unary(method)(b"")
+                await one_call(channel, method, b"")
             assert grpc.StatusCode.UNIMPLEMENTED == failed.value.code()
+
+
+async def one_call(channel: grpc.aio.Channel, method: str, message: bytes) -> bytes:
+    """Return the answer to a call with one message."""
+    multi_callable: Any = channel.unary_unary(method)
+    return bytes(await multi_callable(message))
 
 
 async def test_what_is_allowed(triton):
@@ -408,7 +394,7 @@ async def test_model_control(triton):
         async with aiohttp.ClientSession() as session:
             for name, status in (("text_embedding", 503), ("%2e%2e", 400), ("%252e%252e", 400), ("a%2Fb", 400)):
                 address = f"http://{relays.http}/v2/repository/models/{name}/load"
-                async with session.post(aiohttp.client.URL(address, encoded=True)) as response:
+                async with session.post(URL(address, encoded=True)) as response:
                     assert status == response.status, name
         assert [] == relays.changes
 
@@ -434,13 +420,13 @@ class Upstream(grpc.GenericRpcHandler):
 @asynccontextmanager
 async def in_front_of(answer: Callable[[Any], Any]) -> AsyncIterator[Any]:
     """Yield a channel to the relay in front of such a server."""
-    server = grpc.aio.server(handlers=(Upstream(answer),))
+    server = grpc.aio.server(handlers=(Upstream(answer),), options=(("grpc.max_receive_message_length", -1),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with (
             relayed("http://127.0.0.1:1", f"grpc://127.0.0.1:{port}") as relays,
-            grpc.aio.insecure_channel(relays.grpc) as channel,
+            grpc.aio.insecure_channel(relays.grpc, options=(("grpc.max_receive_message_length", -1),)) as channel,
         ):
             yield channel
     finally:
@@ -470,7 +456,7 @@ async def test_metadata_and_trailers():
         await call.done_writing()
         with pytest.raises(grpc.aio.AioRpcError):
             assert grpc.aio.EOF is not await call.read()
-        trailers = {key: value for key, value in await call.trailing_metadata()}
+        trailers = dict(await call.trailing_metadata())
         assert (grpc.StatusCode.DATA_LOSS, "gone wrong") == (await call.code(), await call.details())
 
     assert b"\0\xff" == trailers["end-bin"]
@@ -483,20 +469,62 @@ async def reading(context: Any) -> AsyncIterator[bytes]:
         yield message
 
 
+async def test_big_messages():
+    """Tens of megabytes pass both relays in both directions: nothing has gRPC's default limit of 4 MiB."""
+    big = random.Random(1).randbytes(24 << 20)
+
+    async def answer(context: Any) -> None:
+        await context.write(await context.read())
+
+    async with in_front_of(answer) as channel:
+        assert big == await one_call(channel, "/inference.GRPCInferenceService/ModelInfer", big)
+
+    async def echo(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        async for piece in request.content.iter_any():
+            await response.write(piece)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v2/models/m/infer", echo)
+    async with (
+        TestServer(app) as server,
+        relayed(str(server.make_url("")), "grpc://127.0.0.1:1") as relays,
+        aiohttp.ClientSession() as session,
+    ):
+        for data in (io.BytesIO(big), in_pieces(big)):
+            async with session.post(f"http://{relays.http}/v2/models/m/infer", data=data) as response:
+                assert big == await response.read()
+
+
+async def in_pieces(data: bytes) -> AsyncIterator[bytes]:
+    """Yield *data* in pieces, which are sent without telling their length before."""
+    for begin in range(0, len(data), 1 << 20):
+        yield data[begin : begin + (1 << 20)]
+
+
 async def test_deadlines_are_passed_on():
-    """Triton learns how long the client will wait."""
+    """Triton learns how long the client will wait, and that it waits no longer."""
     left: list[float] = []
+    ended = asyncio.Event()
 
     async def answer(context: Any) -> None:
         left.append(context.time_remaining())
-        await context.write(b"x")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
     async with in_front_of(answer) as channel:
-        call = channel.stream_stream(_STREAM)(timeout=50)
+        call = channel.stream_stream(_STREAM)(timeout=0.5)
         await call.done_writing()
-        assert b"x" == await call.read()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        assert grpc.StatusCode.DEADLINE_EXCEEDED == await call.code()
+        await asyncio.wait_for(ended.wait(), 10)
 
-    assert 0 < left[0] <= 50
+    assert 0 < left[0] < 5
 
 
 async def test_a_slow_reader_holds_the_server_back():
@@ -556,10 +584,14 @@ async def test_an_answer_that_is_cut_off():
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    async with server, relayed(url, "grpc://127.0.0.1:1") as relays, aiohttp.ClientSession() as session:
-        async with session.get(f"http://{relays.http}/v2") as response:
-            with pytest.raises(aiohttp.ClientError):
-                await response.read()
+    async with (
+        server,
+        relayed(url, "grpc://127.0.0.1:1") as relays,
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{relays.http}/v2") as response,
+    ):
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
 
 
 # Starting
@@ -582,9 +614,9 @@ async def test_both_addresses_are_needed(triton):
     for url, missing in ((triton.http_url, "grpc"), (triton.grpc_url, "http")):
         settings = Settings(server=SERVER, triton=TritonSettings(url=(url,)))
         with pytest.raises(ConfigurationError, match=missing):
-            await start_frontends(settings, changed=list)
+            await start_frontends(settings, changed=lambda: None)
 
 
 async def test_they_are_off_unless_enabled(triton):
     """Without the flag there are none."""
-    assert [] == await start_frontends(Settings(triton=TritonSettings(url=(triton.http_url,))), changed=list)
+    assert [] == await start_frontends(Settings(triton=TritonSettings(url=(triton.http_url,))), changed=lambda: None)
