@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import structlog
+from aiohttp import web
 
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError
-
-_log = structlog.get_logger(__name__)
 
 
 class Frontend(Protocol):
     """One such server, while it runs."""
 
+    scheme: str
     port: int
 
     async def close(self, grace: float) -> None:
@@ -61,5 +60,7 @@ async def start_frontends(
         for frontend in started:
             await frontend.close(0)
         raise
-    _log.info("Triton's own protocol is served", host=server.host, http_port=over_http.port, grpc_port=over_grpc.port)
     return started
+
+
+FRONTENDS: web.AppKey[list[Frontend]] = web.AppKey("frontends", list)

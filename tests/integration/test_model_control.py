@@ -15,16 +15,20 @@ from urllib.parse import quote
 import msgspec
 import pytest
 import pytest_asyncio
+import tritonclient.grpc.aio as grpc
+import tritonclient.http.aio as http
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.test_discovery import listed, until
 from tests.proxy_fixture import Answer, Proxy, serving
 from triton_openai.api.service import SERVICE
+from triton_openai.app import control_of
 from triton_openai.config import Settings
-from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, TritonSettings
+from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, ServerSettings, TritonSettings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import InvalidRequest
+from triton_openai.kserve import start_frontends
 from triton_openai.triton.embedded import EmbeddedTriton
 from triton_openai.triton.names import check_name
 
@@ -312,6 +316,31 @@ async def nothing(proxy: Proxy) -> bool:
 async def can_load(proxy: Proxy, model: str) -> bool:
     """Return whether a model could be loaded."""
     return 200 == (await load(proxy, model)).status
+
+
+async def test_loading_through_the_relays(proxy, server):
+    """What a client of Triton's own protocol loads is served at once."""
+    assert proxy.client.app is not None
+    settings = Settings(
+        server=ServerSettings(enable_kserve_frontends=True, kserve_http_port=0, kserve_grpc_port=0),
+        triton=TritonSettings(url=(server.http_url, server.grpc_url), model_control_mode="explicit"),
+    )
+    frontends = await start_frontends(settings, changed=control_of(proxy.client.app).changed_elsewhere)
+    try:
+        async with http.InferenceServerClient(f"127.0.0.1:{frontends[0].port}") as client:
+            await client.load_model("text_embedding")
+        await until(lambda: serves(proxy, ["org/embedder", "text_embedding"]))
+        async with grpc.InferenceServerClient(f"127.0.0.1:{frontends[1].port}") as over_grpc:
+            await over_grpc.unload_model("text_embedding")
+        await until(lambda: serves(proxy, []))
+    finally:
+        for frontend in frontends:
+            await frontend.close(1.0)
+
+
+async def serves(proxy: Proxy, names: list[str]) -> bool:
+    """Return whether exactly these models are listed."""
+    return names == await listed(proxy)
 
 
 # Names

@@ -9,7 +9,9 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
 from triton_openai.app import control_of, create_app, models_of
@@ -17,7 +19,7 @@ from triton_openai.cli.banner import Banner, banner_of, render_banner
 from triton_openai.config import ServerSettings, Settings
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ConfigurationError
-from triton_openai.kserve import Frontend, start_frontends
+from triton_openai.kserve import FRONTENDS, start_frontends
 from triton_openai.supervisor import LaunchedTriton, Supervisor
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.worker import WORKER
@@ -135,6 +137,9 @@ async def _greet(
     # In explicit mode a Triton may well start without any model.
     has_models = settings.triton.model_control_mode == "none" or bool(settings.triton.load_model)
     banner = await banner_of(settings, models_of(app), address, wait_for_model=started is not None and has_models)
+    host = urlsplit(address).netloc.rpartition(":")[0]
+    relays = tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app[FRONTENDS])
+    banner = msgspec.structs.replace(banner, kserve=relays)
     print(render_banner(banner, settings.server.log_format), flush=True)
     return await talk(banner) if talk is not None else None
 
@@ -143,6 +148,7 @@ async def _greet(
 async def _listening(settings: Settings, sockets: Sequence[socket.socket]) -> AsyncIterator[web.Application]:
     """Yield the application, running and listening."""
     app = create_app(settings)
+    frontends = app[FRONTENDS] = []
     runner = web.AppRunner(
         app,
         # A client that leaves must stop the work that was begun for it.
@@ -157,9 +163,8 @@ async def _listening(settings: Settings, sockets: Sequence[socket.socket]) -> As
         shutdown_timeout=0.5,
     )
     await runner.setup()
-    frontends: Sequence[Frontend] = ()
     try:
-        frontends = await start_frontends(
+        frontends += await start_frontends(
             settings, changed=control_of(app).changed_elsewhere, reuse_port=app[WORKER].count > 1
         )
         for one in sockets:

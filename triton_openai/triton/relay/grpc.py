@@ -42,6 +42,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         self._changed = changed
         self._server: Any = None
         #: Where it listens, once started.
+        self.scheme = "grpc"
         self.port = 0
 
     async def start(self, host: str, port: int, *, reuse_port: bool = False) -> None:

@@ -56,6 +56,7 @@ class HttpRelay:
         self._ssl = ssl_context
         self._draining = Draining()
         #: Where it listens, once started.
+        self.scheme = "http"
         self.port = 0
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
