@@ -107,23 +107,11 @@ def test_flags_that_are_named() -> None:
         *("--no-cache-dir", "--no-deps", "--wheel-dir", "--without-pip", "--python", "--now"),
         *("--interval", "--timeout", "--start-period", "--gid", "--uid", "--system", "--no-create-home"),
         *("--config.file", "--storage.tsdb.path"),
-        *triton_flags(),
+        *files.triton_flags(),
     }
     for name, text in TEXTS.items():
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]+", text):
             assert flag in ours | others, f"{name}: {flag}{closest(flag, ours)}"
-
-
-def triton_flags() -> set[str]:
-    """Return the flags that `deploy/` gives to tritonserver."""
-    lists = [files.load(DEPLOY / "compose/compose.yaml")["services"]["triton"]["command"]]
-    lists.append(
-        files.only(files.plain_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]["initContainers"][0][
-            "args"
-        ]
-    )
-    lists.append(files.load(files.CHART / "ci/everything-values.yaml")["triton"]["extraArgs"])
-    return {one.partition("=")[0] for flags in lists for one in flags if one.startswith("--")}
 
 
 def test_paths_that_are_asked() -> None:
