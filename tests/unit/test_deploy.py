@@ -61,8 +61,8 @@ def check(start: Start, folder: Path) -> Settings:
     server = settings.server
     assert ("systemd" == start.where) == ("127.0.0.1" == server.host)
     if start.stop_seconds is not None:
-        # A second for the farewell of what is still running then, and some for the end of the process.
-        assert start.stop_seconds >= start.delay + server.shutdown_grace + 5
+        # Workers get ten seconds more before their parent ends them.
+        assert start.stop_seconds >= start.delay + server.shutdown_delay + server.shutdown_grace + 10
     ports = start.container.get("ports", [])
     for port in ports:
         assert server.port == (port["containerPort"] if isinstance(port, dict) else int(port.rpartition(":")[2]))
