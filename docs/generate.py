@@ -193,6 +193,7 @@ _titles = {
     "api": "The API",
     "media": "Images",
     "metrics": "Metrics",
+    "traces": "Traces",
     "defaults": "Models",
     "models": "Single models",
 }

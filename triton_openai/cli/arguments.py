@@ -41,6 +41,7 @@ _LEFT_OUT = {
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),
             *("model-repository", "strict-parameters"),
             *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
+            *("otlp-endpoint", "otlp-protocol", "continue-traces"),
         }
     ),
 }
@@ -146,6 +147,7 @@ def _title(section: str) -> str:
         "api": "API",
         "media": "images",
         "metrics": "metrics",
+        "traces": "traces",
         "defaults": "models",
     }[section]
 

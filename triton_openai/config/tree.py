@@ -20,6 +20,7 @@ from msgspec import Meta
 from triton_openai.config.media import MediaSettings
 from triton_openai.config.metrics import MetricsSettings
 from triton_openai.config.models import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
+from triton_openai.config.traces import TracesSettings
 from triton_openai.config.units import Seconds
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ModelSettings",
     "ServerSettings",
     "Settings",
+    "TracesSettings",
     "TritonSettings",
 ]
 
@@ -200,6 +202,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     api: ApiSettings = ApiSettings()
     media: MediaSettings = MediaSettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TracesSettings = TracesSettings()
     defaults: ModelDefaults = ModelDefaults()
     models: Annotated[
         Mapping[str, ModelSettings], Meta(description="What differs for single models, by the name that Triton knows.")
