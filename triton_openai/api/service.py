@@ -84,8 +84,8 @@ class Service(msgspec.Struct, frozen=True):
         Each answer of a prompt has a seed of its own. With the client's seed they follow from it, so the same request
         gives the same answers; without one they are drawn, because a backend's own default may be the same every time.
         A prompt may be token ids where the model takes them (``capabilities.tokens``): they go through unchanged.
-        They stand in *observation* too. Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model that
-        needs a tokenizer and has none.
+        They stand in *observation* too. Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model
+        that needs a tokenizer and has none.
         """
         count = task.n
         if len(prompts) * count > _MAX_RUNS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 from opentelemetry.sdk.resources import Resource
@@ -25,6 +25,8 @@ from triton_openai.errors import ConfigurationError
 
 SERVICE_NAME = "triton-openai"
 _SCOPE = "triton_openai"
+# Longest time that an exporter takes to give up.
+_GIVE_UP_SECONDS = 0.5
 _log = structlog.get_logger(__name__)
 
 
@@ -71,26 +73,40 @@ async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIter
     sent has *flush_timeout* seconds.
     """
     provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(_exporter(settings)))
+    exporter = _exporter(settings)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
         yield provider.get_tracer(_SCOPE, __version__)
     finally:
-        await _shut_down(provider, flush_timeout)
+        await _shut_down(provider, exporter, flush_timeout)
 
 
-async def _shut_down(provider: TracerProvider, timeout: float) -> None:
-    # A thread that nobody waits for in the end, unlike those of the loop's own pool: the SDK may take 30 seconds.
+async def _shut_down(provider: TracerProvider, exporter: SpanExporter, timeout: float) -> None:
+    if await _within(timeout, provider.shutdown):
+        return
+    _log.warning("the last spans were not sent", seconds=timeout)
+    # Ends the attempts to reach a collector, for which the provider is waiting.
+    await _within(_GIVE_UP_SECONDS, exporter.shutdown)
+
+
+async def _within(timeout: float, function: Callable[[], None]) -> bool:
+    """
+    Call *function* in a thread, and return whether it has ended within *timeout* seconds.
+
+    Nobody waits for the thread in the end, as they would for those of the loop's own pool: the SDK may take 30 seconds.
+    """
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 
-    def shut_down() -> None:
-        provider.shutdown()
+    def call() -> None:
+        function()
         # Too late for a loop that has waited long enough.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 
-    threading.Thread(target=shut_down, name="last-spans", daemon=True).start()
+    threading.Thread(target=call, name="last-spans", daemon=True).start()
     try:
         await asyncio.wait_for(done.wait(), timeout)
     except asyncio.TimeoutError:
-        _log.warning("the last spans were not sent", seconds=timeout)
+        return False
+    return True

@@ -155,9 +155,9 @@ def _usage(observation: Observation) -> Attributes:
 def call_attributes(request: InferRequest, url: str | None, lora: str | None = None) -> Attributes:
     """Return what a request to the Triton at *url* says of itself; *lora* is the adapter that it asks for."""
     found: Attributes = {
-        # What Triton's own spans call it
+        # As in Triton's own spans
         "triton.model_name": request.model,
-        "triton_openai.triton_request_id": request.id,
+        "triton.request_id": request.id,
     }
     if url is not None:
         found["network.protocol.name"] = "grpc" if urlsplit(url).scheme.startswith("grpc") else "http"
