@@ -131,7 +131,7 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
         # Senders keep their connections.
         protocol_version = "HTTP/1.1"
 
-        def do_POST(self) -> None:  # noqa: N802 - the name that the base class calls
+        def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             status = 200 if self.path == "/v1/traces" else 404
             if status == 200:

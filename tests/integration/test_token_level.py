@@ -263,9 +263,9 @@ async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:
     """An engine would read beyond its table."""
     service = token_proxies["http"].client.app[SERVICE]
     model = await service.models.find("tensorrt_llm")
+    task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
 
     with pytest.raises(InvalidRequest, match="10000000"):
-        task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
         await service.runs(model, [[1, 10_000_000]], task, limits=LIMITS, observation=unobserved())
 
 

@@ -56,7 +56,7 @@ def _exporter(settings: TracesSettings) -> SpanExporter:
     return HttpExporter(endpoint=url)
 
 
-def _resource() -> Resource:
+def resource() -> Resource:
     """Return who sends the spans: what the environment says, and the name of this program where it says none."""
     found = Resource.create()
     if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
@@ -72,7 +72,7 @@ async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIter
     To be entered in the process that serves, since its thread does not survive a fork. When left, what is still to be
     sent has *flush_timeout* seconds.
     """
-    provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+    provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
     exporter = _exporter(settings)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     try:
