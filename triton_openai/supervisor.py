@@ -123,7 +123,12 @@ class LaunchedTriton:
     """A Triton to be launched on ports that are known before it runs, so that the service can listen meanwhile."""
 
     def __init__(
-        self, repositories: Sequence[Path], environment: Mapping[str, str], *, backends: Path | None = None
+        self,
+        repositories: Sequence[Path],
+        environment: Mapping[str, str],
+        *,
+        backends: Path | None = None,
+        extra_args: Sequence[str] = (),
     ) -> None:
         found = shutil.which("tritonserver", path=environment.get("PATH"))
         http_port, grpc_port, metrics_port = _free_ports(3)
@@ -134,6 +139,7 @@ class LaunchedTriton:
             model_repository=repositories,
             environment=environment,
             backends=backends,
+            extra_args=extra_args,
             binary=Path(found) if found else None,
             http_port=http_port,
             grpc_port=grpc_port,

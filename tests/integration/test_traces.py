@@ -17,8 +17,9 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -390,10 +391,42 @@ async def test_a_malformed_context_is_no_error(
         assert 200 == (await chat(proxy, "vllm_model", headers)).status
 
 
+@contextmanager
+def process(*arguments: str, **environ: str) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
+    """Run the service as a process; yield its address, and what stops it and returns what it has logged."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON_OPENAI_", "OTEL_"))}
+    with subprocess.Popen(
+        [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--log-format", "json", *arguments],
+        env={**inherited, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+
+        def stop() -> list[Any]:
+            running.send_signal(signal.SIGTERM)
+            _, err = running.communicate(timeout=30)
+            assert 0 == running.returncode, err
+            return [json.loads(line) for line in err.splitlines()]
+
+        try:
+            assert running.stdout is not None
+            yield json.loads(running.stdout.readline())["address"], stop
+        finally:
+            running.kill()
+
+
+def fetch(address: str, headers: Mapping[str, str]) -> None:
+    """Ask the service at *address*."""
+    body = json.dumps(request("chat", "ensemble", steered(text="a"))).encode()
+    call = urllib.request.Request(f"{address}{PATHS['chat']}", body, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(call, timeout=30) as response:
+        assert 200 == response.status
+
+
 def test_the_process_is_configured_by_the_standard_variables(collector: Collector, traced_triton: TestTriton) -> None:
     """It says who it is, sends the headers it was given, and sends the last spans when it is told to stop."""
     environ = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_OPENAI_")},
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.grpc_url,
         "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
         "OTEL_EXPORTER_OTLP_HEADERS": "x-token=open",
@@ -402,34 +435,30 @@ def test_the_process_is_configured_by_the_standard_variables(collector: Collecto
         # Longer than the test: only the end sends them.
         "OTEL_BSP_SCHEDULE_DELAY": "3600000",
     }
-    arguments = ["serve", "--port", "0", "--log-format", "json", "--triton-url", traced_triton.grpc_url]
     trace, headers = new_trace()
-    with subprocess.Popen(
-        [sys.executable, "-m", "triton_openai", *arguments],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            address = json.loads(process.stdout.readline())["address"]
-            body = json.dumps(request("chat", "ensemble", steered(text="a"))).encode()
-            call = urllib.request.Request(
-                f"{address}{PATHS['chat']}", body, {"Content-Type": "application/json", **headers}
-            )
-            with urllib.request.urlopen(call, timeout=30) as response:
-                assert 200 == response.status
-            process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
+    with process("--triton-url", traced_triton.grpc_url, **environ) as (address, stop):
+        fetch(address, headers)
+        lines = stop()
 
-    assert 0 == process.returncode, err
     server = only(collector.of(trace, "front"), kind="SERVER")
     assert "test" == server.resource["deployment.environment.name"]
     assert any(given.get("x-token") == "open" for given in collector.headers)
-    lines = [json.loads(line) for line in err.splitlines()]
     (line,) = [line for line in lines if line["event"] == "request" and line["path"] == PATHS["chat"]]
     assert (trace, server.id) == (line["trace_id"], line["span_id"])
     assert line["response_id"] == server.attributes["gen_ai.response.id"]
+
+
+def test_a_triton_that_is_started_here_joins_in(
+    collector: Collector, traced_triton: TestTriton, tmp_path: Path
+) -> None:
+    """With nothing more to be said than where the collector is."""
+    repository = build_repository(tmp_path, models=["ensemble", "preprocessing", "postprocessing", "tensorrt_llm"])
+    trace, headers = new_trace()
+    arguments = ["--model-repository", str(repository.path), "--otlp-endpoint", collector.http_url]
+    with process(*arguments) as (address, stop):
+        fetch(address, headers)
+        stop()
+
+    call = only(collector.of(trace, "triton-openai"), kind="CLIENT")
+    top = only(collector.of(trace, "triton-inference-server"), name="InferRequest")
+    assert call.id == top.parent

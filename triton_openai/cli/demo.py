@@ -17,6 +17,7 @@ from triton_openai.config import Settings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
 from triton_openai.supervisor import LaunchedTriton
+from triton_openai.triton.trace_options import trace_options
 
 _QUESTION = "What is the Triton Inference Server?"
 _PREFERRED_MODEL = "ensemble"
@@ -33,7 +34,9 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
         if settings.defaults.tokenizer is None:
             defaults = msgspec.structs.replace(settings.defaults, tokenizer=str(repository.tokenizer))
             settings = msgspec.structs.replace(settings, defaults=defaults)
-        launched = LaunchedTriton([repository.path], environ, backends=repository.backends)
+        launched = LaunchedTriton(
+            [repository.path], environ, backends=repository.backends, extra_args=trace_options(settings.traces)
+        )
         return run_loop(serve_until_stopped(settings, sockets, launched, _ask_one_question(once=once)))
 
 

@@ -19,6 +19,7 @@ from triton_openai.draining import DRAINING
 from triton_openai.errors import ConfigurationError
 from triton_openai.supervisor import LaunchedTriton, Supervisor
 from triton_openai.telemetry.logging import get_logger
+from triton_openai.triton.trace_options import trace_options
 
 log = get_logger(__name__)
 
@@ -31,7 +32,9 @@ def serve(settings: Settings, environ: Mapping[str, str]) -> int:
     with listening_sockets(settings.server) as sockets:
         launched = None
         if settings.triton.model_repository:
-            launched = LaunchedTriton(settings.triton.model_repository, environ)
+            launched = LaunchedTriton(
+                settings.triton.model_repository, environ, extra_args=trace_options(settings.traces)
+            )
         return run_loop(serve_until_stopped(settings, sockets, launched))
 
 
