@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from aiohttp import HttpVersion11
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -33,7 +33,7 @@ from triton_openai.errors import ConfigurationError, InvalidRequest, ServiceErro
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import otlp
 from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation
-from triton_openai.telemetry.propagation import Propagation, trace_headers
+from triton_openai.telemetry.propagation import Propagation, is_recorded, trace_context
 from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.tensors import InferRequest
 
@@ -372,6 +372,7 @@ def test_headers_are_handed_on() -> None:
         (f"cc{PARENT[2:]}-more", True),
         (PARENT[:-2] + "00", False),
         (f"{PARENT}-more", False),
+        (f"cc{PARENT[2:]}-{'x' * 512}", False),
         (f"ff{PARENT[2:]}", False),
         (PARENT.upper(), False),
         (f"00-{'0' * 32}-{'b' * 16}-01", False),
@@ -382,16 +383,35 @@ def test_headers_are_handed_on() -> None:
 )
 def test_what_continues_a_trace(parent: str, goes_on: bool) -> None:
     """As W3C's recommendation has it, and only what is recorded."""
-    assert goes_on == bool(trace_headers(CIMultiDict(traceparent=parent)))
+    context = trace_context(CIMultiDict(traceparent=parent))
+
+    assert goes_on == is_recorded(context)
+
+
+@pytest.mark.parametrize(
+    "states, found",
+    [
+        (["a=1"], "a=1"),
+        (["a=1,,  b=2 ,"], "a=1,b=2"),
+        (["a=1", "1@b=x y"], "a=1,1@b=x y"),
+        (["a=1,a=2"], None),
+        (["a"], None),
+        (["A=1"], None),
+        (["a=\u00e9"], None),
+        ([f"a={'1' * 512}"], None),
+        ([",".join(f"a{number}=1" for number in range(33))], None),
+    ],
+)
+def test_states(states: list[str], found: str | None) -> None:
+    """One that is no list of names and values is left out, and the trace goes on without it."""
+    headers = CIMultiDict([("traceparent", PARENT), *(("TraceState", state) for state in states)])
+
+    assert {"traceparent": PARENT, **({} if found is None else {"tracestate": found})} == trace_context(headers)
 
 
 def test_two_parents_are_none() -> None:
-    """Nobody can say which it is; several parts of a state are one."""
-    twice = CIMultiDict([("traceparent", PARENT), ("Traceparent", PARENT)])
-    parts = CIMultiDict([("traceparent", PARENT), ("tracestate", "a=1"), ("TraceState", "b=2")])
-
-    assert {} == trace_headers(twice)
-    assert "a=1,b=2" == trace_headers(parts)["tracestate"]
+    """Nobody can say which it is."""
+    assert {} == trace_context(CIMultiDict([("traceparent", PARENT), ("Traceparent", PARENT)]))
 
 
 _hex = st.text("0123456789abcdefABCDEFg", max_size=40)
@@ -404,7 +424,11 @@ _parents = st.one_of(
 _header = st.binary(max_size=60).map(lambda data: data.decode("utf-8", "surrogateescape"))
 
 
-@given(parent=st.one_of(_parents, _header), state=st.one_of(st.text(max_size=80), _header), agent=_header, host=_header)
+_states = st.one_of(st.text("a1=, @;", max_size=20), st.text(max_size=80), _header)
+
+
+@settings(deadline=None)
+@given(parent=st.one_of(st.just(PARENT), _parents, _header), state=_states, agent=_header, host=_header)
 def test_no_header_fails_a_request(parent: str, state: str, agent: str, host: str) -> None:
     """Whatever stands in them: the request goes on, what goes to Triton is a header, and the spans can be sent."""
     headers = {"traceparent": parent, "tracestate": state, "User-Agent": agent, "Host": host}
@@ -414,7 +438,7 @@ def test_no_header_fails_a_request(parent: str, state: str, agent: str, host: st
     traced = observation.upstream.begin(REQUEST, FakeAnswer()).headers
     recorder.end(observation)
 
-    for sent in (traced, trace_headers(CIMultiDict(headers))):
+    for sent in (traced, trace_context(CIMultiDict(headers))):
         assert all(_HEADER_VALUE.fullmatch(value) for value in sent.values())
         # Both transports have to take them.
         "".join(sent.values()).encode("ascii")

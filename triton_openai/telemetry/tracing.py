@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from multidict import CIMultiDictProxy
 from opentelemetry.context import Context
-from opentelemetry.propagators.textmap import Getter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triton_openai.errors import ServiceError
 from triton_openai.telemetry.observation import Observation, Observer, Stage
+from triton_openai.telemetry.propagation import trace_context
 from triton_openai.telemetry.span_attributes import (
     CANCELLED,
     call_attributes,
@@ -41,21 +40,6 @@ QUEUE = "wait in queue"
 
 _NANOSECONDS = 1_000_000_000
 _propagator = TraceContextTextMapPropagator()
-
-
-class _Headers(Getter[CIMultiDictProxy[str]]):
-    """How the propagator reads a request's headers."""
-
-    def get(self, carrier: CIMultiDictProxy[str], key: str) -> list[str] | None:
-        """Return all values of one header."""
-        return carrier.getall(key, None)
-
-    def keys(self, carrier: CIMultiDictProxy[str]) -> list[str]:
-        """Return the names of all headers."""
-        return list(carrier)
-
-
-_getter = _Headers()
 
 
 class Tracing(Observer):
@@ -77,7 +61,8 @@ class Tracing(Observer):
             return
         parent = Context()
         if self._continue_traces:
-            parent = _propagator.extract(observation.headers, parent, _getter)
+            # Not the headers themselves: the propagator logs a warning, with its text, for what is no state.
+            parent = _propagator.extract(trace_context(observation.headers), parent)
         span = self.tracer.start_span(
             name_of(observation), parent, SpanKind.SERVER, attributes=head_attributes(observation)
         )
