@@ -195,6 +195,7 @@ _titles = {
     "metrics": "Metrics",
     "access": "Access",
     "limits": "Limits",
+    "traces": "Traces",
     "defaults": "Models",
     "models": "Single models",
 }
