@@ -29,10 +29,13 @@ _EPILOG = (
 # Where a command's defaults are not the general ones: these two say in their own words what happens.
 DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
 
+_TLS = frozenset(option.name for option in options() if option.section == "tls")
+_TRITON_ACCESS = frozenset(option.name for option in options() if option.section == "triton_access")
+
 # What a command has no use for: the demo brings its own Triton, and inspecting serves nothing.
 _LEFT_OUT = {
     "serve": frozenset[str](),
-    "demo": frozenset({"triton-url", "model-repository"}),
+    "demo": frozenset({"triton-url", "model-repository", *_TLS, *_TRITON_ACCESS}),
     "inspect": frozenset(
         {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
@@ -40,6 +43,7 @@ _LEFT_OUT = {
             *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),
             *("model-repository", "strict-parameters"),
+            *_TLS,
         }
     ),
 }
@@ -139,7 +143,15 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _title(section: str) -> str:
-    return {"server": "service", "triton": "Triton", "api": "API", "media": "images", "defaults": "models"}[section]
+    return {
+        "server": "service",
+        "tls": "TLS",
+        "triton": "Triton",
+        "triton_access": "access to Triton",
+        "api": "API",
+        "media": "images",
+        "defaults": "models",
+    }[section]
 
 
 def _about(section: str) -> str:

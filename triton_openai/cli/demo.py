@@ -14,6 +14,7 @@ import msgspec
 from triton_openai.cli.banner import Banner
 from triton_openai.cli.serve import Talk, listening_sockets, run_loop, serve_until_stopped
 from triton_openai.config import Settings
+from triton_openai.config.tls import TlsSettings, TritonAccess
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
 from triton_openai.supervisor import LaunchedTriton
@@ -33,6 +34,8 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
         if settings.defaults.tokenizer is None:
             defaults = msgspec.structs.replace(settings.defaults, tokenizer=str(repository.tokenizer))
             settings = msgspec.structs.replace(settings, defaults=defaults)
+        # It asks itself, at an address that is in no certificate, and its Triton asks for nothing.
+        settings = msgspec.structs.replace(settings, tls=TlsSettings(), triton_access=TritonAccess())
         launched = LaunchedTriton([repository.path], environ, backends=repository.backends)
         return run_loop(serve_until_stopped(settings, sockets, launched, _ask_one_question(once=once)))
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from triton_openai.draining import DRAINING
 from triton_openai.errors import ConfigurationError
 from triton_openai.supervisor import LaunchedTriton, Supervisor
 from triton_openai.telemetry.logging import get_logger
+from triton_openai.tls import server_context
 
 log = get_logger(__name__)
 
@@ -64,6 +66,8 @@ async def serve_until_stopped(
     """
     if launched is not None:
         settings = settings.with_triton(launched.http_url, launched.grpc_url)
+    # Before Triton is started: files that cannot be used are to be told at once.
+    tls = server_context(settings.tls)
     # Left in the opposite order: requests in flight still have their Triton while the service drains.
     async with _stop_signal() as stopped, _supervised(settings, launched) as supervised:
         ends: list[asyncio.Task[Any]] = [stopped]
@@ -77,8 +81,8 @@ async def serve_until_stopped(
                 waiting = asyncio.create_task(started.wait())
                 await asyncio.wait([waiting, *ends], return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
-        async with _listening(settings, sockets) as app:
-            address = _address(settings.server, sockets[0])
+        async with _listening(settings, sockets, tls) as app:
+            address = _address(settings.server, sockets[0], "http" if tls is None else "https")
             greeting = asyncio.create_task(_greet(settings, app, address, started, talk))
             try:
                 return await _first_end(ends, greeting)
@@ -130,7 +134,9 @@ async def _greet(
 
 
 @contextlib.asynccontextmanager
-async def _listening(settings: Settings, sockets: Sequence[socket.socket]) -> AsyncIterator[web.Application]:
+async def _listening(
+    settings: Settings, sockets: Sequence[socket.socket], tls: ssl.SSLContext | None
+) -> AsyncIterator[web.Application]:
     """Yield the application, running and listening."""
     app = create_app(settings)
     runner = web.AppRunner(
@@ -149,7 +155,7 @@ async def _listening(settings: Settings, sockets: Sequence[socket.socket]) -> As
     await runner.setup()
     try:
         for one in sockets:
-            await web.SockSite(runner, one, backlog=settings.server.backlog).start()
+            await web.SockSite(runner, one, ssl_context=tls, backlog=settings.server.backlog).start()
         yield app
     finally:
         for site in list(runner.sites):
@@ -191,10 +197,10 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
         yield sockets
 
 
-def _address(server: ServerSettings, bound: socket.socket) -> str:
+def _address(server: ServerSettings, bound: socket.socket, scheme: str) -> str:
     """Return a URL for clients on this machine: an address that means every interface is none to connect to."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
 
 @contextlib.asynccontextmanager

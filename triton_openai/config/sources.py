@@ -110,7 +110,7 @@ def _read_text(option: Option, value: Any, origin: str) -> _Layer:
         values = [value] if option.verbatim and isinstance(value, str) else value if option.verbatim else _split(value)
         return _read_assignments(option, values, origin)
     if option.is_list:
-        value = _split(value)
+        value = _lines(value) if option.verbatim else _split(value)
     return {option.path: (_convert(value, option.type, origin, strict=False), origin)}
 
 
@@ -140,6 +140,11 @@ def _read_assignments(option: Option, values: list[str], origin: str) -> _Layer:
 def _split(value: Any) -> list[str]:
     given = [value] if isinstance(value, str) else list(value)
     return [item.strip() for text in given for item in str(text).split(",") if item.strip()]
+
+
+def _lines(value: Any) -> list[str]:
+    given = [value] if isinstance(value, str) else list(value)
+    return [line.strip() for text in given for line in str(text).splitlines() if line.strip()]
 
 
 # The YAML file

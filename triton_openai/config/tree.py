@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from triton_openai.config.media import MediaSettings
 from triton_openai.config.models import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
+from triton_openai.config.tls import TlsSettings, TritonAccess
 from triton_openai.config.units import Seconds
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "ModelSettings",
     "ServerSettings",
     "Settings",
+    "TlsSettings",
+    "TritonAccess",
     "TritonSettings",
 ]
 
@@ -194,7 +197,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Everything that can be set. ``load_settings`` makes it; it never changes afterwards."""
 
     server: ServerSettings = ServerSettings()
+    tls: TlsSettings = TlsSettings()
     triton: TritonSettings = TritonSettings()
+    triton_access: TritonAccess = TritonAccess()
     api: ApiSettings = ApiSettings()
     media: MediaSettings = MediaSettings()
     defaults: ModelDefaults = ModelDefaults()

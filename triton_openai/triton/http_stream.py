@@ -23,6 +23,7 @@ import httptools
 import msgspec
 
 from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.tls import words
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferResponse, JsonResponse
 
@@ -91,6 +92,7 @@ class Connection(asyncio.Protocol):
         self.complete = False
         self.reusable = False
         self.lost = False
+        self._refused: ssl.SSLError | None = None
         self.abandoned = False
 
     # What asyncio calls.
@@ -114,6 +116,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Remember that no more will come."""
         self.lost = True
+        if isinstance(error, ssl.SSLError):
+            self._refused = error
         self._lost_at = self._loop.time()
         self._wake()
 
@@ -180,6 +184,9 @@ class Connection(asyncio.Protocol):
             if self.lost:
                 if self.used and not self.answered and self._lost_at - self._sent_at < STALE_SECONDS:
                     raise StaleConnectionError
+                if self._refused is not None and not self.answered:
+                    # Since TLS 1.3 a server says only after the handshake that it does not take the certificate.
+                    raise unreachable(words(self._refused))
                 raise cut_off()
             self._waiter = self._loop.create_future()
             try:
@@ -223,10 +230,19 @@ class ConnectionPool:
     Keep-alive connections to one address. Not bounded: admission is decided elsewhere, a stream must never wait here.
     """
 
-    def __init__(self, host: str, port: int, *, ssl_context: ssl.SSLContext | None, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        ssl_context: ssl.SSLContext | None,
+        connect_timeout: float,
+        server_name: str | None = None,
+    ) -> None:
         self._host = host
         self._port = port
         self._ssl = ssl_context
+        self._server_name = server_name
         self._connect_timeout = connect_timeout
         self._idle: deque[tuple[float, Connection]] = deque()
         self._closed = False
@@ -242,11 +258,17 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         try:
             _, connection = await asyncio.wait_for(
-                loop.create_connection(lambda: Connection(self._keep), self._host, self._port, ssl=self._ssl),
+                loop.create_connection(
+                    lambda: Connection(self._keep),
+                    self._host,
+                    self._port,
+                    ssl=self._ssl,
+                    server_hostname=self._server_name,
+                ),
                 self._connect_timeout,
             )
         except (OSError, asyncio.TimeoutError) as error:
-            raise unreachable(f"{type(error).__name__}: {error}") from error
+            raise unreachable(words(error)) from error
         return connection
 
     def _keep(self, connection: Connection) -> None:
