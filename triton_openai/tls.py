@@ -83,7 +83,11 @@ def load_identity(
     if key is not None:
         read_file(key, f"{prefix}-key")
 
+    asked = False
+
     def ask() -> str:
+        nonlocal asked
+        asked = True
         # Without this the library would ask whoever sits at the terminal.
         if passphrase is None:
             raise ConfigurationError(f"The key in {key or certificate} is encrypted: {prefix}-key-passphrase-file.")
@@ -92,7 +96,7 @@ def load_identity(
     try:
         context.load_cert_chain(certificate, key, password=ask)
     except ssl.SSLError as error:
-        raise ConfigurationError(_identity_problem(error, certificate, key, prefix)) from error
+        raise ConfigurationError(_identity_problem(error, certificate, key, prefix, decrypted=asked)) from error
 
 
 def load_authorities(context: ssl.SSLContext, path: Path, origin: str) -> None:
@@ -104,11 +108,11 @@ def load_authorities(context: ssl.SSLContext, path: Path, origin: str) -> None:
         raise ConfigurationError(f"The file {path} given by {origin} holds no certificate (PEM).") from error
 
 
-def _identity_problem(error: ssl.SSLError, certificate: Path, key: Path | None, prefix: str) -> str:
+def _identity_problem(error: ssl.SSLError, certificate: Path, key: Path | None, prefix: str, *, decrypted: bool) -> str:
     reason = error.reason or ""
     if reason == "KEY_VALUES_MISMATCH":
         return f"The private key {key or certificate} does not belong to the certificate {certificate}."
-    if "DECRYPT" in reason or "PASSWORD" in reason:
+    if decrypted:
         return f"The private key {key or certificate} cannot be decrypted with this passphrase."
     if key is None:
         return (
@@ -116,6 +120,11 @@ def _identity_problem(error: ssl.SSLError, certificate: Path, key: Path | None, 
         )
     # What else there is ("PEM lib", "no start line") does not say which of the two files it means.
     return f"{certificate} must be a certificate and {key} its private key, both PEM ({reason or 'not readable'})."
+
+
+#: Since TLS 1.3 a server refuses a client's certificate when the handshake is over for the client; its word about that
+#: is lost where the connection is reset before it was read.
+PERHAPS_REFUSED = "TLS: closed without an answer; perhaps this service's certificate was not accepted"
 
 
 def words(error: BaseException) -> str:

@@ -18,8 +18,8 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
-from triton_openai.errors import UpstreamError, UpstreamTimeout
-from triton_openai.tls import words
+from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.tls import PERHAPS_REFUSED, words
 from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.config_json import parse_model_config
 from triton_openai.triton.connection import ConnectionSettings, Header
@@ -166,16 +166,18 @@ class HttpClient:
                     raise classify(Failure(text, model, str(response.status)))
                 yield response
         except aiohttp.ServerDisconnectedError as error:
-            raise cut_off() from error
+            raise self._cut_off(error) from error
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             raise unreachable(_reason(error)) from error
         except asyncio.TimeoutError as error:
             raise UpstreamTimeout("Triton did not answer in time.") from error
-        except ssl.SSLError as error:
-            # Since TLS 1.3 a server says only after the handshake that it does not take the client's certificate.
-            raise unreachable(words(error)) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise cut_off() from error
+            raise self._cut_off(error) from error
+
+    def _cut_off(self, error: BaseException) -> ServiceError:
+        if isinstance(error.__cause__, ssl.SSLError):
+            return unreachable(words(error.__cause__))
+        return cut_off(None if self._ssl is None else PERHAPS_REFUSED)
 
     async def live(self) -> bool:
         """Return whether the server answers."""

@@ -23,7 +23,7 @@ import httptools
 import msgspec
 
 from triton_openai.errors import ServiceError, UpstreamError
-from triton_openai.tls import words
+from triton_openai.tls import PERHAPS_REFUSED, words
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferResponse, JsonResponse
 
@@ -78,6 +78,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self.used = False
+        self._encrypted = False
+        self._refused: ssl.SSLError | None = None
         # Per request
         self._sent_at = 0.0
         self._lost_at = 0.0
@@ -92,7 +94,6 @@ class Connection(asyncio.Protocol):
         self.complete = False
         self.reusable = False
         self.lost = False
-        self._refused: ssl.SSLError | None = None
         self.abandoned = False
 
     # What asyncio calls.
@@ -101,6 +102,7 @@ class Connection(asyncio.Protocol):
         """Keep the transport."""
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        self._encrypted = transport.get_extra_info("sslcontext") is not None
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then wake the reader if a whole event, or the end, is there."""
@@ -184,9 +186,8 @@ class Connection(asyncio.Protocol):
             if self.lost:
                 if self.used and not self.answered and self._lost_at - self._sent_at < STALE_SECONDS:
                     raise StaleConnectionError
-                if self._refused is not None and not self.answered:
-                    # Since TLS 1.3 a server says only after the handshake that it does not take the certificate.
-                    raise unreachable(words(self._refused))
+                if self._encrypted and not self.used and not self.answered:
+                    raise unreachable(PERHAPS_REFUSED if self._refused is None else words(self._refused))
                 raise cut_off()
             self._waiter = self._loop.create_future()
             try:
