@@ -15,7 +15,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
-import httpx
 import openai
 import pytest
 from aiohttp import web
@@ -247,11 +246,11 @@ def test_the_command_and_the_official_client(triton: TestTriton, authority: Auth
     ) as banner:  # fmt: skip
         base_url = str(banner["base_url"])
         assert base_url.startswith("https://127.0.0.1:")
-        with httpx.Client(verify=authority.client(identity)) as http:
+        with openai.DefaultHttpxClient(verify=authority.client(identity)) as http:
             client = openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0)
             stream = client.completions.create(model=MODEL, prompt="Hello", max_tokens=4, stream=True)
             assert list(stream)
-        with httpx.Client(verify=authority.client()) as http:
+        with openai.DefaultHttpxClient(verify=authority.client()) as http:
             client = openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0)
             with pytest.raises(openai.APIConnectionError):
                 client.models.list()
