@@ -76,19 +76,28 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         self.connections += 1
+        writers = [writer]
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self._target)
+            writers.append(back)
             await asyncio.gather(_pipe(reader, back), _pipe(there, writer))
         except (OSError, asyncio.CancelledError):
             pass
         finally:
-            writer.close()
+            for each in writers:
+                # Not closed: the farewell of TLS would be waited for.
+                each.transport.abort()
             self._tasks.discard(task)
 
-    def cut(self) -> None:
+    async def cut(self) -> None:
         """End every connection."""
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A transport that is aborted is closed in the loop's next rounds.
+        for _ in range(3):
+            await asyncio.sleep(0)
 
 
 async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -112,6 +121,6 @@ async def relaying(target: int, context: ssl.SSLContext) -> AsyncIterator[Relay]
         yield relay
     finally:
         server.close()
-        relay.cut()
+        await relay.cut()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(server.wait_closed(), 2)

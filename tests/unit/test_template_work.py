@@ -188,24 +188,33 @@ def test_tools_are_served() -> None:
 # Expressions from a grammar of what hurts.
 
 _ATOMS = st.sampled_from(
-    ["'ab'", "1", "9999", "1.5", "[1, 'a']", "{'a': 1}", "(1, 2)", "messages", "messages[0].content", "range(999)", "ns.x",
-     "none", "nothing", "'%d'", "'{}'", "'\\n'", "true"]
+    ["'ab'", "1", "9999", "1.5", "[1, 'a']", "{'a': 1}", "(1, 2)", "messages", "messages[0].content", "range(999)",
+     "ns.x", "none", "nothing", "'%d'", "'{}'", "'\\n'", "true"]
 )  # fmt: skip
+
+_FILTERS = """
+list; join; join('ab'); tojson; tojson(indent=2); string; upper; replace('a', 'bbb'); indent(99);
+center(999); sort; unique | list; map('string') | list; batch(2) | list; sum; pprint; int; float;
+length; first; last; reverse | list; wordwrap(3); trim; items | list; urlencode; escape; safe; round;
+abs; min; max; dictsort; groupby(0); format(1); select('string') | list; default('x'); title;
+truncate(5); filesizeformat
+"""
+_METHODS = """
+upper(); split(); split('a'); join(['a', 'b']); replace('a', 'bb'); items(); keys(); get('a');
+format(1, 2); count('a'); index('a'); encode(); zfill(99); strip('a'); rsplit('b'); copy();
+rfind('ab'); expandtabs(9); bit_length(); translate({97: 'bb'})
+"""
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(";")]
 
 
 def _deeper(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    filters = ["list", "join", "join('ab')", "tojson", "tojson(indent=2)", "string", "upper", "replace('a', 'bbb')",
-               "indent(99)", "center(999)", "sort", "unique | list", "map('string') | list", "batch(2) | list", "sum",
-               "pprint", "int", "float", "length", "first", "last", "reverse | list", "wordwrap(3)", "trim", "items | list",
-               "urlencode", "escape", "safe", "round", "abs", "min", "max", "dictsort", "groupby(0)", "format(1)",
-               "select('string') | list", "default('x')", "title", "truncate(5)", "filesizeformat"]  # fmt: skip
-    methods = ["upper()", "split()", "split('a')", "join(['a', 'b'])", "replace('a', 'bb')", "items()", "keys()",
-               "get('a')",                "format(1, 2)", "count('a')", "index('a')", "encode()", "zfill(99)", "strip('a')",
-               "rsplit('b')", "copy()",                "rfind('ab')", "expandtabs(9)", "bit_length()", "translate({97: 'bb'})"]  # fmt: skip
     operators = ["+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "in", "not in", "and", "or"]
     return st.one_of(
-        st.tuples(inner, st.sampled_from(filters)).map(lambda v: f"({v[0]} | {v[1]})"),
-        st.tuples(inner, st.sampled_from(methods)).map(lambda v: f"({v[0]}).{v[1]}"),
+        st.tuples(inner, st.sampled_from(_listed(_FILTERS))).map(lambda v: f"({v[0]} | {v[1]})"),
+        st.tuples(inner, st.sampled_from(_listed(_METHODS))).map(lambda v: f"({v[0]}).{v[1]}"),
         st.tuples(inner, st.sampled_from(operators), inner).map(lambda v: f"({v[0]} {v[1]} {v[2]})"),
         st.tuples(inner, inner).map(lambda v: f"[{v[0]}, {v[1]}]"),
         st.tuples(inner, inner).map(lambda v: f"({v[0]}, {v[1]})"),
