@@ -189,7 +189,9 @@ def _first_sentence(kind: type) -> str:
 
 _titles = {
     "server": "The service",
+    "tls": "TLS",
     "triton": "Triton",
+    "triton_access": "Access to Triton",
     "api": "The API",
     "media": "Images",
     "metrics": "Metrics",

@@ -62,7 +62,9 @@ def create_app(
     :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
-    connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
+    connection = client or Endpoint(
+        settings.triton.url, connect_timeout=settings.triton.connect_timeout, access=settings.triton_access
+    )
     worker = worker or Worker()
     metrics = Metrics(worker) if settings.metrics.enabled else None
     tracing, send_spans = _traces(settings, connection)

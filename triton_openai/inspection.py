@@ -61,7 +61,9 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 async def inspect(settings: Settings) -> list[ModelReport]:
     """Ask Triton once and report on every model that it has. Raises :class:`ServiceError` when it does not answer."""
-    client = Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
+    client = Endpoint(
+        settings.triton.url, connect_timeout=settings.triton.connect_timeout, access=settings.triton_access
+    )
     try:
         models = Models(settings, client)
         await models.catalog.refresh()

@@ -46,6 +46,7 @@ async def start_frontends(
             f"--enable-kserve-frontends needs both of Triton's addresses, and --triton-url has not {missing} one."
         )
     # Imported here: grpc costs a tenth of a second and threads.
+    from triton_openai.triton.connection import ConnectionSettings
     from triton_openai.triton.grpc import GrpcClient
     from triton_openai.triton.relay.grpc import GrpcRelay
     from triton_openai.triton.relay.http import HttpRelay
@@ -53,12 +54,13 @@ async def start_frontends(
 
     allowed = {*server.kserve_allow, *(["model-repository"] if triton.model_control_mode == "explicit" else ())}
     rules = Rules(allowed)
+    connection = ConnectionSettings(connect_timeout=triton.connect_timeout, access=settings.triton_access)
     started: list[Frontend] = []
     try:
-        over_http = HttpRelay(triton.http_url, rules, connect_timeout=triton.connect_timeout, changed=changed)
+        over_http = HttpRelay(triton.http_url, rules, connection, changed=changed)
         await over_http.start(server.host, server.kserve_http_port, backlog=server.backlog, reuse_port=reuse_port)
         started.append(over_http)
-        client = GrpcClient(triton.grpc_url, connect_timeout=triton.connect_timeout)
+        client = GrpcClient(triton.grpc_url, connection)
         over_grpc = GrpcRelay(client, rules, changed=changed)
         await over_grpc.start(server.host, server.kserve_grpc_port, reuse_port=reuse_port)
         started.append(over_grpc)

@@ -110,7 +110,7 @@ def test_raise_exception_speaks_to_the_client() -> None:
         ("{% for i in range(1000000) %}{% endfor %}", "Range too big"),
         ("{{ 'a' * 10000000 }}", "at most 1000000 are allowed"),
         ("{{ 10000000 * [1] }}", "at most 1000000 are allowed"),
-        ("{{ 9 ** 99999999 }}", "at most 1000000 are allowed"),
+        ("{{ 9 ** 99999999 }}", "at most 16384 are allowed"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "nested too deeply"),
         ("{% include 'x' %}", "failed on these messages"),
     ],
@@ -274,7 +274,7 @@ def test_work_without_end(source: str) -> None:
     """A template, or messages, whose loops would run on and on are stopped; the next rendering starts anew."""
     template = ChatTemplate(source, name="test")
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match="more than 1000000 rounds") as caught:
+        with pytest.raises(InvalidRequest, match="too much work") as caught:
             template.render([{"role": "user", "content": "a"}] * 1500)
         assert "messages" == caught.value.param
     if "in messages" in source:

@@ -108,7 +108,9 @@ def test_settings_and_codes_that_are_named(document: str) -> None:
     commands = {"--config", "--json", "--once", "--no-strict-parameters", "--no-continue-traces"}
     # Triton's own, and those of the benchmark and of other programs.
     foreign = (
-        {"--http-max-input-size"} if document != "docs/benchmarks.md" else set(re.findall(r"--[a-z-]+", read(document)))
+        {"--http-max-input-size", "--grpc-use-ssl", "--grpc-use-ssl-mutual"}
+        if document != "docs/benchmarks.md"
+        else set(re.findall(r"--[a-z-]+", read(document)))
     )
 
     assert set() == set(re.findall(r"`(--[a-z][a-z-]+)", read(document))) - flags - commands - foreign

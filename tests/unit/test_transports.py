@@ -26,6 +26,7 @@ from triton_openai.errors import (
     UpstreamUnavailable,
 )
 from triton_openai.triton.client import ResponseStream, TritonClient
+from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.http import HttpClient
 from triton_openai.triton.tensors import InferRequest, Tensor
@@ -109,7 +110,7 @@ class FakeHttp(FakeTriton):
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        self.client = HttpClient(self.url, connect_timeout=5)
+        self.client = HttpClient(self.url, ConnectionSettings(connect_timeout=5))
 
     async def stop(self) -> None:
         await self.client.close()
@@ -181,7 +182,7 @@ class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # ty
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self.url = f"grpc://127.0.0.1:{port}"
-        self.client = GrpcClient(self.url, connect_timeout=5)
+        self.client = GrpcClient(self.url, ConnectionSettings(connect_timeout=5))
 
     async def stop(self) -> None:
         await self.client.close()
@@ -420,7 +421,7 @@ async def test_a_reader_that_is_cancelled(triton):
 async def test_nobody_listens(triton):
     """A Triton that cannot be connected to is unavailable for every call, with a hint when to try again."""
     await triton.stop()
-    client = type(triton.client)(triton.url, connect_timeout=0.5)
+    client = type(triton.client)(triton.url, ConnectionSettings(connect_timeout=0.5))
     calls = [
         client.live(),
         client.repository_index(),

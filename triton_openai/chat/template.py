@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn, Protocol
@@ -10,11 +10,12 @@ from typing import Any, NoReturn, Protocol
 from jinja2 import Template, TemplateSyntaxError, meta
 
 from triton_openai.chat import offload
-from triton_openai.chat.environment import TemplateRefusal, shared_environment, start_counting
+from triton_openai.chat.environment import MeteredContext, TemplateRefusal, shared_environment
 from triton_openai.chat.images import TakesImages
 from triton_openai.chat.prepare import Wishes
 from triton_openai.chat.template_analysis import ContentFormat, analyse
 from triton_openai.chat.tool_form import ToolForm, probe
+from triton_openai.chat.work import MOST_STEPS, MOST_STEPS_OF_A_REQUEST, RunawayTemplate, Work
 from triton_openai.errors import ConfigurationError, InvalidRequest
 
 #: A prompt longer than this is a template gone wild: no body that the service accepts grows to it.
@@ -103,7 +104,7 @@ class ChatTemplate:
             )
         except RecursionError:
             _raise_unusable(f"The chat template '{name}' is nested too deeply", param)
-        except (SyntaxError, UnicodeError, ValueError, OverflowError) as error:
+        except Exception as error:  # noqa: BLE001 - jinja2 computes constants, which fail in any way
             # What the parser takes and Python's compiler does not, such as too many nested blocks.
             _raise_unusable(f"The chat template '{name}' cannot be compiled: {type(error).__name__}", param)
         self._name = name
@@ -111,6 +112,8 @@ class ChatTemplate:
         self._special_tokens = MappingProxyType(dict(special_tokens or {}))
         self._variables = frozenset(undeclared) - frozenset(environment.globals)
         self._largest_prompt = largest_prompt
+        self._param = param
+        self._steps = MOST_STEPS if param is None else MOST_STEPS_OF_A_REQUEST
 
     @property
     def source(self) -> str:
@@ -206,9 +209,8 @@ class ChatTemplate:
         }
         pieces: list[str] = []
         length = 0
-        start_counting()
         try:
-            for piece in self._template.generate(context):
+            for piece in self._generate(context):
                 length += len(piece)
                 if length > self._largest_prompt:
                     break
@@ -216,6 +218,11 @@ class ChatTemplate:
         except TemplateRefusal as refusal:
             reason = (refusal.message or "").strip() or "The chat template does not accept these messages."
             raise InvalidRequest(reason[:_LONGEST_REASON], param="messages") from refusal
+        except RunawayTemplate as error:
+            raise InvalidRequest(
+                f"The chat template does more with these messages than it may{_line_of(error.__traceback__)}: {error}.",
+                param=self._param or "messages",
+            ) from error
         except RecursionError as error:
             raise InvalidRequest(
                 "The messages are nested too deeply for the chat template.", param="messages"
@@ -233,6 +240,16 @@ class ChatTemplate:
                 f"The chat template makes a prompt of more than {self._largest_prompt} characters.", param="messages"
             )
         return "".join(pieces)
+
+    def _generate(self, variables: dict[str, Any]) -> Iterator[str]:
+        """Do what ``jinja2.Template.generate`` does, with an account of this template's size."""
+        context = self._template.new_context(variables)
+        assert isinstance(context, MeteredContext)
+        context.work = Work(self._steps)
+        try:
+            yield from self._template.root_render_func(context)
+        except Exception:  # noqa: BLE001 - it is raised again, with the template's own lines in the traceback
+            shared_environment().handle_exception()
 
     async def render_async(
         self,
@@ -255,7 +272,8 @@ class ChatTemplate:
                 **variables,
             ),
             size=offload.weigh(given, INLINE_WEIGHT, per_item=ITEM_WEIGHT),
-            threshold=INLINE_WEIGHT,
+            # What a client's own template does with few messages nobody knows.
+            threshold=INLINE_WEIGHT if self._param is None else -1,
         )
 
 

@@ -29,10 +29,13 @@ _EPILOG = (
 # Where a command's defaults are not the general ones: these two say in their own words what happens.
 DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
 
+_TLS = frozenset(option.name for option in options() if option.section == "tls")
+_TRITON_ACCESS = frozenset(option.name for option in options() if option.section == "triton_access")
+
 # What a command has no use for: the demo brings its own Triton, and inspecting serves nothing.
 _LEFT_OUT = {
     "serve": frozenset[str](),
-    "demo": frozenset({"triton-url", "model-repository", "workers", "load-model"}),
+    "demo": frozenset({"triton-url", "model-repository", "workers", "load-model", *_TLS, *_TRITON_ACCESS}),
     "inspect": frozenset(
         {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
@@ -45,6 +48,7 @@ _LEFT_OUT = {
             *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
             *(option.name for option in options() if option.section in ("access", "limits")),
             *("otlp-endpoint", "otlp-protocol", "continue-traces"),
+            *_TLS,
         }
     ),
 }
@@ -146,7 +150,15 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _title(section: str) -> str:
-    titles = {"server": "service", "triton": "Triton", "api": "API", "media": "images", "defaults": "models"}
+    titles = {
+        "server": "service",
+        "tls": "TLS",
+        "triton": "Triton",
+        "triton_access": "access to Triton",
+        "api": "API",
+        "media": "images",
+        "defaults": "models",
+    }
     return titles.get(section, section)
 
 

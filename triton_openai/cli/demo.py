@@ -16,6 +16,7 @@ from triton_openai.cli.serve import Talk, serve_until_stopped
 from triton_openai.cli.sockets import listening_sockets
 from triton_openai.cli.stopping import run_loop
 from triton_openai.config import AccessSettings, Settings
+from triton_openai.config.tls import TlsSettings, TritonAccess
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
 from triton_openai.supervisor import LaunchedTriton
@@ -36,6 +37,8 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
         if settings.defaults.tokenizer is None:
             defaults = msgspec.structs.replace(settings.defaults, tokenizer=str(repository.tokenizer))
             settings = msgspec.structs.replace(settings, defaults=defaults)
+        # It asks itself, at an address that is in no certificate, and its Triton asks for nothing.
+        settings = msgspec.structs.replace(settings, tls=TlsSettings(), triton_access=TritonAccess())
         mode = settings.triton.model_control_mode
         if mode == "explicit":
             # All are there at first, and can be unloaded.

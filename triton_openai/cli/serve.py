@@ -25,6 +25,7 @@ from triton_openai.kserve import FRONTENDS, start_frontends
 from triton_openai.reload import Reloader, Source
 from triton_openai.server.connections import Site
 from triton_openai.supervisor import LaunchedTriton
+from triton_openai.tls import server_context
 from triton_openai.triton.trace_options import trace_options
 from triton_openai.worker import WORKER, Worker
 
@@ -65,6 +66,8 @@ async def serve_until_stopped(
     With *launched*, that Triton is started, supervised, and stopped at the end. The service answers meanwhile, and says
     that it is not ready. Settings are read again from *source*, where there is one.
     """
+    # Before Triton is started: files that cannot be used are to be told at once.
+    scheme = "http" if server_context(settings.tls) is None else "https"
     stop = Stop()
 
     def adapted(settings: Settings) -> Settings:
@@ -86,7 +89,7 @@ async def serve_until_stopped(
                     await asyncio.wait([waiting, *ends], return_when=asyncio.FIRST_COMPLETED)
                     waiting.cancel()
             async with listening(adapted(settings), sockets, stop) as app:
-                address = address_of(settings.server, sockets[0])
+                address = address_of(settings.server, sockets[0], scheme)
                 greeting = asyncio.create_task(_greet(adapted(settings), app, address, started, talk))
 
                 async def take(new: Settings, renew: bool) -> None:
@@ -134,6 +137,7 @@ async def listening(
 ) -> AsyncIterator[web.Application]:
     """Yield the application, running and listening; end it in order, as *stop* says."""
     app = create_app(settings, worker=worker)
+    tls = server_context(settings.tls)
     frontends = app[FRONTENDS] = []
     runner = web.AppRunner(
         app,
@@ -148,7 +152,7 @@ async def listening(
             settings, changed=control_of(app).changed_elsewhere, reuse_port=app[WORKER].count > 1
         )
         for one in sockets:
-            await Site(runner, one, limits=settings.limits, backlog=settings.server.backlog).start()
+            await Site(runner, one, limits=settings.limits, ssl_context=tls, backlog=settings.server.backlog).start()
         yield app
     finally:
         await _end(runner, app, stop)

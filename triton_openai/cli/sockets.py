@@ -43,7 +43,7 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
         yield sockets
 
 
-def address_of(server: ServerSettings, bound: socket.socket) -> str:
+def address_of(server: ServerSettings, bound: socket.socket, scheme: str) -> str:
     """Return a URL for clients on this machine: an address that means every interface is none to connect to."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"

@@ -21,6 +21,7 @@ from triton_openai.config import Settings
 from triton_openai.reload import Reloader, Source
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
+from triton_openai.tls import server_context
 from triton_openai.triton.trace_options import trace_options
 from triton_openai.worker import Worker
 from triton_openai.workers.directory import private_directory
@@ -55,7 +56,9 @@ async def _serve(
     environ: Mapping[str, str],
 ) -> int:
     stop = Stop()
-    count, address = settings.server.workers, address_of(settings.server, sockets[0])
+    # Before Triton is started: files that cannot be used are to be told at once.
+    scheme = "http" if server_context(settings.tls) is None else "https"
+    count, address = settings.server.workers, address_of(settings.server, sockets[0], scheme)
 
     def adapted(settings: Settings) -> Settings:
         return settings if launched is None else launched.settings(settings)

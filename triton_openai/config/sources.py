@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
-from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
+from triton_openai.config.checks import Found, Layer, check
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, metadata, options_by_name
-from triton_openai.config.traces import StandardVariables, TracesSettings, check_endpoint
-from triton_openai.config.tree import LoraSettings, Settings
+from triton_openai.config.traces import StandardVariables, TracesSettings
+from triton_openai.config.tree import Settings
 from triton_openai.errors import ConfigurationError
 
 # Not part of the tree: it says where the rest of the tree is.
@@ -31,11 +31,6 @@ _PLAIN_WORDS = {
 
 # What a template's text cannot begin with by accident: characters of a folder's name, up to the first equals sign.
 _MODEL_NAME = re.compile(r"[\w.-]+")
-
-# A value with the place it comes from, for error messages.
-_Found = tuple[Any, str]
-# What was found, by its path in the tree.
-_Layer = dict[tuple[str, ...], _Found]
 
 
 def load_settings(
@@ -57,11 +52,11 @@ def load_settings(
         _read_environment(environ),
         _read_flags(flags),
     )
-    found: _Layer = {}
+    found: Layer = {}
     for layer in layers:
         found.update(layer)
     _add_standard_variables(found, environ)
-    _check(found)
+    check(found)
     tree: dict[str, Any] = {}
     for path, (value, _) in found.items():
         branch = tree
@@ -86,9 +81,9 @@ def closest(name: str, known: Iterable[str]) -> str:
 # Flags and environment variables
 
 
-def _read_flags(flags: Mapping[str, Any]) -> _Layer:
+def _read_flags(flags: Mapping[str, Any]) -> Layer:
     known = options_by_name()
-    found: _Layer = {}
+    found: Layer = {}
     for name, value in flags.items():
         if name == "config":
             continue
@@ -98,9 +93,9 @@ def _read_flags(flags: Mapping[str, Any]) -> _Layer:
     return found
 
 
-def _read_environment(environ: Mapping[str, str]) -> _Layer:
+def _read_environment(environ: Mapping[str, str]) -> Layer:
     known = {option.variable: option for option in options_by_name().values()}
-    found: _Layer = {}
+    found: Layer = {}
     for variable, value in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == _CONFIG_VARIABLE:
             continue
@@ -112,7 +107,7 @@ def _read_environment(environ: Mapping[str, str]) -> _Layer:
     return found
 
 
-def _add_standard_variables(found: _Layer, environ: Mapping[str, str]) -> None:
+def _add_standard_variables(found: Layer, environ: Mapping[str, str]) -> None:
     """Let OpenTelemetry's variables say what no setting does, and switch everything off."""
     endpoint, protocol = ("traces", "otlp_endpoint"), ("traces", "otlp_protocol")
     standard = StandardVariables.of(environ)
@@ -127,7 +122,7 @@ def _add_standard_variables(found: _Layer, environ: Mapping[str, str]) -> None:
         found.setdefault(protocol, (_convert(value, annotation, origin, strict=True), origin))
 
 
-def _read_text(option: Option, value: Any, origin: str) -> _Layer:
+def _read_text(option: Option, value: Any, origin: str) -> Layer:
     """Read *value* as a person writes it in a shell: everything is text, lists are repeated or separated by commas."""
     if option.is_alias or option.per_model:
         values = [value] if option.verbatim and isinstance(value, str) else value if option.verbatim else _split(value)
@@ -135,7 +130,7 @@ def _read_text(option: Option, value: Any, origin: str) -> _Layer:
     if option.words:
         value = [_object(words, option, origin) for words in _in_words(value)]
     elif option.is_list:
-        value = _split(value)
+        value = _lines(value) if option.verbatim else _split(value)
     return {option.path: (_convert(value, option.type, origin, strict=False, secret=option.secret), origin)}
 
 
@@ -156,8 +151,8 @@ def _object(words: list[str], option: Option, origin: str) -> dict[str, Any]:
     return {**dict(zip(names, words, strict=True)), names[0]: _split(words[0])}
 
 
-def _read_assignments(option: Option, values: list[str], origin: str) -> _Layer:
-    found: _Layer = {}
+def _read_assignments(option: Option, values: list[str], origin: str) -> Layer:
+    found: Layer = {}
     for text in values:
         left, equals, right = text.partition("=")
         # A model's name has no slash (Triton makes it from a folder's name), so such a text is a path with "=" in it.
@@ -184,6 +179,11 @@ def _split(value: Any) -> list[str]:
     return [item.strip() for text in given for item in str(text).split(",") if item.strip()]
 
 
+def _lines(value: Any) -> list[str]:
+    given = [value] if isinstance(value, str) else list(value)
+    return [line.strip() for text in given for line in str(text).splitlines() if line.strip()]
+
+
 # The YAML file
 
 
@@ -200,7 +200,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_file(path: Path) -> _Layer:
+def _read_file(path: Path) -> Layer:
     try:
         with path.open("rb") as stream:
             content = yaml.load(stream, _Loader)  # a SafeLoader
@@ -215,7 +215,7 @@ def _read_file(path: Path) -> _Layer:
 
 def _read_mapping(
     content: Any, struct: type[msgspec.Struct], at: tuple[str, ...], file: Path
-) -> Iterator[tuple[Any, _Found]]:
+) -> Iterator[tuple[Any, Found]]:
     fields = {field.name: field for field in msgspec.structs.fields(struct)}
     for name, value in _items(content, at, file):
         path = (*at, name)
@@ -283,121 +283,3 @@ def _decode(target: type, value: Any) -> Any:
 
 
 # What has to fit together
-
-
-def _check(found: _Layer) -> None:
-    urls, url_origin = found.get(("triton", "url"), ((), ""))
-    if url_origin:
-        _check_urls(urls, url_origin)
-    repository = found.get(("triton", "model_repository"))
-    if url_origin and urls and repository and repository[0]:
-        raise ConfigurationError(
-            f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
-        )
-    _check_load(found, repository)
-    collector, collector_origin = found.get(("traces", "otlp_endpoint"), (None, ""))
-    if collector is not None:
-        check_endpoint(collector, collector_origin)
-    _check_aliases(found)
-    _check_loras(found)
-    _check_templates(found)
-    _check_access(found)
-
-
-def _check_load(found: _Layer, repository: _Found | None) -> None:
-    names, origin = found.get(("triton", "load_model"), ((), ""))
-    if not names:
-        return
-    if not (repository and repository[0]):
-        raise ConfigurationError(f"{origin} is for a Triton that is started here: it needs --model-repository.")
-    if found.get(("triton", "model_control_mode"), ("none", ""))[0] != "explicit":
-        raise ConfigurationError(f"{origin} needs --model-control-mode explicit.")
-    if "*" in names and len(names) > 1:
-        raise ConfigurationError(f"{origin}: '*' stands for all models, and takes no other name beside it.")
-
-
-def _check_templates(found: _Layer) -> None:
-    """A prompt can be made in one way only; a single model's may differ from that of all others."""
-    given: dict[tuple[str, ...], str] = {}
-    for path, (_, origin) in found.items():
-        if path[-1] in ("chat_template", "history_template", "history_template_file"):
-            other = given.setdefault(path[:-1], origin)
-            if other != origin:
-                raise ConfigurationError(f"{other} and {origin} exclude each other: a prompt is made in one way.")
-
-
-def _check_access(found: _Layer) -> None:
-    taken = set[str]()
-    restricted, origin = found.get(("access", "openai_restricted_api"), ((), ""))
-    for entry in restricted:
-        for api in entry.apis:
-            if api in taken:
-                raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
-            taken.add(api)
-    origins, origin = found.get(("access", "cors_allow_origin"), ((), ""))
-    credentials, _ = found.get(("access", "cors_allow_credentials"), (False, ""))
-    if credentials and "*" in origins:
-        raise ConfigurationError(f"{origin}: credentials are for origins that are named, and not for *.")
-
-
-def _check_urls(urls: tuple[str, ...], origin: str) -> None:
-    if not urls:
-        raise ConfigurationError(f"{origin}: at least one address is needed.")
-    taken: dict[str, str] = {}
-    for url in urls:
-        kind = _transport(url, origin)
-        if kind in taken:
-            raise ConfigurationError(
-                f"{origin}: {taken[kind]} and {url} are two {kind} addresses; at most one is possible."
-            )
-        taken[kind] = url
-
-
-def _transport(url: str, origin: str) -> str:
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigurationError(f"{origin}: {url!r} is not an address: {error}.") from error
-    if parts.scheme not in {"http", "https", "grpc", "grpcs"} or "://" not in url:
-        hint = "" if "://" in url else f" Did you mean http://{url}?"
-        raise ConfigurationError(
-            f"{origin}: {url!r} is not accepted: it has to begin with http://, https://, grpc:// or grpcs://.{hint}"
-        )
-    if not host:
-        raise ConfigurationError(f"{origin}: {url!r} names no host.")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigurationError(f"{origin}: {parts.scheme}://{host} takes no user, password, query or fragment.")
-    if parts.scheme.startswith("http"):
-        return "HTTP"
-    if port is None:
-        raise ConfigurationError(f"{origin}: {url!r} names no port; Triton's gRPC port is usually 8001.")
-    if parts.path.strip("/"):
-        raise ConfigurationError(f"{origin}: {url!r} has a path, which a gRPC address cannot have.")
-    return "gRPC"
-
-
-def _check_aliases(found: _Layer) -> None:
-    models: dict[str, tuple[str, str]] = {}
-    for path, (value, origin) in found.items():
-        if path[-1] != "aliases":
-            continue
-        for alias in value:
-            other, _ = models.setdefault(alias, (path[1], origin))
-            if other != path[1]:
-                raise ConfigurationError(
-                    f"{origin}: the alias {alias!r} stands for two models, {other!r} and {path[1]!r}."
-                )
-
-
-def _check_loras(found: _Layer) -> None:
-    for path, (value, origin) in found.items():
-        if path[-1] != "loras":
-            continue
-        entries = [entry for entry in value if isinstance(entry, LoraSettings)]
-        names = [entry if isinstance(entry, str) else entry.name for entry in value]
-        numbers = [entry.task_id for entry in entries if entry.task_id is not None]
-        for what, given in (("name", names), ("task_id", numbers)):
-            twice = next((item for place, item in enumerate(given) if item in given[:place]), None)
-            if twice is not None:
-                raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")

@@ -22,6 +22,7 @@ from triton_openai.config.access import AccessSettings, LimitSettings
 from triton_openai.config.media import MediaSettings
 from triton_openai.config.metrics import MetricsSettings
 from triton_openai.config.models import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
+from triton_openai.config.tls import TlsSettings, TritonAccess
 from triton_openai.config.traces import TracesSettings
 from triton_openai.config.units import Seconds
 
@@ -37,7 +38,9 @@ __all__ = [
     "ModelSettings",
     "ServerSettings",
     "Settings",
+    "TlsSettings",
     "TracesSettings",
+    "TritonAccess",
     "TritonSettings",
 ]
 
@@ -283,7 +286,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Everything that can be set. ``load_settings`` makes it; it never changes afterwards."""
 
     server: ServerSettings = ServerSettings()
+    tls: TlsSettings = TlsSettings()
     triton: TritonSettings = TritonSettings()
+    triton_access: TritonAccess = TritonAccess()
     api: Annotated[ApiSettings, Meta(extra={"live": True})] = ApiSettings()
     media: MediaSettings = MediaSettings()
     metrics: MetricsSettings = MetricsSettings()

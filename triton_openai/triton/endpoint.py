@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from triton_openai.config.tls import TritonAccess
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.client import IndexEntry, ResponseStream, TritonClient
+from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 
 class Endpoint:
     """See :class:`triton_openai.triton.client.TritonClient`."""
 
-    def __init__(self, urls: Sequence[str], *, connect_timeout: float) -> None:
+    def __init__(self, urls: Sequence[str], *, connect_timeout: float, access: TritonAccess = OPEN_ACCESS) -> None:
         self.urls = tuple(urls)
+        connection = ConnectionSettings(connect_timeout=connect_timeout, access=access)
+        connection.check(self.urls)
         self._http: TritonClient | None = None
         self._grpc: TritonClient | None = None
         self._addresses: dict[TritonClient | None, str] = {}
@@ -27,12 +31,12 @@ class Endpoint:
             if scheme in ("http", "https"):
                 from triton_openai.triton.http import HttpClient
 
-                self._http = HttpClient(url, connect_timeout=connect_timeout)
+                self._http = HttpClient(url, connection)
             elif scheme in ("grpc", "grpcs"):
                 # Imported here: grpc costs a tenth of a second and threads, which an HTTP-only service does not need.
                 from triton_openai.triton.grpc import GrpcClient
 
-                self._grpc = GrpcClient(url, connect_timeout=connect_timeout)
+                self._grpc = GrpcClient(url, connection)
             else:
                 raise ConfigurationError(
                     f"'{url}' is not a Triton address: use http://, https://, grpc:// or grpcs://.", param="triton_url"

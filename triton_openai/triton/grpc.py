@@ -15,15 +15,16 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import urlsplit
 
 import grpc
-from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+from tritonclient.grpc import model_config_pb2, service_pb2
 
 from triton_openai.errors import ServiceError
 from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.config_json import datatype
-from triton_openai.triton.grpc_large import is_large, serialize, serialized
+from triton_openai.triton.connection import ConnectionSettings, Header
+from triton_openai.triton.grpc_channel import GrpcChannel
+from triton_openai.triton.grpc_large import is_large, serialized
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
@@ -35,24 +36,9 @@ from triton_openai.triton.tensors import (
     TensorSpec,
 )
 
-_SERVICE = "/inference.GRPCInferenceService"
 _CONTROL_TIMEOUT = 10.0
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
-_OPTIONS: tuple[tuple[str, Any], ...] = (
-    # The default limit of 4 MiB is smaller than a long answer or a batch of embeddings.
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # A dead peer behind a live route is noticed although nothing is being sent.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    # A Triton that comes back is found within a second, not after minutes of back-off.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Two clients in one process must not share a connection: their Tritons may be restarted on the same port.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
@@ -244,50 +230,19 @@ async def _read_out(call: Any, reading: asyncio.Task[Any] | None) -> None:
 class GrpcClient:
     """One Triton behind its gRPC port. See :class:`triton_openai.triton.client.TritonClient`."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        connect_timeout: float,
-        credentials: grpc.ChannelCredentials | None = None,
-    ) -> None:
-        parts = urlsplit(url)
-        self._target = parts.netloc if parts.port else f"{parts.netloc}:8001"
-        self._credentials = credentials
-        if parts.scheme == "grpcs" and credentials is None:
-            self._credentials = grpc.ssl_channel_credentials()
-        self._connect_timeout = connect_timeout
-        self._channel: grpc.aio.Channel | None = None
-        self._lazy_stub: Any = None
+    def __init__(self, url: str, settings: ConnectionSettings) -> None:
+        self._channel = GrpcChannel(url, settings)
         self._left: set[asyncio.Task[None]] = set()
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """The connection, for calls of which nothing is known here."""
-        # Made on first use: a channel belongs to the running loop.
-        if self._channel is None:
-            if self._credentials is not None:
-                self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=_OPTIONS)
-            else:
-                self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
-        return self._channel
+        """The connection, for calls of which nothing is known here; they carry :attr:`metadata`."""
+        return self._channel.channel()
 
     @property
-    def _stub(self) -> Any:
-        if self._lazy_stub is None:
-            self._lazy_stub = stub = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
-            # The same calls, for messages that are bytes already as well.
-            stub.ModelInfer = self.channel.unary_unary(
-                f"{_SERVICE}/ModelInfer",
-                request_serializer=serialize,
-                response_deserializer=service_pb2.ModelInferResponse.FromString,
-            )
-            stub.ModelStreamInfer = self.channel.stream_stream(
-                f"{_SERVICE}/ModelStreamInfer",
-                request_serializer=serialize,
-                response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
-            )
-        return self._lazy_stub
+    def metadata(self) -> tuple[Header, ...]:
+        """What every call carries to be let in."""
+        return self._channel.metadata()
 
     async def _unary(
         self,
@@ -299,7 +254,9 @@ class GrpcClient:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         try:
-            return await getattr(self._stub, method)(message, timeout=timeout, metadata=tuple(headers.items()))
+            return await getattr(self._channel.stub(), method)(
+                message, timeout=timeout, metadata=(*self._channel.metadata(), *headers.items())
+            )
         except grpc.RpcError as error:
             raise translate(error, model) from error
 
@@ -340,8 +297,8 @@ class GrpcClient:
 
     async def stream(self, request: InferRequest) -> GrpcStream:
         """Start a ``ModelStreamInfer`` call. Nothing is awaited here: the first read reports what goes wrong."""
-        call = self._stub.ModelStreamInfer(metadata=tuple(request.headers.items()))
-        return GrpcStream(call, request, self._left)
+        metadata = (*self._channel.metadata(), *request.headers.items())
+        return GrpcStream(self._channel.stub().ModelStreamInfer(metadata=metadata), request, self._left)
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
@@ -349,5 +306,4 @@ class GrpcClient:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close(None)
+        await self._channel.close()

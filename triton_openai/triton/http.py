@@ -18,9 +18,11 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
-from triton_openai.errors import UpstreamError, UpstreamTimeout
+from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.tls import PERHAPS_REFUSED, words
 from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.config_json import parse_model_config
+from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_stream import ConnectionPool, HttpStream, error_text
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import BinaryResponse, InferRequest, InferResponse, ModelConfig, OutputTensor
@@ -110,27 +112,34 @@ def parse_infer(body: bytes, header_length: int) -> BinaryResponse:
     return BinaryResponse(outputs)
 
 
+def _reason(error: aiohttp.ClientError) -> str:
+    """Return why no connection could be made; what a handshake failed of stands in the cause."""
+    cause = error.certificate_error if isinstance(error, aiohttp.ClientConnectorCertificateError) else error.__cause__
+    return words(cause) if isinstance(cause, ssl.SSLError) else f"{type(error).__name__}: {error}"
+
+
 class HttpClient:
     """One Triton behind its HTTP port. See :class:`triton_openai.triton.client.TritonClient`."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        connect_timeout: float,
-        ssl_context: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, url: str, settings: ConnectionSettings) -> None:
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         host, port = parts.hostname or "localhost", parts.port or (443 if tls else 8000)
-        if tls and ssl_context is None:
-            ssl_context = ssl.create_default_context()
         self._base = url.rstrip("/")
         self._prefix = parts.path.rstrip("/")
         self._host_header = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
-        self._connect_timeout = connect_timeout
-        self._ssl = ssl_context if tls else None
-        self._pool = ConnectionPool(host, port, ssl_context=self._ssl, connect_timeout=connect_timeout)
+        self._settings = settings
+        self._ssl = settings.ssl_context() if tls else None
+        self._pool = ConnectionPool(
+            host,
+            port,
+            ssl_context=self._ssl,
+            server_name=settings.server_name if tls else None,
+            connect_timeout=settings.connect_timeout,
+        )
+        # The headers of the settings as they stand in a request, made again when they change.
+        self._headers: tuple[Header, ...] = ()
+        self._header_lines = ""
         self._session: aiohttp.ClientSession | None = None
 
     def _http(self) -> aiohttp.ClientSession:
@@ -138,7 +147,7 @@ class HttpClient:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl or True),
-                timeout=aiohttp.ClientTimeout(total=_CONTROL_TIMEOUT, sock_connect=self._connect_timeout),
+                timeout=aiohttp.ClientTimeout(total=_CONTROL_TIMEOUT, sock_connect=self._settings.connect_timeout),
             )
         return self._session
 
@@ -147,6 +156,9 @@ class HttpClient:
         self, method: str, path: str, *, model: str = "", **options: Any
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Round one call, and the reading of its answer, translate what aiohttp raises and what Triton refuses."""
+        options["headers"] = {**dict(self._settings.headers()), **options.get("headers", {})}
+        if self._ssl is not None:
+            options["server_hostname"] = self._settings.server_name
         try:
             async with self._http().request(method, f"{self._base}{path}", **options) as response:
                 if response.status >= 400:
@@ -154,13 +166,18 @@ class HttpClient:
                     raise classify(Failure(text, model, str(response.status)))
                 yield response
         except aiohttp.ServerDisconnectedError as error:
-            raise cut_off() from error
+            raise self._cut_off(error) from error
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise unreachable(f"{type(error).__name__}: {error}") from error
+            raise unreachable(_reason(error)) from error
         except asyncio.TimeoutError as error:
             raise UpstreamTimeout("Triton did not answer in time.") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise cut_off() from error
+            raise self._cut_off(error) from error
+
+    def _cut_off(self, error: BaseException) -> ServiceError:
+        if isinstance(error.__cause__, ssl.SSLError):
+            return unreachable(words(error.__cause__))
+        return cut_off(None if self._ssl is None else PERHAPS_REFUSED)
 
     async def live(self) -> bool:
         """Return whether the server answers."""
@@ -183,7 +200,9 @@ class HttpClient:
 
     async def load_model(self, model: str) -> None:
         """Load a model; returns when it is ready, however long that takes."""
-        await self._control(model, "load", b"{}", aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout))
+        await self._control(
+            model, "load", b"{}", aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout)
+        )
 
     async def unload_model(self, model: str, *, dependents: bool = False) -> None:
         """Begin to unload a model."""
@@ -205,7 +224,7 @@ class HttpClient:
             **request.headers,
         }
         path = f"/v2/models/{quote(request.model, safe='')}/infer"
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect_timeout)
         async with self._call(
             "POST", path, model=request.model, data=_in_pieces(body), headers=headers, timeout=timeout
         ) as response:
@@ -222,13 +241,20 @@ class HttpClient:
             f"Host: {self._host_header}\r\n"
             "Content-Type: application/json\r\n"
             "Accept: text/event-stream\r\n"
-            f"{further}"
+            f"{self._lines()}{further}"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode("ascii")
         connection = await self._pool.acquire()
         message = head + body
         connection.send(message)
         return HttpStream(self._pool, connection, message, request.model)
+
+    def _lines(self) -> str:
+        headers = self._settings.headers()
+        if headers is not self._headers:
+            self._headers = headers
+            self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        return self._header_lines
 
     async def close(self) -> None:
         """Close the session and the idle connections."""

@@ -23,6 +23,7 @@ import httptools
 import msgspec
 
 from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.tls import PERHAPS_REFUSED, words
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferResponse, JsonResponse
 
@@ -77,6 +78,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self.used = False
+        self._encrypted = False
+        self._refused: ssl.SSLError | None = None
         # Per request
         self._sent_at = 0.0
         self._lost_at = 0.0
@@ -99,6 +102,7 @@ class Connection(asyncio.Protocol):
         """Keep the transport."""
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        self._encrypted = transport.get_extra_info("sslcontext") is not None
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then wake the reader if a whole event, or the end, is there."""
@@ -114,6 +118,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Remember that no more will come."""
         self.lost = True
+        if isinstance(error, ssl.SSLError):
+            self._refused = error
         self._lost_at = self._loop.time()
         self._wake()
 
@@ -180,6 +186,8 @@ class Connection(asyncio.Protocol):
             if self.lost:
                 if self.used and not self.answered and self._lost_at - self._sent_at < STALE_SECONDS:
                     raise StaleConnectionError
+                if self._encrypted and not self.used and not self.answered:
+                    raise unreachable(PERHAPS_REFUSED if self._refused is None else words(self._refused))
                 raise cut_off()
             self._waiter = self._loop.create_future()
             try:
@@ -223,10 +231,19 @@ class ConnectionPool:
     Keep-alive connections to one address. Not bounded: admission is decided elsewhere, a stream must never wait here.
     """
 
-    def __init__(self, host: str, port: int, *, ssl_context: ssl.SSLContext | None, connect_timeout: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        ssl_context: ssl.SSLContext | None,
+        connect_timeout: float,
+        server_name: str | None = None,
+    ) -> None:
         self._host = host
         self._port = port
         self._ssl = ssl_context
+        self._server_name = server_name
         self._connect_timeout = connect_timeout
         self._idle: deque[tuple[float, Connection]] = deque()
         self._closed = False
@@ -242,11 +259,17 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         try:
             _, connection = await asyncio.wait_for(
-                loop.create_connection(lambda: Connection(self._keep), self._host, self._port, ssl=self._ssl),
+                loop.create_connection(
+                    lambda: Connection(self._keep),
+                    self._host,
+                    self._port,
+                    ssl=self._ssl,
+                    server_hostname=self._server_name,
+                ),
                 self._connect_timeout,
             )
         except (OSError, asyncio.TimeoutError) as error:
-            raise unreachable(f"{type(error).__name__}: {error}") from error
+            raise unreachable(words(error)) from error
         return connection
 
     def _keep(self, connection: Connection) -> None:

@@ -224,10 +224,12 @@ def no_answer(model: str) -> ServiceError:
     return UpstreamError("The model ended without an answer.", detail=f"model {model!r} sent no response")
 
 
-def cut_off() -> ServiceError:
-    """Return the error for a connection that broke before the answer was complete."""
+def cut_off(reason: str | None = None) -> ServiceError:
+    """Return the error for a connection that broke before the answer was complete; *reason* goes to the log."""
     return UpstreamError(
-        "The connection to Triton was lost before the answer was complete.", code="upstream_disconnected"
+        "The connection to Triton was lost before the answer was complete.",
+        code="upstream_disconnected",
+        detail=reason,
     )
 
 

@@ -89,7 +89,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
             await context.abort(_STATUSES.get(error.status, grpc.StatusCode.INTERNAL), error.message)
             return
         call: Any = self._client.channel.stream_stream(method)(
-            timeout=context.time_remaining(), metadata=_custom(context.invocation_metadata())
+            timeout=context.time_remaining(), metadata=(*_custom(context.invocation_metadata()), *self._client.metadata)
         )
         sending = asyncio.create_task(_send(context, call, first))
         try:

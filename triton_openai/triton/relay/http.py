@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable, Mapping
 
 import aiohttp
@@ -15,6 +14,7 @@ from yarl import URL
 
 from triton_openai.draining import Draining
 from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.relay.rules import Rules
 from triton_openai.triton.status import cut_off, unreachable
 
@@ -44,16 +44,15 @@ class HttpRelay:
         self,
         url: str,
         rules: Rules,
+        connection: ConnectionSettings,
         *,
-        connect_timeout: float,
         changed: Callable[[], None],
-        ssl_context: ssl.SSLContext | None = None,
     ) -> None:
         self._base = url.rstrip("/")
         self._rules = rules
         self._changed = changed
-        self._connect_timeout = connect_timeout
-        self._ssl = ssl_context
+        self._connection = connection
+        self._ssl = connection.ssl_context() if url.startswith("https:") else None
         self._draining = Draining()
         #: Where it listens, once started.
         self.scheme = "http"
@@ -65,7 +64,7 @@ class HttpRelay:
         """Listen. Raises :class:`ConfigurationError`."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl or True),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connection.connect_timeout),
             auto_decompress=False,
             # Cookies are the clients', and no business of the relay.
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -110,6 +109,12 @@ class HttpRelay:
         finally:
             self._draining.leave(task)
 
+    def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
+        """Return the client's headers, and what the service itself is let in with."""
+        headers = _end_to_end(given)
+        headers.update(self._connection.headers())
+        return headers
+
     async def _relay(self, request: web.Request) -> web.StreamResponse:
         target = request.raw_path
         operation = self._rules.of_path(target)
@@ -118,7 +123,7 @@ class HttpRelay:
             response = await self._session.request(
                 request.method,
                 URL(f"{self._base}{target}", encoded=True),
-                headers=_end_to_end(request.headers),
+                headers=self._headers(request.headers),
                 data=request.content if request.body_exists else None,
                 skip_auto_headers=_NOT_ADDED,
                 allow_redirects=False,

@@ -1,0 +1,167 @@
+"""How a Triton is connected to: timeouts, certificates, and what every request carries to be let in."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from triton_openai.config.tls import TritonAccess
+from triton_openai.errors import ConfigurationError
+from triton_openai.telemetry.logging import get_logger
+from triton_openai.tls import ReloadingContext, load_authorities, load_identity
+from triton_openai.watched_files import FromFiles, read_file, read_secret
+
+_log = get_logger(__name__)
+
+Header = tuple[str, str]
+
+#: A Triton that lets everybody in.
+OPEN_ACCESS = TritonAccess()
+
+# RFC 9110, 5.6.2. Values are kept to what gRPC takes as metadata too: printable ASCII.
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[ -~]+")
+# What the transports say themselves; "grpc-…" and ":…" belong to gRPC.
+_RESERVED = frozenset(
+    {"connection", "content-length", "content-type", "expect", "host", "inference-header-content-length", "te",
+     "trailer", "transfer-encoding", "upgrade"}
+)  # fmt: skip
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class GrpcFiles(msgspec.Struct, frozen=True):
+    """The contents of the files that a gRPC channel is made with, all PEM."""
+
+    roots: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = None
+
+
+class ConnectionSettings:
+    """
+    What both transports are given.
+
+    *connect_timeout* is in seconds. Raises :class:`ConfigurationError` for files that cannot be used and headers that
+    cannot be sent. Values of headers and tokens come into no message.
+    """
+
+    def __init__(self, *, connect_timeout: float, access: TritonAccess = OPEN_ACCESS) -> None:
+        self.connect_timeout = connect_timeout
+        self.access = access
+        if access.key is not None and access.certificate is None:
+            raise ConfigurationError("--triton-key means nothing without --triton-certificate.")
+        self._fixed = tuple(_parse(text, place) for place, text in enumerate(access.headers, 1))
+        self._token: FromFiles[tuple[Header, ...]] | None = None
+        path = access.token_file
+        if path is not None:
+            if any(name == "authorization" for name, _ in self._fixed):
+                raise ConfigurationError("--triton-token-file and --triton-header Authorization exclude each other.")
+            self._token = FromFiles(
+                lambda: (*self._fixed, ("authorization", f"Bearer {_token(path)}")),
+                (path,),
+                what="the token for Triton",
+            )
+
+    @property
+    def server_name(self) -> str | None:
+        """The name that Triton's certificate must have, where it is not that of the address."""
+        return self.access.server_name
+
+    def headers(self) -> tuple[Header, ...]:
+        """
+        Return what every request carries, names in lower case.
+
+        The same object until it changes, so that what is made of it can be kept.
+        """
+        return self._token.current() if self._token is not None else self._fixed
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """Return a context for ``https://``. Raises :class:`ConfigurationError`."""
+        access = self.access
+        if access.insecure_skip_verify:
+            _log.warning("Triton's certificate is not verified", setting="--triton-insecure-skip-verify")
+
+        def read() -> ssl.SSLContext:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            if access.insecure_skip_verify:
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
+            elif access.ca is not None:
+                load_authorities(context, access.ca, "--triton-ca")
+            else:
+                context.load_default_certs()
+            if access.certificate is not None:
+                passphrase = None
+                if access.key_passphrase_file is not None:
+                    passphrase = read_secret(access.key_passphrase_file, "--triton-key-passphrase-file")
+                load_identity(context, access.certificate, access.key, passphrase, prefix="--triton")
+            return context
+
+        paths = (access.ca, access.certificate, access.key, access.key_passphrase_file)
+        return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, paths, what="certificates for Triton over HTTP")
+
+    def grpc_files(self) -> FromFiles[GrpcFiles]:
+        """Return what channels for ``grpcs://`` are made with. Raises :class:`ConfigurationError`."""
+        access = self.access
+        if access.insecure_skip_verify:
+            raise ConfigurationError(
+                "gRPC always verifies a server's certificate: with grpcs:// give --triton-ca, and --triton-server-name "
+                "where its name differs, instead of --triton-insecure-skip-verify."
+            )
+
+        def read() -> GrpcFiles:
+            roots = certificate = key = None
+            # gRPC would report files that do not fit only as a connection that fails.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            if access.ca is not None:
+                load_authorities(context, access.ca, "--triton-ca")
+                roots = read_file(access.ca, "--triton-ca")
+            if access.certificate is not None:
+                certificate = read_file(access.certificate, "--triton-certificate")
+                key = certificate if access.key is None else read_file(access.key, "--triton-key")
+                if b"ENCRYPTED" in key:
+                    raise ConfigurationError(
+                        f"gRPC does not take encrypted keys, as {access.key or access.certificate} is one."
+                    )
+                load_identity(context, access.certificate, access.key, None, prefix="--triton")
+            return GrpcFiles(roots, certificate, key)
+
+        return FromFiles(read, (access.ca, access.certificate, access.key), what="certificates for Triton over gRPC")
+
+    def check(self, urls: Sequence[str]) -> None:
+        """Warn of what *urls* make of the settings: a token that anybody on the way can read."""
+        for url in urls:
+            parts = urlsplit(url)
+            if self._token is not None and parts.scheme in ("http", "grpc") and parts.hostname not in _LOCAL:
+                _log.warning("the token for Triton is sent without encryption", triton=url)
+
+
+def _parse(text: str, place: int) -> Header:
+    name, colon, value = text.partition(":")
+    name, value = name.strip(), value.strip()
+    which = f"--triton-header number {place}"
+    if not colon or not _NAME.fullmatch(name):
+        raise ConfigurationError(f"{which} is not accepted: write NAME:VALUE.")
+    lowered = name.lower()
+    if lowered in _RESERVED or lowered.startswith("grpc-"):
+        raise ConfigurationError(f"{which} is not accepted: '{name}' is what the connection itself says.")
+    if lowered.endswith("-bin"):
+        raise ConfigurationError(f"{which} is not accepted: '{name}' would be binary over gRPC.")
+    if not _VALUE.fullmatch(value):
+        raise ConfigurationError(
+            f"{which} is not accepted: the value of '{name}' must be printable ASCII, and not empty."
+        )
+    return lowered, value
+
+
+def _token(path: Path) -> str:
+    token = read_secret(path, "--triton-token-file")
+    if not _VALUE.fullmatch(token):
+        raise ConfigurationError(f"The token in {path} given by --triton-token-file must be printable ASCII.")
+    return token
