@@ -55,7 +55,7 @@ def test_balancers_can_notice(triton: TestTriton, tmp_path: Path, workers: str) 
     Then nobody can connect, and a stream that runs is answered to its end.
     """
     several = ("--workers", workers, "--shutdown-delay", "2", "--shutdown-grace", "60")
-    text = {"text": "one two three ", "repeat": 20, "delay_ms": 80}
+    text = {"text": "one two three ", "repeat": 20, "delay_ms": 120}
     body = {"model": "ensemble", "prompt": f"<<steer {json.dumps(text)}>>", "max_tokens": 71, "stream": True}
     replies: list[Reply] = []
     before = len(asked(triton.record.events(), 71))
