@@ -72,6 +72,17 @@ demo: $(VENV)/.demo ## serve a demo model on PORT (9000) with an embedded Triton
 bench: $(VENV)/.demo ## measure what the service costs next to Triton alone and nginx
 	$(BIN)/python -m bench $(ARGS)
 
+# Of the service's own dependencies, and not of what the tests and the demo need.
+.PHONY: audit
+audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the service needs
+	$(INSTALL) '.[audit]'
+	rm -rf $(VENV)/audited
+	$(BIN)/python -m pip install --quiet --target $(VENV)/audited .
+	rm -rf $(VENV)/audited/triton_openai*
+	@$(BIN)/python -m pip_audit --strict --progress-spinner off --path $(VENV)/audited $(ARGS) || { \
+	    echo "Vulnerabilities are listed above. A package that 'could not be audited' means that the data about" \
+	         "it could not be reached: then nothing is known, neither good nor bad." >&2; exit 1; }
+
 .PHONY: clean
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov

@@ -15,7 +15,16 @@ import msgspec
 
 from triton_openai.adapters.parameters import BoundParameter
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.generation import Delta, EmbeddingJob, EmbeddingResult, Generation, LoraFormat
+from triton_openai.generation import (
+    Delta,
+    EmbeddingJob,
+    EmbeddingResult,
+    Generation,
+    Logits,
+    LoraFormat,
+    ScoreJob,
+    ScoreResult,
+)
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
 
@@ -27,10 +36,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     the text (where not, this service does). ``echoes`` is whether the answer begins with the prompt. ``usage`` and
     ``finish_reason`` are whether the backend reports them. ``dimensions`` and ``token_inputs`` are about embeddings.
     ``tokens`` is whether it is given token ids and answers in them: the text is made here. ``guides`` are the kinds of
-    :class:`Guide` that the answer can be held to; ``logprobs`` is whether tokens come with their log probabilities;
-    ``lora`` whether a request can name a LoRA adapter, and ``lora_format`` how it takes an adapter's weights where they
-    have to be sent. ``images`` is whether a prompt can come with images, and
-    ``max_images`` how many of them, where the model's tensors tell.
+    :class:`Guide` that the answer can be held to; ``lora`` whether a request can name a LoRA adapter, and
+    ``lora_format`` how it takes an adapter's weights where they have to be sent. ``images`` is whether a prompt can
+    come with images, and ``max_images`` how many of them, where the model's tensors tell.
+
+    ``logprobs`` is whether tokens come with their log probabilities, ``top_logprobs`` with how many alternatives at
+    most. ``cumulative_logprob`` is whether an answer's own is told, ``prompt_logprobs`` whether those of the prompt's
+    tokens can be had. ``token_ids`` is whether the answer's are told. ``bias_words`` is whether a logit bias goes to
+    the backend as texts, each of which it tokenizes with its special tokens. ``score`` is whether it scores pairs of
+    texts, and ``token_pairs`` whether it has to be given them as token ids.
     """
 
     generate: bool = False
@@ -45,10 +59,17 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     tokens: bool = False
     guides: frozenset[str] = frozenset()
     logprobs: bool = False
+    top_logprobs: int = 0
+    cumulative_logprob: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    bias_words: bool = False
     lora: bool = False
     lora_format: LoraFormat | None = None
     images: bool = False
     max_images: int | None = None
+    score: bool = False
+    token_pairs: bool = False
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +140,18 @@ class Adapter:
         """Return a fresh decoder for the answers to :meth:`encode`'s request."""
         raise NotImplementedError
 
+    def encode_prompt_logits(self, generation: Generation) -> InferRequest:
+        """
+        Return a request for the scores of the prompt's tokens, where ``capabilities.prompt_logprobs``.
+
+        Raises :class:`InvalidRequest` without a parameter for a prompt too long for that.
+        """
+        raise NotImplementedError
+
+    def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
+        """Return the scores that *response* to that request brings: row *i* is of the token behind token *i*."""
+        raise NotImplementedError
+
     def cancel(self, generation: Generation) -> InferRequest | None:
         """
         Return a request that tells the engine to stop *generation*, or ``None`` where closing the stream is enough.
@@ -133,6 +166,14 @@ class Adapter:
 
     def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
         """Return the vectors of all the responses to :meth:`encode_embeddings`'s requests."""
+        raise NotImplementedError
+
+    def encode_scores(self, job: ScoreJob) -> Sequence[InferRequest]:
+        """Return the requests that score *job*'s pairs, together covering them in order."""
+        raise InvalidRequest(f"The model '{self.config.name}' does not score texts.", param="model")
+
+    def decode_scores(self, job: ScoreJob, responses: Sequence[InferResponse]) -> ScoreResult:
+        """Return the scores of all the responses to :meth:`encode_scores`'s requests."""
         raise NotImplementedError
 
     # Helpers for subclasses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from triton_openai.errors import ServiceError, UpstreamError
@@ -15,6 +16,8 @@ class TextDecoder:
 
     *skip* is the number of characters at the start of a cumulative text that are not part of the answer. The
     counts are the outputs with the prompt's tokens and with the tokens of each step, ``None`` where there are none.
+    *logprobs* reads the entries of a step; of their ids alone where *ids_only*. *cumulative_logprob* is the output with
+    the log probability of the answer so far.
     """
 
     def __init__(
@@ -27,7 +30,10 @@ class TextDecoder:
         token_count: str | None = None,
         finish: str | None = None,
         echo: PromptEcho | None = None,
-        logprobs: Callable[[InferResponse], Sequence[TokenLogprob]] | None = None,
+        logprobs: Callable[[InferResponse, Delta], Sequence[TokenLogprob]] | None = None,
+        token_ids: bool = False,
+        ids_only: bool = False,
+        cumulative_logprob: str | None = None,
         cached_tokens: Callable[[InferResponse], int | None] | None = None,
     ) -> None:
         # What to read
@@ -41,6 +47,9 @@ class TextDecoder:
         self._prompt_known = False
         self._echo = echo
         self._logprobs = logprobs
+        self._token_ids = token_ids
+        self._ids_only = ids_only
+        self._cumulative_logprob = cumulative_logprob
 
     def feed(self, response: InferResponse) -> Sequence[Delta]:
         """Return the delta of one response."""
@@ -65,7 +74,13 @@ class TextDecoder:
             if reasons and reasons[0] != "None":
                 delta.finish_reason = self._finish_reason(reasons[0])
         if self._logprobs is not None:
-            delta.logprobs = self._logprobs(response)
+            entries = self._logprobs(response, delta)
+            if self._token_ids:
+                delta.token_ids = [entry.id for entry in entries if entry.id is not None]
+            if not self._ids_only:
+                delta.logprobs = entries
+        if self._cumulative_logprob is not None:
+            delta.cumulative_logprob = cumulative_logprob(response, self._cumulative_logprob)
         if self._cached_tokens is not None:
             delta.cached_tokens = self._cached_tokens(response)
         return (delta,)
@@ -138,6 +153,12 @@ class CumulativeText:
         """Return the held back end: now it is known to stay."""
         held, self._held = self._held, ""
         return held
+
+
+def cumulative_logprob(response: InferResponse, output: str) -> float | None:
+    """Return the log probability of the answer so far, ``None`` where *response* does not tell it."""
+    values = response.numbers(output)
+    return float(values[0]) if len(values) and not math.isnan(float(values[0])) else None
 
 
 def aborted(reason: str) -> ServiceError:

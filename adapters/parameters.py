@@ -35,13 +35,15 @@ class Rule(str, enum.Enum):
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     """
     One row: the *name* of a :class:`Sampling` field, the inputs (or JSON keys) that can carry it in order of
-    preference, and what to do when the model declares none of them.
+    preference, and what to do when the model declares none of them. *why* tells a client whose request is refused what
+    can be done about it.
     """
 
     name: str
     inputs: tuple[str, ...] = ()
     otherwise: Rule = Rule.REFUSED
     note: str = ""
+    why: str = ""
     # Whether the input has to hold negative numbers.
     signed: bool = False
 
@@ -54,6 +56,7 @@ class BoundParameter(msgspec.Struct, frozen=True, kw_only=True):
     target: str | None = None
     datatype: str | None = None
     note: str = ""
+    why: str = ""
 
 
 def bind(table: Sequence[Parameter], config: ModelConfig) -> tuple[BoundParameter, ...]:
@@ -62,7 +65,9 @@ def bind(table: Sequence[Parameter], config: ModelConfig) -> tuple[BoundParamete
     for parameter in table:
         target = next((name for name in parameter.inputs if _fits(parameter, config, name)), None)
         if target is None:
-            bound.append(BoundParameter(name=parameter.name, rule=parameter.otherwise, note=parameter.note))
+            bound.append(
+                BoundParameter(name=parameter.name, rule=parameter.otherwise, note=parameter.note, why=parameter.why)
+            )
         else:
             datatype = config.inputs[target].datatype
             bound.append(
@@ -71,6 +76,11 @@ def bind(table: Sequence[Parameter], config: ModelConfig) -> tuple[BoundParamete
                 )
             )
     return tuple(bound)
+
+
+def refused(name: str, why: str = "") -> BoundParameter:
+    """Return the row of a parameter that the model cannot honour, and *why*."""
+    return BoundParameter(name=name, rule=Rule.REFUSED, why=why)
 
 
 def _fits(parameter: Parameter, config: ModelConfig, name: str) -> bool:

@@ -28,6 +28,7 @@ BUILT_IN: Mapping[str, str] = {
     "trtllm-llmapi": "triton_openai.adapters.trtllm_llmapi:TrtllmLlmapi",
     "trtllm-bls": "triton_openai.adapters.trtllm_bls:TrtllmBls",
     "embeddings": "triton_openai.adapters.embeddings:Embeddings",
+    "cross-encoder": "triton_openai.adapters.cross_encoder:CrossEncoder",
 }
 
 

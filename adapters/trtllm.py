@@ -14,14 +14,16 @@ import msgspec
 
 from triton_openai.adapters.base import Adapter, Capabilities, Hints
 from triton_openai.adapters.helpers import users_of
-from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
+from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, refused, values_of
 from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, stop_request, truthy
+from triton_openai.adapters.trtllm_logits import CONTEXT, GENERATION, MOST_ALTERNATIVES, available, check_size, read
+from triton_openai.adapters.trtllm_logprobs import CUMULATIVE, LOGPROBS
 from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.adapters.trtllm_tokens import TokenDecoder, dense_bias, word_list
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
-from triton_openai.generation import Generation, Vocabulary
-from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, ModelConfig, Tensor
+from triton_openai.generation import Generation, Logits, Sampling, Vocabulary
+from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
 
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter(name="max_tokens", inputs=("request_output_len",)),
@@ -38,7 +40,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(name="bad_words", inputs=("bad_words_list",), note="as token ids"),
     Parameter(name="logit_bias", inputs=("embedding_bias",), note="one value per token of the vocabulary"),
     Parameter(name="ignore_eos", inputs=("end_id",), note="sent as -1", signed=True),
-    Parameter(name="logprobs", inputs=("return_log_probs",), note="of the chosen tokens"),
+    Parameter(name="logprobs", inputs=("return_log_probs",), note="alternatives by return_generation_logits"),
     Parameter(name="stop", otherwise=Rule.PROXY),
     Parameter(name="stop_token_ids", otherwise=Rule.PROXY),
     Parameter(name="include_stop_str_in_output", otherwise=Rule.PROXY),
@@ -52,7 +54,6 @@ _REQUIRED = frozenset({"input_ids", "input_lengths", "request_output_len"})
 _SUPPLIED = frozenset({*_REQUIRED, "end_id", "pad_id", "streaming"})
 # The C++ flavour refuses a choice of outputs without the first two.
 _OUTPUTS = ("output_ids", "sequence_length")
-_LOGPROBS = "output_log_probs"
 
 
 class Trtllm(Adapter):
@@ -64,13 +65,12 @@ class Trtllm(Adapter):
         super().__init__(config, repository)
         self._repository = repository
         self._parameters = tuple(
-            BoundParameter(name="logprobs", rule=Rule.REFUSED)
-            if parameter.name == "logprobs" and _LOGPROBS not in config.outputs
-            else parameter
+            refused("logprobs") if parameter.name == "logprobs" and LOGPROBS not in config.outputs else parameter
             for parameter in bind(PARAMETERS, config)
         )
         self._cache = cache_report(config)
-        self._logprobs = any(each.name == "logprobs" and each.rule is Rule.MAPPED for each in self._parameters)
+        logprobs = any(each.name == "logprobs" and each.rule is Rule.MAPPED for each in self._parameters)
+        self._alternatives = logprobs and available(config, GENERATION)
         lora = lora_format(config)
         self._capabilities = Capabilities(
             generate=True,
@@ -78,7 +78,11 @@ class Trtllm(Adapter):
             usage=True,
             tokens=True,
             guides=guides(config, self._executor()),
-            logprobs=self._logprobs,
+            logprobs=logprobs,
+            top_logprobs=MOST_ALTERNATIVES if self._alternatives else 0,
+            cumulative_logprob=logprobs and CUMULATIVE in config.outputs,
+            prompt_logprobs=available(config, CONTEXT),
+            token_ids=True,
             lora=lora is not None,
             lora_format=lora,
         )
@@ -144,11 +148,14 @@ class Trtllm(Adapter):
                 f"The model '{self.config.name}' takes token ids: give its tokenizer with --tokenizer."
             )
         sampling = generation.sampling
-        if sampling.logprobs:
+        if sampling.logprobs and not self._alternatives:
             raise UnsupportedParameter(
                 "This model tells the log probabilities of the chosen tokens only, not those of alternatives.",
                 param="logprobs",
             )
+        if sampling.logprobs and not self.config.decoupled:
+            limit = sampling.max_tokens
+            check_size(self.config, GENERATION, tokens=limit, vocabulary=vocabulary.size, param="max_tokens")
         inputs = [self.tensor("input_ids", *ids), self.tensor("input_lengths", len(ids))]
         inputs += self._switches(generation, vocabulary)
         for parameter in self._parameters:
@@ -156,7 +163,8 @@ class Trtllm(Adapter):
             if values and parameter.target is not None:
                 inputs.append(self.tensor(parameter.target, *values))
         random = randomness(self, self._parameters, sampling)
-        if not random and sampling.logprobs is not None and "runtime_top_k" in self.config.inputs:
+        reports = sampling.logprobs is not None or generation.scored
+        if not random and reports and "runtime_top_k" in self.config.inputs:
             # Without any of the three it decodes greedily and reports no probabilities; this asks for the same.
             random = [self.tensor("runtime_top_k", 1)]
         inputs += random
@@ -165,17 +173,55 @@ class Trtllm(Adapter):
         if sampling.logit_bias:
             inputs.append(self.tensor("embedding_bias", *dense_bias(sampling.logit_bias, vocabulary.size)))
         outputs: tuple[str, ...] = _OUTPUTS
-        if sampling.logprobs is not None:
+        if sampling.logprobs:
+            inputs.append(self.tensor(f"return_{GENERATION}", True))
+            outputs += (GENERATION,)
+        if sampling.logprobs == 0 or generation.scored:
             inputs.append(self.tensor("return_log_probs", True))
-            outputs += (_LOGPROBS,)
+            outputs += (LOGPROBS, CUMULATIVE)
         if self._cache is not None and generation.kv_cache_block_size is not None:
             inputs.append(self.tensor(self._cache.flag, True))
             outputs += (self._cache.output,)
         if generation.bad_word_ids:
             inputs.append(word_list(self.config, "bad_words_list", generation.bad_word_ids))
         request = self.request(generation.id, inputs, outputs)
+        if sampling.logprobs:
+            # Written out as JSON they would be megabytes for each token.
+            return msgspec.structs.replace(request, json_expressible=False, needed_for="logprobs")
         # Two dimensions are more than the generate extension can say.
-        return msgspec.structs.replace(request, json_expressible=False) if generation.bad_word_ids else request
+        if not generation.bad_word_ids:
+            return request
+        return msgspec.structs.replace(request, json_expressible=False, needed_for="bad_words")
+
+    def encode_prompt_logits(self, generation: Generation) -> InferRequest:
+        """
+        Return a request of its own that generates one token and answers at once.
+
+        Not asked for in passing: a stream repeats the prompt's logits at every step, and several answers to one prompt
+        would each bring them.
+        """
+        vocabulary, config = generation.vocabulary, self.config
+        if vocabulary is not None:
+            tokens = len(generation.prompt_ids or ())
+            check_size(config, CONTEXT, tokens=tokens, vocabulary=vocabulary.size, param=None)
+        plain = Sampling(max_tokens=1, top_k=1)
+        request = self.encode(
+            msgspec.structs.replace(generation, sampling=plain, guide=None, scored=False, bad_word_ids=())
+        )
+        inputs = [tensor for tensor in request.inputs if tensor.name != "streaming"]
+        if "streaming" in config.inputs:
+            inputs.append(self.tensor("streaming", False))
+        inputs.append(self.tensor(f"return_{CONTEXT}", True))
+        outputs = (*request.outputs, CONTEXT)
+        return msgspec.structs.replace(
+            request, id=f"{generation.id}-prompt", inputs=tuple(inputs), outputs=outputs, json_expressible=False
+        )
+
+    def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
+        """Return the logits of the prompt; the last response of a stream may have none."""
+        if response.tensor(CONTEXT) is None and not response.numbers("output_ids"):
+            return None
+        return read(response, CONTEXT, count=1, total=1)
 
     def _switches(self, generation: Generation, vocabulary: Vocabulary) -> list[Tensor]:
         """Return the inputs that are there in every request: where to end, and in what form to answer."""
@@ -209,7 +255,9 @@ class Trtllm(Adapter):
             padding=frozenset({*ends[:1], vocabulary.pad_id if vocabulary is not None else None, -1})
             if "sequence_length" not in config.outputs
             else frozenset(),
-            logprobs=_LOGPROBS if generation.sampling.logprobs is not None else None,
+            logprobs=generation.sampling.logprobs is not None,
+            alternatives=bool(generation.sampling.logprobs),
+            scored=generation.scored,
             cached_tokens=CachedTokens.of(self._cache, generation),
         )
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters.base import Adapter, Capabilities
 from triton_openai.adapters.decoding import PromptEcho, TextDecoder
-from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
+from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, refused, values_of
 from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
 from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, truthy
 from triton_openai.adapters.trtllm_images import ENCODERS_NAME, image_tensors, max_images, takes_images
+from triton_openai.adapters.trtllm_logprobs import CUMULATIVE, LOGPROBS, TOKEN_BY_TOKEN, StepLogprobs
 from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
@@ -37,14 +38,21 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(name="min_p"),
     Parameter(name="stop_token_ids"),
     Parameter(name="skip_special_tokens"),
-    Parameter(name="logprobs"),
-    Parameter(name="logit_bias"),
+    Parameter(
+        name="logprobs", inputs=("return_log_probs",), note="of the chosen tokens, where it streams", why=TOKEN_BY_TOKEN
+    ),
+    Parameter(
+        name="logit_bias",
+        inputs=("embedding_bias_words",),
+        note="as texts, with embedding_bias_weights",
+        why=TOKEN_BY_TOKEN,
+    ),
     # The backend matches token ids and leaves the match in the text, so its stop words only end the work earlier.
     Parameter(name="stop", inputs=("stop_words",), otherwise=Rule.PROXY, note="matched and removed here"),
 )
 
 # Sent by rules of their own, see encode().
-_OWN_RULES = (*RANDOMNESS, "ignore_eos")
+_OWN_RULES = (*RANDOMNESS, "ignore_eos", "logprobs", "logit_bias")
 _FLAGS = ("exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens")
 # Parameters by which a BLS names further models that it calls.
 _OTHERS = (ENCODERS_NAME, "tensorrt_llm_draft_model_name")
@@ -67,7 +75,14 @@ class TrtllmText(Adapter):
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
         self._repository = repository
-        self._parameters = bind(PARAMETERS, config)
+        logprobs = "return_log_probs" in config.inputs
+        # An answer that comes at once does not say which text is which token's.
+        steps = logprobs and LOGPROBS in config.outputs and config.decoupled
+        biases = {"embedding_bias_words", "embedding_bias_weights"} <= config.inputs.keys()
+        missing = {name for name, there in (("logprobs", steps), ("logit_bias", biases)) if not there}
+        self._parameters = tuple(
+            refused(row.name, TOKEN_BY_TOKEN) if row.name in missing else row for row in bind(PARAMETERS, config)
+        )
         self._counts = all(
             name in config.inputs and name.removeprefix("return_") in config.outputs for name in _FLAGS[1:]
         )
@@ -84,6 +99,9 @@ class TrtllmText(Adapter):
             lora_format=lora,
             images=takes_images(config),
             max_images=max_images(config),
+            logprobs=steps,
+            cumulative_logprob=logprobs and CUMULATIVE in config.outputs,
+            bias_words=biases,
         )
 
     @property
@@ -129,13 +147,24 @@ class TrtllmText(Adapter):
             values = values_of(parameter, sampling)
             if values and parameter.target is not None and parameter.name not in _OWN_RULES:
                 inputs.append(self.tensor(parameter.target, *values))
-        inputs += randomness(self, self._parameters, sampling)
+        random = randomness(self, self._parameters, sampling)
+        outputs: tuple[str, ...] = _OUTPUTS
+        if sampling.logprobs is not None or generation.scored:
+            inputs.append(self.tensor("return_log_probs", True))
+            outputs += (LOGPROBS,) if sampling.logprobs is not None else ()
+            outputs += (CUMULATIVE,) if generation.scored else ()
+            # Without any of the three it decodes greedily and reports no probabilities; this asks for the same.
+            if not random and "top_k" in config.inputs:
+                random = [self.tensor("top_k", 1)]
+        inputs += random
+        if generation.bias_words:
+            inputs.append(self.tensor("embedding_bias_words", *[word for word, _ in generation.bias_words]))
+            inputs.append(self.tensor("embedding_bias_weights", *[weight for _, weight in generation.bias_words]))
         if sampling.ignore_eos:
             # An id that is never generated.
             inputs.append(self.tensor("end_id", -1))
         inputs += guide_tensors(self, generation.guide)
         inputs += lora_tensors(self, generation.lora)
-        outputs: tuple[str, ...] = _OUTPUTS
         if self._cache is not None and generation.kv_cache_block_size is not None:
             inputs.append(self.tensor(self._cache.flag, True))
             outputs += (self._cache.output,)
@@ -165,4 +194,6 @@ class TrtllmText(Adapter):
             token_count="num_output_tokens" if self._counts else None,
             echo=echo,
             cached_tokens=CachedTokens.of(self._cache, generation),
+            logprobs=StepLogprobs() if generation.sampling.logprobs is not None else None,
+            cumulative_logprob=CUMULATIVE if generation.scored else None,
         )

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 
-from triton_openai.errors import InvalidRequest, UpstreamError
+from triton_openai.adapters.decoding import cumulative_logprob
+from triton_openai.adapters.trtllm_logits import GENERATION, read
+from triton_openai.adapters.trtllm_logprobs import CUMULATIVE, LOGPROBS, newest
+from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Delta, TokenLogprob
 from triton_openai.triton.tensors import InferResponse, ModelConfig, Tensor
 
@@ -46,7 +49,8 @@ class TokenDecoder:
     Reads the ids of each response: those that are new when it streams, all of them when it does not.
 
     *repeats* is whether the prompt may come first, *padding* the ids that fill up where no length says how many count,
-    *logprobs* the output with the log probabilities when they were asked for.
+    *logprobs* whether the log probabilities of the chosen tokens were asked for, *alternatives* whether those of others
+    too, which come as logits, *scored* whether the whole answer's was.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class TokenDecoder:
         *,
         repeats: bool = False,
         padding: Collection[int | None] = (),
-        logprobs: str | None = None,
+        logprobs: bool = False,
+        alternatives: bool = False,
+        scored: bool = False,
         cached_tokens: Callable[[InferResponse], int | None] | None = None,
     ) -> None:
         # What to read
@@ -64,6 +70,8 @@ class TokenDecoder:
         self._padding = padding
         self._logprobs = logprobs
         self._cached_tokens = cached_tokens
+        self._alternatives = alternatives
+        self._scored = scored
         # Stream state
         self._count = 0
         self._counted_prompt = False
@@ -84,8 +92,14 @@ class TokenDecoder:
         if not self._counted_prompt:
             delta.prompt_tokens = len(self._prompt_ids)
             self._counted_prompt = True
-        if self._logprobs is not None and ids:
-            delta.logprobs = self._new(response.numbers(self._logprobs), len(ids))
+        if self._alternatives and len(ids):
+            delta.logits = read(response, GENERATION, count=len(ids), total=self._count)
+        elif self._logprobs and len(ids):
+            values = newest(response.numbers(LOGPROBS), count=len(ids), total=self._count)
+            # Names are added where the tokenizer is.
+            delta.logprobs = [TokenLogprob("", value, id=number) for number, value in zip(ids, values, strict=True)]
+        if self._scored:
+            delta.cumulative_logprob = cumulative_logprob(response, CUMULATIVE)
         if self._cached_tokens is not None:
             delta.cached_tokens = self._cached_tokens(response)
         return (delta,)
@@ -96,16 +110,3 @@ class TokenDecoder:
 
     def _without_padding(self, ids: Sequence[int]) -> Sequence[int]:
         return ids[: next((place for place, number in enumerate(ids) if number in self._padding), len(ids))]
-
-    def _new(self, values: Sequence[float], count: int) -> tuple[TokenLogprob, ...]:
-        """
-        Return the log probabilities of the *count* new ids.
-
-        The executor repeats those of all ids so far; a list that is just as long as the new ids is taken for theirs.
-        Names are added where the tokenizer is.
-        """
-        if len(values) >= self._count:
-            values = values[self._count - count : self._count]
-        if len(values) != count:
-            raise UpstreamError("The model sent log probabilities that do not match its tokens.")
-        return tuple([TokenLogprob("", value) for value in values])

@@ -13,9 +13,9 @@ import msgspec
 
 from triton_openai.adapters.base import Adapter, Capabilities, Hints
 from triton_openai.adapters.decoding import TextDecoder
-from triton_openai.adapters.parameters import BoundParameter, Rule, check_range
+from triton_openai.adapters.parameters import BoundParameter, Rule, check_range, refused
 from triton_openai.adapters.vllm_embedding import decode_embedding, embedding_request
-from triton_openai.adapters.vllm_logprobs import VllmLogprobs
+from triton_openai.adapters.vllm_logprobs import MOST, VllmLogprobs
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, Generation, Guide
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
@@ -47,13 +47,14 @@ PARAMETERS: tuple[BoundParameter, ...] = (
         BoundParameter(name=name, rule=Rule.MAPPED, target=f"{_KEYS}.{name}", datatype=datatype)
         for name, datatype in _SAMPLING
     ),
-    BoundParameter(name="length_penalty", rule=Rule.REFUSED),
+    refused("length_penalty"),
     # JSON makes text of the token ids, which fails the request.
-    BoundParameter(name="logit_bias", rule=Rule.REFUSED),
+    refused("logit_bias", "Triton's vLLM backend cannot read it"),
 )
 _FLAGS = ("exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 _SUPPLIED = frozenset({"text_input", "stream", _KEYS, *_FLAGS})
 _OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+_CUMULATIVE = "cumulative_logprob"
 
 
 _GUIDE_FIELDS: Mapping[str, str] = {
@@ -100,10 +101,9 @@ class Vllm(Adapter):
         self._finish = "return_finish_reason" in config.inputs and "finish_reason" in config.outputs
         self._counts = "return_num_output_tokens" in config.inputs and "num_output_tokens" in config.outputs
         self._logprobs = "return_logprobs" in config.inputs and "logprobs" in config.outputs
+        self._scores = "return_cumulative_logprob" in config.inputs and _CUMULATIVE in config.outputs
         self._parameters = tuple(
-            parameter
-            if parameter.name != "logprobs" or self._logprobs
-            else BoundParameter(name="logprobs", rule=Rule.REFUSED)
+            parameter if parameter.name != "logprobs" or self._logprobs else refused("logprobs")
             for parameter in PARAMETERS
         )
         self._guide_key = _guide_key(config)
@@ -118,6 +118,9 @@ class Vllm(Adapter):
             token_inputs=True,
             guides=frozenset(_GUIDE_FIELDS) if self._guide_key is not None else frozenset(),
             logprobs=self._logprobs,
+            top_logprobs=MOST if self._logprobs else 0,
+            cumulative_logprob=self._scores,
+            token_ids=self._logprobs,
             lora=True,
             # Declared for every model, also for those that see nothing: their chat templates take no images.
             images="image" in config.inputs,
@@ -174,6 +177,9 @@ class Vllm(Adapter):
             # vLLM takes no 0, which means the likeliest token alone.
             del sampling["top_p"]
             sampling["top_k"] = 1
+        if generation.token_ids or generation.scored:
+            # The ids are told with the log probabilities, and nothing is scored without them.
+            sampling.setdefault("logprobs", 0)
         guide = generation.guide
         if guide is not None and self._guide_key is not None:
             # The value is JSON text inside the JSON: an object there fails the request.
@@ -189,20 +195,28 @@ class Vllm(Adapter):
             inputs.append(self.tensor("stream", self.config.decoupled))
         if generation.images:
             inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))
-        if generation.sampling.logprobs is None:
-            return self.request(generation.id, inputs, _OUTPUTS)
-        inputs.append(self.tensor("return_logprobs", True))
-        return self.request(generation.id, inputs, (*_OUTPUTS, "logprobs"))
+        outputs: tuple[str, ...] = _OUTPUTS
+        if generation.sampling.logprobs is not None or generation.token_ids:
+            inputs.append(self.tensor("return_logprobs", True))
+            outputs += ("logprobs",)
+        if generation.scored:
+            inputs.append(self.tensor(f"return_{_CUMULATIVE}", True))
+            outputs += (_CUMULATIVE,)
+        return self.request(generation.id, inputs, outputs)
 
     def decoder(self, generation: Generation) -> TextDecoder:
         """Return a decoder for one request."""
+        count = generation.sampling.logprobs
         return TextDecoder(
             cumulative=self._repeats,
             skip=len(generation.prompt) if self._repeats else 0,
             prompt_count="num_input_tokens" if self._counts else None,
             token_count="num_output_tokens" if self._counts else None,
             finish="finish_reason" if self._finish else None,
-            logprobs=VllmLogprobs(generation.sampling.logprobs) if generation.sampling.logprobs is not None else None,
+            logprobs=VllmLogprobs(count or 0) if count is not None or generation.token_ids else None,
+            token_ids=generation.token_ids,
+            ids_only=count is None,
+            cumulative_logprob=_CUMULATIVE if generation.scored else None,
         )
 
     def encode_embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:

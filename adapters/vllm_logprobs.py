@@ -3,7 +3,7 @@ The log probabilities of Triton's vLLM backend: JSON text in ``logprobs``, one o
 
 Each object maps token ids to ``{"logprob", "rank", "decoded_token"}``, the chosen token first and then the most
 likely ones (vllm_backend's ``src/model.py`` and vLLM's ``Logprob``). ``decoded_token`` is null for a token without a
-text of its own.
+text of its own. The ids that an answer is made of are told nowhere else. Those of the prompt's tokens are not returned.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import msgspec
 
 from triton_openai.errors import UpstreamError
-from triton_openai.generation import Alternative, TokenLogprob
+from triton_openai.generation import Alternative, Delta, TokenLogprob
 from triton_openai.triton.tensors import InferResponse
 
 _REPLACEMENT = "\ufffd"
+#: vLLM's ``max_logprobs`` where the engine's arguments do not set it, and as much as OpenAI allows.
+MOST = 20
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -32,7 +34,7 @@ class VllmLogprobs:
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def __call__(self, response: InferResponse) -> tuple[TokenLogprob, ...]:
+    def __call__(self, response: InferResponse, delta: Delta) -> tuple[TokenLogprob, ...]:
         """Return one entry per new token. Raises :class:`UpstreamError` for JSON of another shape."""
         texts = response.texts("logprobs")
         if not texts:
@@ -44,19 +46,23 @@ class VllmLogprobs:
         return tuple(self._position(entries) for entries in positions or () if entries)
 
     def _position(self, entries: dict[str, _Entry]) -> TokenLogprob:
-        alternatives = [_alternative(entry) for entry in entries.values()]
+        alternatives = [_alternative(key, entry) for key, entry in entries.items()]
         chosen = alternatives[0]
+        rank = next(iter(entries.values())).rank
         # The chosen token comes on top of the most likely ones unless it is one of them: rank says which those are.
         ranked = sorted(
             (entry.rank if entry.rank is not None else index, index) for index, entry in enumerate(entries.values())
         )
         top = tuple(alternatives[index] for _, index in ranked[: self._count])
-        return TokenLogprob(token=chosen.token, logprob=chosen.logprob, raw=chosen.raw, top=top)
+        return TokenLogprob(
+            token=chosen.token, logprob=chosen.logprob, raw=chosen.raw, top=top, id=chosen.id, rank=rank
+        )
 
 
-def _alternative(entry: _Entry) -> Alternative:
+def _alternative(key: str, entry: _Entry) -> Alternative:
     token = entry.decoded_token or ""
-    # A part of a character shows as U+FFFD: its bytes are not known.
+    # A part of a character shows as U+FFFD: its bytes are not known here. Where there is a tokenizer, it has them.
     raw = None if _REPLACEMENT in token else token.encode()
+    number = int(key) if key.isdecimal() else None
     # OpenAI's way of saying "practically impossible"; JSON has no minus infinity.
-    return Alternative(token=token, logprob=-9999.0 if entry.logprob is None else entry.logprob, raw=raw)
+    return Alternative(token=token, logprob=-9999.0 if entry.logprob is None else entry.logprob, raw=raw, id=number)

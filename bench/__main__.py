@@ -19,6 +19,7 @@ from bench import machine, report
 from bench.cases import CASES, Plan, Row, plans
 from bench.measure import measure, row
 from bench.messages import Outcome
+from bench.parsers import ParserRow, measure_parsers
 from bench.processes import BenchError
 from bench.repository import build_repository
 from bench.subjects import SUBJECTS, Subject, control, nginx_path
@@ -34,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        rows = _run(options)
+        measured = _run(options)
     except (BenchError, ConfigurationError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("bench: interrupted", file=sys.stderr)
         return 130
-    return 0 if rows else 1
+    return 0 if measured else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> list[Row]:
+def _run(options: argparse.Namespace) -> bool:
+    """Return whether anything was measured."""
     facts = machine.facts()
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     cores = machine.place(machine.available())
@@ -71,6 +73,7 @@ def _run(options: argparse.Namespace) -> list[Row]:
     seconds = options.seconds or (2.0 if options.quick else 3.0)
     rounds = options.rounds or (1 if options.quick else 2)
     rows: list[Row] = []
+    parsers: list[ParserRow] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-bench-")))
         with machine.pinned(cores.triton):
@@ -81,10 +84,15 @@ def _run(options: argparse.Namespace) -> list[Row]:
             subjects = [stack.enter_context(SUBJECTS[name](name, triton, folder)) for name in names]
         stack.enter_context(_blaming(triton))
         for plan in plans(options.cases, streams, seconds, rounds, quick=options.quick):
-            _measure_all(plan, subjects, triton, cores, rows)
-    print(f"\n{report.render(rows)}")
-    _write(options.json, facts, cores, rows)
-    return rows
+            taking_part = [subject for subject in subjects if not plan.subjects or subject.name in plan.subjects]
+            _measure_all(plan, taking_part, triton, cores, rows)
+    if "parsers" in options.cases:
+        for parser in measure_parsers(quick=options.quick):
+            parsers.append(parser)
+            print(report.parser_line(parser), flush=True)
+    print(f"\n{report.render(rows, parsers)}")
+    _write(options.json, facts, cores, rows, parsers)
+    return bool(rows or parsers)
 
 
 @contextlib.contextmanager
@@ -118,16 +126,23 @@ def _measure_all(
         print(report.line(rows[-1], rows), flush=True)
 
 
-def _write(path: Path, facts: dict[str, str | int | float], cores: machine.Cores, rows: Sequence[Row]) -> None:
+def _write(
+    path: Path,
+    facts: dict[str, str | int | float],
+    cores: machine.Cores,
+    rows: Sequence[Row],
+    parsers: Sequence[ParserRow],
+) -> None:
     aims = [
         {"aim": aim.text, "value": aim.value, "rounds": aim.rounds, "limit": aim.limit, "reached": aim.reached}
-        for aim in report.aims(rows)
+        for aim in report.aims(rows, parsers)
     ]
     whole = {
         "machine": facts,
         "cores": {"triton": cores.triton, "relay": cores.relay, "client": cores.client},
         "aims": aims,
         "rows": list(rows),
+        "parsers": list(parsers),
     }
     path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
     print(f"\nEverything is in {path}.")

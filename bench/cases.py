@@ -7,15 +7,20 @@ from dataclasses import dataclass
 
 import msgspec
 
-from bench.repository import FLOOD, PACED
+from bench.messages import CHOICES, Form
+from bench.parsers import QUICK_SIZES, SIZES
+from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, TOKEN
 
-CASES = ("paced", "flood", "latency", "burst")
+CASES = ("paced", "flood", "latency", "burst", "tools", "choices", "long", "parsers")
 
 # More than any measured window has time for.
 _ENDLESS = 1_000_000
 # Long enough that requests do not count, short enough that Triton's queues stay small when its client is slower.
 _FLOOD_TOKENS = 1000
 _BURST_CLIENTS = 256
+_OURS = ("ours-http", "ours-grpc")
+# Where a case is compared with text, it is at this number of streams.
+COMPARED = 128
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,9 @@ class Plan:
     seconds: float = 0.0
     answers: int | None = None
     rounds: int = 1
+    form: Form = "text"
+    # Who takes part; nobody named: all.
+    subjects: tuple[str, ...] = ()
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -39,6 +47,8 @@ class Row(msgspec.Struct, kw_only=True):
     case: str
     streams: int
     subject: str
+    # Of each answer.
+    tokens: int = 0
     tokens_per_second: float
     first_p50_ms: float | None
     first_p99_ms: float | None
@@ -79,3 +89,19 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
             yield Plan(case, FLOOD, 1, 1, answers=20 if quick else 100, rounds=2 * rounds)
         elif case == "burst":
             yield Plan(case, FLOOD, _BURST_CLIENTS, 4, answers=_BURST_CLIENTS, rounds=rounds)
+        elif case == "tools":
+            # What the direct connections take is in `paced`: for them a call is text.
+            yield _compared(case, PACED_CALL, COMPARED, seconds, rounds, form="tools", subjects=("nginx", *_OURS))
+        elif case == "choices":
+            yield _compared(case, PACED, COMPARED // CHOICES, seconds, rounds, form="choices", subjects=_OURS)
+        elif case == "long":
+            for size in QUICK_SIZES if quick else SIZES:
+                tokens = size // len(TOKEN)
+                yield Plan(case, FLOOD_CALL, 1, tokens, answers=1, rounds=rounds, form="tools", subjects=_OURS)
+
+
+def _compared(
+    case: str, model: str, streams: int, seconds: float, rounds: int, *, form: Form, subjects: tuple[str, ...]
+) -> Plan:
+    """Return what is the same as in `paced`, but for the form of the request."""
+    return Plan(case, model, streams, _ENDLESS, 1.0, 1.0, seconds, rounds=rounds, form=form, subjects=subjects)

@@ -78,7 +78,7 @@ class HttpStream(asyncio.Protocol):
 async def run_http(load: Load, tally: Tally) -> None:
     """Start the streams of *load*, let *tally* measure, and drop them."""
     loop = asyncio.get_running_loop()
-    request = http_request(load.target, load.model, load.tokens)
+    request = http_request(load.target, load.model, load.tokens, load.form)
     streams: list[HttpStream] = []
 
     async def start(delay: float) -> None:

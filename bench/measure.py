@@ -14,6 +14,7 @@ from bench.machine import Cores
 from bench.messages import Load, Outcome, Target
 from bench.processes import BenchError, die_with_parent
 from bench.subjects import Subject
+from bench.tally import SLOWEST
 
 _MARGIN_SECONDS = 90.0
 _STALL_SECONDS = 1.0
@@ -27,6 +28,7 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
         model=plan.model,
         streams=plan.streams,
         tokens=plan.tokens,
+        form=plan.form,
         ramp=plan.ramp,
         warm=plan.warm,
         seconds=plan.seconds,
@@ -37,6 +39,8 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
         cores=cores.client,
     )
     limit = plan.ramp + plan.warm + plan.seconds + _MARGIN_SECONDS
+    if plan.answers:
+        limit += plan.tokens / SLOWEST
     try:
         # Killed by `run` when this process is interrupted.
         done = subprocess.run(
@@ -71,6 +75,7 @@ def row(plan: Plan, subject: Subject, outcomes: Sequence[Outcome]) -> Row:
         case=plan.case,
         streams=plan.streams,
         subject=subject.name,
+        tokens=plan.tokens,
         tokens_per_second=tokens / seconds,
         first_p50_ms=_scaled(percentile(first, 0.5), 1e3),
         first_p99_ms=_scaled(percentile(first, 0.99), 1e3),

@@ -7,6 +7,10 @@ from typing import Literal
 import msgspec
 
 Protocol = Literal["generate", "chat", "grpc"]
+#: What a chat asks for beside text: that it may call a tool, or several answers.
+Form = Literal["text", "tools", "choices"]
+#: Answers of a request of the form ``choices``.
+CHOICES = 4
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +27,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     target: Target
     model: str
     streams: int
+    form: Form = "text"
     # Tokens of each answer. A stream that has its answer asks again, until the measurement ends.
     tokens: int
     # Seconds over which the streams start.

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.cases import Row
+from bench.cases import COMPARED, Row
 from bench.figures import ratio, table, written
+from bench.messages import CHOICES
+from bench.parsers import KB, ParserRow
 
+_PROTOCOLS = {"ours-http": "HTTP", "ours-grpc": "gRPC"}
+# A cost that grows with the length gives 1, and one that grows with its square the ratio of the lengths, about 16.
+_LINEAR = 1.5
 # Above this share of its core the load generator may be what limits the numbers.
 _CLIENT_LIMIT = 0.9
 
 # Title, digits and where the value is; a column without any value in a case is left out there.
 _COLUMNS: tuple[tuple[str, int, str], ...] = (
+    ("tokens", 0, "tokens"),
     ("tokens/s", 0, "tokens_per_second"),
     ("first ms p50", 2, "first_p50_ms"),
     ("p99", 1, "first_p99_ms"),
@@ -28,12 +34,15 @@ _COLUMNS: tuple[tuple[str, int, str], ...] = (
     ("Triton us/token", 0, "triton_us_per_token"),
     ("client cores", 2, "client_busy"),
 )
+_GAPS = {"gap_p50_ms", "gap_p99_ms"}
+_OF_ANSWERS = {"tokens", "first_max_ms", "stalls", "cpu_us_per_answer"}
+_OF_TOKENS = {"tokens", "tokens_per_second", "cpu_us_per_token", "triton_us_per_token", *_GAPS}
 # Where an answer is a token or four, only whole answers are of interest; where streams go on, the first max is not.
 _NOT_SHOWN = {
-    "paced": {"first_max_ms", "stalls", "cpu_us_per_answer"},
-    "flood": {"first_max_ms", "stalls", "cpu_us_per_answer"},
-    "latency": {"tokens_per_second", "gap_p50_ms", "gap_p99_ms", "cpu_us_per_token", "triton_us_per_token", "stalls"},
-    "burst": {"tokens_per_second", "gap_p50_ms", "gap_p99_ms", "cpu_us_per_token", "triton_us_per_token"},
+    **dict.fromkeys(("paced", "flood", "tools", "choices"), _OF_ANSWERS),
+    "long": {"first_p50_ms", "first_p99_ms", "first_max_ms", "stalls", *_GAPS},
+    "latency": {"stalls", *_OF_TOKENS},
+    "burst": _OF_TOKENS,
 }
 
 
@@ -61,11 +70,11 @@ def find(rows: Sequence[Row], case: str, streams: int, subject: str) -> Row | No
     return next((row for row in rows if (row.case, row.streams, row.subject) == (case, streams, subject)), None)
 
 
-def aims(rows: Sequence[Row]) -> list[Aim]:
+def aims(rows: Sequence[Row], parsers: Sequence[ParserRow] = ()) -> list[Aim]:
     """Return the project's aims with what these rows say about them."""
 
     def cpu(subject: str, limit: float) -> Aim:
-        name = "HTTP" if subject == "ours-http" else "gRPC"
+        name = _PROTOCOLS[subject]
         ours, nginx = find(rows, "paced", 128, subject), find(rows, "paced", 128, "nginx")
         text = f"{name}, 128 paced streams: CPU per token / nginx's"
         if ours is None or nginx is None:
@@ -98,14 +107,58 @@ def aims(rows: Sequence[Row]) -> list[Aim]:
         Aim("HTTP, 1 stream: added time to first token, p50, ms", 3.0, added("ours-http", "triton-http")),
         Aim("gRPC, 1 stream: added time to first token, p50, ms", 3.0, added("ours-grpc", "triton-grpc")),
         Aim("256 clients at once: first tokens after a second or more", 0.0, float(sum(stalls)) if stalls else None),
+        *(_beside_text(rows, "tools", COMPARED, subject, 1.5) for subject in ("ours-http", "ours-grpc")),
+        *(_beside_text(rows, "choices", COMPARED // CHOICES, subject, 1.1) for subject in ("ours-http", "ours-grpc")),
+        *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
+        Aim(
+            "Tool parsers: CPU per character of the longest call / of the shortest, the worst of all",
+            _LINEAR,
+            max((parser.growth for parser in parsers), default=None),
+        ),
     ]
 
 
-def render(rows: Sequence[Row]) -> str:
+def _beside_text(rows: Sequence[Row], case: str, streams: int, subject: str, limit: float) -> Aim:
+    """Return what a token costs in *case*, beside what it costs as the text of as many single answers."""
+    what = {"tools": "tool calls", "choices": f"n={CHOICES}"}[case]
+    text = f"{_PROTOCOLS[subject]}, {what}, {COMPARED} answers at a time: CPU per token / that of single texts"
+    found, plain = find(rows, case, streams, subject), find(rows, "paced", COMPARED, subject)
+    if found is None or plain is None:
+        return Aim(text, limit, None)
+    rounds = _ratios(found.round_cpu_us_per_token, plain.round_cpu_us_per_token)
+    return Aim(text, limit, ratio(found.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
+
+
+def _growth(rows: Sequence[Row], subject: str) -> Aim:
+    """Return how the price of a token of tool arguments grows with their length."""
+    text = f"{_PROTOCOLS[subject]}, tool arguments: CPU per token of the longest call / of the shortest"
+    calls = sorted((row for row in rows if (row.case, row.subject) == ("long", subject)), key=lambda row: row.tokens)
+    if len(calls) < 2:
+        return Aim(text, _LINEAR, None)
+    short, long = calls[0], calls[-1]
+    rounds = _ratios(long.round_cpu_us_per_token, short.round_cpu_us_per_token)
+    return Aim(text, _LINEAR, ratio(long.cpu_us_per_token, short.cpu_us_per_token), rounds=rounds)
+
+
+def render(rows: Sequence[Row], parsers: Sequence[ParserRow] = ()) -> str:
     """Return the table of each case, with the aims below."""
     cases = dict.fromkeys(row.case for row in rows)
-    parts = [f"{case}\n{_case_table([row for row in rows if row.case == case])}" for case in cases]
-    return "\n\n".join([*parts, "aims\n" + "\n".join(_aim_lines(rows)), *_warnings(rows)])
+    parts = [f"{case}\n{_case_table([row for row in rows if row.case == case], rows)}" for case in cases]
+    if parsers:
+        parts.append(f"parsers\n{_parser_table(parsers)}")
+    return "\n\n".join([*parts, "aims\n" + "\n".join(_aim_lines(aims(rows, parsers))), *_warnings(rows)])
+
+
+def parser_line(row: ParserRow) -> str:
+    """Return a parser's row in one sentence, for the progress."""
+    costs = ", ".join(written(cost) for cost in row.ns_per_character)
+    return f"parsers {row.parser:<15} {costs} ns per character"
+
+
+def _parser_table(parsers: Sequence[ParserRow]) -> str:
+    header = ["parser", *(f"ns/char, {size // KB} kB" for size in parsers[0].characters), "longest / shortest"]
+    cells = [[row.parser, *map(written, row.ns_per_character), written(row.growth, 2)] for row in parsers]
+    return table(header, cells)
 
 
 def line(row: Row, rows: Sequence[Row]) -> str:
@@ -118,14 +171,14 @@ def line(row: Row, rows: Sequence[Row]) -> str:
     return said
 
 
-def _case_table(rows: Sequence[Row]) -> str:
+def _case_table(rows: Sequence[Row], everything: Sequence[Row]) -> str:
     hidden = _NOT_SHOWN[rows[0].case]
     columns = [
         (title, [written(getattr(row, name), digits) for row in rows])
         for title, digits, name in _COLUMNS
         if name not in hidden and any(getattr(row, name) is not None for row in rows)
     ]
-    times = [written(ratio(row.cpu_us_per_token, _nginx(row, rows)), 2) for row in rows]
+    times = [written(ratio(row.cpu_us_per_token, _nginx(row, everything)), 2) for row in rows]
     if any(cell != "-" for cell in times):
         place = next((index for index, (title, _) in enumerate(columns) if title == "cores"), len(columns))
         columns.insert(place, ("x nginx", times))
@@ -135,13 +188,15 @@ def _case_table(rows: Sequence[Row]) -> str:
 
 
 def _nginx(row: Row, rows: Sequence[Row]) -> float | None:
-    found = find(rows, row.case, row.streams, "nginx")
+    # Answers of one request are as many streams for nginx.
+    case, streams = ("paced", row.streams * CHOICES) if row.case == "choices" else (row.case, row.streams)
+    found = find(rows, case, streams, "nginx")
     return found.cpu_us_per_token if found else None
 
 
-def _aim_lines(rows: Sequence[Row]) -> Iterator[str]:
+def _aim_lines(found: Sequence[Aim]) -> Iterator[str]:
     marks = {True: "reached", False: "MISSED", None: "not measured"}
-    for aim in aims(rows):
+    for aim in found:
         sign = "<=" if aim.at_most else ">="
         said = f"  {marks[aim.reached]:<12}  {aim.text}: {written(aim.value, 2)} (aim {sign} {aim.limit:g})"
         if len(aim.rounds) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,16 @@ from types import MappingProxyType
 
 # The byte that marks a token in whatever it is wrapped in: neither headers nor JSON nor ids contain it.
 MARK = b"~"
-_TOKEN = " word~"
+TOKEN = " word~"
+# The ends of a call as Hermes and Qwen write it; between them, tokens are the text of its one argument.
+_OPENING = '<tool_call>\n{"name": "note", "arguments": {"text~": "'
+_CLOSING = '~"}}\n</tool_call>'
 
 PACED = "bench_paced"
 FLOOD = "bench_flood"
-TICK_MS: Mapping[str, float] = MappingProxyType({PACED: 20.0, FLOOD: 0.0})
+PACED_CALL = "bench_paced_call"
+FLOOD_CALL = "bench_flood_call"
+TICK_MS: Mapping[str, float] = MappingProxyType({PACED: 20.0, FLOOD: 0.0, PACED_CALL: 20.0, FLOOD_CALL: 0.0})
 
 # The tensors of Triton's vLLM backend (release 25.11) that text needs, under a backend that every Triton has.
 _CONFIG = """name: "{name}"
@@ -32,7 +38,9 @@ output {{ name: "finish_reason" data_type: TYPE_STRING dims: [ -1 ] }}
 output {{ name: "num_input_tokens" data_type: TYPE_UINT32 dims: [ 1 ] }}
 output {{ name: "num_output_tokens" data_type: TYPE_UINT32 dims: [ -1 ] }}
 parameters {{ key: "tick_ms" value: {{ string_value: "{tick_ms:g}" }} }}
-parameters {{ key: "token" value: {{ string_value: "{token}" }} }}
+parameters {{ key: "opening" value: {{ string_value: {opening} }} }}
+parameters {{ key: "token" value: {{ string_value: {token} }} }}
+parameters {{ key: "closing" value: {{ string_value: {closing} }} }}
 instance_group [ {{ count: 1 kind: KIND_CPU }} ]
 """
 
@@ -43,6 +51,10 @@ def build_repository(destination: Path) -> Path:
     for name, tick_ms in TICK_MS.items():
         version = destination / name / "1"
         version.mkdir(parents=True)
-        (version.parent / "config.pbtxt").write_text(_CONFIG.format(name=name, tick_ms=tick_ms, token=_TOKEN))
+        ends = (_OPENING, _CLOSING) if name in (PACED_CALL, FLOOD_CALL) else (TOKEN, TOKEN)
+        opening, token, closing = (json.dumps(text) for text in (ends[0], TOKEN, ends[1]))
+        (version.parent / "config.pbtxt").write_text(
+            _CONFIG.format(name=name, tick_ms=tick_ms, opening=opening, token=token, closing=closing)
+        )
         shutil.copyfile(source, version / "model.py")
     return destination

@@ -13,7 +13,11 @@ from urllib.parse import urlsplit
 
 from bench.messages import Target
 from bench.processes import HOST, free_port, running, wait_until_answers
+from bench.repository import FLOOD_CALL, PACED_CALL
 from triton_openai.triton.embedded import EmbeddedTriton
+
+# By this the service knows how the model writes its calls.
+_TOOLS = Path(__file__).with_name("tools.jinja")
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ def _ours(name: str, url: str, folder: Path) -> Iterator[Subject]:
     port = free_port()
     log = folder / f"{name}.log"
     options = ["--host", HOST, "--port", str(port), "--triton-url", url, "--chat-template", "chatml"]
+    for model in (PACED_CALL, FLOOD_CALL):
+        options += ["--chat-template", f"{model}={_TOOLS}"]
     with running([sys.executable, "-m", "triton_openai", "serve", *options], log) as pid:
         wait_until_answers(port, "/health/ready", log)
         yield Subject(name, Target(protocol="chat", host=HOST, port=port), (pid,), log)

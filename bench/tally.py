@@ -13,6 +13,8 @@ from bench.messages import Load, Outcome
 from bench.wire import http_request
 
 _FIRST_TOKEN_SECONDS = 60.0
+#: Tokens a second of a single stream, below which no long answer is waited for.
+SLOWEST = 500
 _DRAIN_SECONDS = 20.0
 
 
@@ -75,7 +77,7 @@ class Tally:
         self._open = True
         if load.answers is None:
             await self._wait(self._failed, load.seconds)
-        elif not await self._wait(self._enough, _FIRST_TOKEN_SECONDS):
+        elif not await self._wait(self._enough, _FIRST_TOKEN_SECONDS + load.tokens / SLOWEST):
             self.failed(f"only {self.outcome.answers} of {load.answers} answers came")
         self._open = False
         outcome = self.outcome

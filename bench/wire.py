@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from bench.messages import Target
+from bench.messages import CHOICES, Form, Target
 from bench.repository import MARK
 
 PROMPT = "Say something."
+_TOOL = {
+    "name": "note",
+    "parameters": {"type": "object", "properties": {"text~": {"type": "string"}}, "required": ["text~"]},
+}
+_FIELDS: Mapping[Form, Mapping[str, Any]] = {
+    "text": {},
+    "tools": {"tools": [{"type": "function", "function": _TOOL}]},
+    "choices": {"n": CHOICES},
+}
 _END = b"\r\n0\r\n\r\n"
 _OK = b"HTTP/1.1 200 "
 FLAGS = ("exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 
 
-def http_request(target: Target, model: str, tokens: int) -> bytes:
-    """Return a whole HTTP request."""
+def http_request(target: Target, model: str, tokens: int, form: Form = "text") -> bytes:
+    """Return a whole HTTP request; Triton itself knows no *form*."""
     if target.protocol == "chat":
         path = "/v1/chat/completions"
         body: dict[str, Any] = {
@@ -24,6 +34,7 @@ def http_request(target: Target, model: str, tokens: int) -> bytes:
             "messages": [{"role": "user", "content": PROMPT}],
             "max_tokens": tokens,
             "stream": True,
+            **_FIELDS[form],
         }
     else:
         path = f"/v2/models/{model}/generate_stream"

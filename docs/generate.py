@@ -23,6 +23,9 @@ from triton_openai.config import Option, Settings, options
 from triton_openai.config.options import bare_type
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
+from triton_openai.telemetry.instruments import INSTRUMENTS
+from triton_openai.telemetry.state import LOOKED_UP
+from triton_openai.telemetry.vllm_names import CACHE_USAGE, RENAMED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,10 +52,11 @@ _ALSO_CALLED = {"max_tokens": "max_completion_tokens"}
 _FRAME = {"model", "messages", "prompt", "stream", "stream_options", "max_completion_tokens"}
 #: What is done with every model that generates, in this service, or with the tables of capabilities.
 _DONE_HERE = {
-    "n", "best_of", "echo", "top_logprobs", "response_format", "structured_outputs", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "tools", "tool_choice", "parallel_tool_calls", "functions", "function_call",
-    "reasoning_effort", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
-    "documents", "truncate_prompt_tokens", "truncation_side", "priority",
+    "n", "best_of", "echo", "suffix", "top_logprobs", "prompt_logprobs", "return_token_ids", "response_format",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools", "tool_choice",
+    "parallel_tool_calls", "functions", "function_call", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens",
+    "truncation_side", "priority",
 }  # fmt: skip
 
 
@@ -169,6 +173,24 @@ def errors() -> str:
     return "\n".join(_table(["Status", "Code", "Meaning"], [[str(status), *rest] for status, *rest in sorted(rows)]))
 
 
+def metrics() -> str:
+    """Return the table of everything that /metrics has of its own."""
+    rows = [[f"`{one.name}`", one.kind, _list(one.labels), one.help] for one in (*INSTRUMENTS, *LOOKED_UP)]
+    return "\n".join(_table(["Metric", "Kind", "Labels", "Meaning"], rows))
+
+
+def vllm_metrics() -> str:
+    """Return the table of the names of vLLM's server, and of what they show."""
+    rows = [[f"`{one.name}`", _list(one.labels), _source(one.source.name, one.only)] for one in RENAMED]
+    rows.append([f"`{CACHE_USAGE.name}`", _list(CACHE_USAGE.labels), CACHE_USAGE.help])
+    return "\n".join(_table(["Metric", "Labels", "What it shows"], rows))
+
+
+def _source(name: str, only: Mapping[str, str]) -> str:
+    chosen = ", ".join(f'{label}="{value}"' for label, value in only.items())
+    return f"`{name}{{{chosen}}}`" if chosen else f"`{name}`"
+
+
 def _below(kind: type[ServiceError]) -> Iterable[type[ServiceError]]:
     for error in kind.__subclasses__():
         yield error
@@ -185,6 +207,9 @@ _titles = {
     "triton": "Triton",
     "api": "The API",
     "media": "Images",
+    "metrics": "Metrics",
+    "access": "Access",
+    "limits": "Limits",
     "defaults": "Models",
     "models": "Single models",
 }
@@ -229,6 +254,7 @@ PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"parameters": parameters, "errors": errors},
     "docs/configuration.md": {"settings": settings},
     "docs/operations.md": {"live": live},
+    "docs/observability.md": {"metrics": metrics, "vllm metrics": vllm_metrics},
 }
 
 

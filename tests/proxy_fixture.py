@@ -99,13 +99,17 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     """
     Return settings for the session's Triton over one *transport*, or over both (``"both"``).
 
-    What vLLM does not tell (its tokenizer) is configured. *overrides* are fields of the Triton part.
+    What vLLM and the LLM API do not tell (their tokenizer) is configured, and the engine behind the ensembles is served
+    by its own name too. *overrides* are fields of the Triton part.
     """
     urls = {"http": (triton.http_url,), "grpc": (triton.grpc_url,), "both": (triton.http_url, triton.grpc_url)}
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
     return Settings(
         triton=TritonSettings(url=urls[transport], **overrides),
-        models={"vllm_model": tokenizer, "text_embedding": tokenizer},
+        models={
+            **dict.fromkeys(("tensorrt_llm_llmapi", "vllm_model", "text_embedding", "text_rerank_ids"), tokenizer),
+            "tensorrt_llm": ModelSettings(adapter="trtllm"),
+        },
     )
 
 

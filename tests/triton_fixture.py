@@ -50,7 +50,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     """A real Triton that serves every stand-in; shared by the whole run, so leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")
     record = folder / "record.jsonl"
-    models = [*model_names(), "tensorrt_llm_bls_multimodal"]
+    models = [*model_names(), "tensorrt_llm_bls_multimodal", "text_rerank_pairs", "text_rerank_ids"]
     repository = build_repository(folder / "repository", models=models, record=record)
     server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
     server.start()

@@ -8,9 +8,13 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from triton_openai.adapters.registry import load as load_adapter
+from triton_openai.api.bodies import LIMITS
+from triton_openai.api.groups import check_groups
+from triton_openai.api.metrics import EXPOSITION
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, LiveSettings, Service
 from triton_openai.background import Background
+from triton_openai.chat import history, infill
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, Draining
@@ -20,14 +24,20 @@ from triton_openai.media.hosts import AllowedHosts
 from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models
 from triton_openai.server.admission import Admission
+from triton_openai.server.connections import mark_answering
+from triton_openai.server.cors import CORS, Cors, add_cors_headers, answer_preflights
+from triton_openai.server.guard import GUARD, Guard, add_limit_headers, let_in
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.telemetry.access_log import AccessLog
+from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observers
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.metrics import TritonMetrics
 from triton_openai.worker import WORKER, Worker
 
 
@@ -48,8 +58,9 @@ def create_app(
     _check_names(settings)
     connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
     worker = worker or Worker()
-    observers = Observers(AccessLog())
-    lag = LoopLag()
+    metrics = Metrics(worker) if settings.metrics.enabled else None
+    observers = Observers(AccessLog()) if metrics is None else Observers(AccessLog(), metrics)
+    lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
     service = Service(
         live=LiveSettings(settings),
         models=Models(settings, connection),
@@ -59,7 +70,7 @@ def create_app(
         images=images or _image_loader(settings),
     )
     app = web.Application(
-        middlewares=[identify, envelope_errors],
+        middlewares=[mark_answering, identify, envelope_errors, answer_preflights, let_in],
         client_max_size=settings.server.max_body_size,
     )
     app[SERVICE] = service
@@ -67,10 +78,36 @@ def create_app(
     app[LOOP_LAG] = lag
     app[DRAINING] = Draining()
     app[OBSERVERS] = observers
-    app.on_response_prepare.append(add_headers)
-    app.cleanup_ctx.append(_run_service)
+    app[LIMITS] = settings.limits
+    app[CORS] = Cors(settings.access)
+    guard = app[GUARD] = Guard(settings.access)
+    app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
+    app.cleanup_ctx.extend([_run_service, guard.run])
+    if metrics is not None:
+        _add_metrics(app, metrics)
     add_routes(app)
+    check_groups(app)
     return app
+
+
+def _add_metrics(app: web.Application, metrics: Metrics) -> None:
+    """Let *app* show its *metrics*."""
+    service = app[SERVICE]
+    settings = service.settings.metrics
+    wanted = settings.relay_triton or settings.vllm_names
+    exposition = app[EXPOSITION] = Exposition(
+        metrics,
+        service.models,
+        app[WORKER],
+        triton=TritonMetrics(service.settings.triton_metrics_url) if wanted else None,
+        relay=settings.relay_triton,
+        vllm_names=settings.vllm_names,
+    )
+
+    async def close(app: web.Application) -> None:
+        await exposition.close()
+
+    app.on_cleanup.append(close)
 
 
 def _image_loader(settings: Settings) -> ImageLoader:
@@ -89,10 +126,13 @@ def _image_loader(settings: Settings) -> ImageLoader:
 
 
 def _check_names(settings: Settings) -> None:
-    """Raise :class:`ConfigurationError` for adapters and parsers that do not exist, before anything runs."""
+    """Raise :class:`ConfigurationError` for adapters, parsers and forms that are none, before anything runs."""
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
             load_adapter(entry.adapter)
+        history.load(entry.history_template, entry.history_template_file)
+        if entry.fim_template is not None:
+            infill.parse(entry.fim_template)
         if entry.tool_call_parser not in (None, AUTO, NONE):
             tool_parsers.load(entry.tool_call_parser)
         if entry.reasoning_parser not in (None, AUTO, NONE):
@@ -111,9 +151,15 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
     """
     await asyncio.to_thread(_check_names, settings)
-    service = app[SERVICE]
-    # The only part that can refuse comes first.
-    await service.models.take_over(settings, renew=renew)
+    service, guard = app[SERVICE], app[GUARD]
+    # The parts that can refuse come first.
+    guard.replace(settings.access)
+    try:
+        await service.models.take_over(settings, renew=renew)
+    except BaseException:
+        guard.replace(service.settings.access)
+        raise
+    app[CORS].replace(settings.access)
     service.admission.replace(settings.server)
     service.live.current = settings
 

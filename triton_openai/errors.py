@@ -7,12 +7,18 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     ├── InvalidRequest                 400  invalid_request_error
     │   ├── UnsupportedParameter       400  unsupported_parameter
     │   ├── ContextLengthExceeded      400  context_length_exceeded
+    │   ├── InvalidApiKey              401  invalid_api_key
+    │   ├── ApiRestricted              401  invalid_auth
+    │   ├── OriginNotAllowed           403  origin_not_allowed
     │   ├── ModelNotFound              404  model_not_found
     │   ├── EndpointNotFound           404  not_found
     │   ├── MethodNotAllowed           405  method_not_allowed
+    │   ├── RequestTimeout             408  request_timeout
     │   ├── PayloadTooLarge            413  request_too_large
-    │   └── UnsupportedMediaType       415  unsupported_media_type
+    │   ├── UnsupportedMediaType       415  unsupported_media_type
+    │   └── HeadersTooLarge            431  headers_too_large
     ├── Overloaded                     429  rate_limit_exceeded
+    │   └── RateLimited                429  rate_limit_exceeded   (type: what there was too much of)
     ├── ServiceOverloaded              503  overloaded
     ├── UpstreamError                  502  upstream_error
     │   ├── UpstreamUnavailable        503  upstream_unavailable
@@ -26,6 +32,7 @@ The envelope is OpenAI's (``{"error": {"message", "type", "param", "code"}}``) w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -100,14 +107,58 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class InvalidApiKey(InvalidRequest):
+    """The request has no API key, or one that is not known."""
+
+    status = 401
+    code = "invalid_api_key"
+
+    def headers(self) -> Mapping[str, str]:
+        """Say how a key is given, as every 401 has to."""
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class ApiRestricted(InvalidApiKey):
+    """The path belongs to a restricted API, and the request lacks the header that opens it."""
+
+    type = "authentication_error"
+    code = "invalid_auth"
+
+
+class OriginNotAllowed(InvalidRequest):
+    """The browser asked for a web page whose origin is not allowed."""
+
+    status = 403
+    code = "origin_not_allowed"
+
+
+class RequestTimeout(InvalidRequest):
+    """The request did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+    def headers(self) -> Mapping[str, str]:
+        """Say that the connection ends: what is left of the request is not waited for."""
+        return {"Connection": "close"}
+
+
+class HeadersTooLarge(InvalidRequest):
+    """The request line or a header is larger than the configured limit."""
+
+    status = 431
+    code = "headers_too_large"
+
+
 class ModelNotFound(InvalidRequest):
     """No served model has this name."""
 
     status = 404
     code = "model_not_found"
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"The model '{name[:200]}' does not exist.", param="model")
+    def __init__(self, name: str, *, hidden: bool = False) -> None:
+        what = "does not exist, or this key may not use it" if hidden else "does not exist"
+        super().__init__(f"The model '{name[:200]}' {what}.", param="model")
 
 
 class EndpointNotFound(InvalidRequest):
@@ -144,6 +195,18 @@ class Overloaded(ServiceError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
+
+
+class RateLimited(Overloaded):
+    """The key has used what it may use in a minute, or at the same time; *kind* is ``requests`` or ``tokens``."""
+
+    def __init__(self, message: str, *, kind: str, wait: float) -> None:
+        super().__init__(message, retry_after=math.ceil(wait))
+        self.kind = kind
+
+    def body(self) -> dict[str, Any]:
+        """Return the ``error`` object; its type says what there was too much of, as OpenAI's does."""
+        return {**super().body(), "type": self.kind}
 
 
 class ServiceOverloaded(ServiceError):

@@ -33,30 +33,52 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A token considered at one position: its text, its log probability, and its bytes where they are known."""
+    """A token considered at one position: its text, its log probability, its bytes and its id where they are known."""
 
     token: str
     logprob: float
     raw: bytes | None = None
+    id: int | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """The token chosen at one position, and the most likely ones there (the chosen one not always among them)."""
+    """
+    The token chosen at one position, and the most likely ones there (the chosen one not always among them).
+
+    ``logprob`` is ``None`` for the first token of a prompt, which nothing stands before. ``rank`` is its place among
+    all tokens, 1 for the likeliest. ``hidden`` is whether it shows in no text, as a special token that is skipped.
+    """
 
     token: str
-    logprob: float
+    logprob: float | None
     raw: bytes | None = None
     top: tuple[Alternative, ...] = ()
+    id: int | None = None
+    rank: int | None = None
+    hidden: bool = False
+
+
+class Logits(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    The scores of every token at some positions, as a backend sends them: rows of *width* little-endian floats.
+
+    Log probabilities are made from the rows of ``data`` from number *first* on.
+    """
+
+    data: bytes
+    datatype: str
+    width: int
+    first: int = 0
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """
     How to choose tokens. ``None`` means "not asked for": nothing is sent and the backend's own default holds.
 
-    ``max_tokens`` counts new tokens, at least 1. ``seed`` is any integer the client chose; an adapter checks it against
-    the dtype of its input. ``stop`` strings never appear in the answer, unless ``include_stop_str_in_output``.
-    ``logprobs`` is how many alternatives to report beside each chosen token; 0 reports the chosen ones alone.
-    ``logit_bias`` holds token ids and what is added to their logits.
+    ``max_tokens`` counts new tokens; with 0 the model is not asked for any. ``seed`` is any integer the client chose;
+    an adapter checks it against the dtype of its input. ``stop`` strings never appear in the answer, unless
+    ``include_stop_str_in_output``. ``logprobs`` is how many alternatives to report beside each chosen token; 0 reports
+    the chosen ones alone. ``logit_bias`` holds token ids and what is added to their logits.
     """
 
     max_tokens: int
@@ -148,11 +170,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     for backends that repeat it.
 
     ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are set for backends that
-    are given token ids. ``kv_cache_block_size`` is how many tokens a block of the engine's cache holds, where that is
-    known: with it, a count of blocks is one of tokens. ``priority`` is the place in the server's queue: 1 comes first,
-    0 is the server's default.
+    are given token ids, the first also where ``token_ids`` are wanted; ``bias_words`` (``sampling.logit_bias`` as
+    texts) for those that take a bias of texts.
 
-    ``images`` stand in the order in which the prompt refers to them.
+    ``scored`` is whether the log probability of the whole answer is wanted, ``token_ids`` whether its token ids are.
+
+    ``kv_cache_block_size`` is how many tokens a block of the engine's cache holds, where that is known: with it, a
+    count of blocks is one of tokens. ``priority`` is the place in the server's queue: 1 comes first, 0 is the server's
+    default. ``images`` stand in the order in which the prompt refers to them.
     """
 
     id: str
@@ -162,6 +187,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...] | None = None
     vocabulary: Vocabulary | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    bias_words: tuple[tuple[str, float], ...] = ()
+    scored: bool = False
+    token_ids: bool = False
     guide: Guide | None = None
     lora: Lora | None = None
     kv_cache_block_size: int | None = None
@@ -194,7 +222,9 @@ class Delta(msgspec.Struct, gc=False):
     ``prompt_tokens``, ``cached_tokens`` (of the prompt, from the backend's cache) and ``finish_reason`` are set on the
     steps on which the backend tells them. ``logprobs`` are those
     of the new tokens, whether or not their text is there already. A backend that answers in token ids sets
-    ``token_ids``: the text, and the names of the log probabilities' tokens, are added here.
+    ``token_ids``: the text, and the names of the log probabilities' tokens, are added here. ``logits`` are those that
+    log probabilities have to be made from, a row for each of ``token_ids``. ``cumulative_logprob`` is that of the
+    answer so far.
     """
 
     text: str = ""
@@ -204,6 +234,8 @@ class Delta(msgspec.Struct, gc=False):
     logprobs: Sequence[TokenLogprob] = ()
     token_ids: Sequence[int] = ()
     cached_tokens: int | None = None
+    logits: Logits | None = None
+    cumulative_logprob: float | None = None
 
 
 class EmbeddingJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +244,34 @@ class EmbeddingJob(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     inputs: Sequence[str] | Sequence[Sequence[int]]
     dimensions: int | None = None
+
+
+class TokenPair(msgspec.Struct, frozen=True):
+    """A query and a document as one sequence of a cross-encoder: the ids, and for each which of the two it is of."""
+
+    ids: Sequence[int]
+    segments: Sequence[int]
+
+
+class ScoreJob(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    Pairs of a query and a document to score.
+
+    ``encoded`` holds the same pairs as token ids for models that take those, and ``pad_id`` what fills up the shorter
+    ones; without it no two of them can share a request.
+    """
+
+    id: str
+    pairs: Sequence[tuple[str, str]]
+    encoded: Sequence[TokenPair] = ()
+    pad_id: int | None = None
+
+
+class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One score per pair, in the order of the pairs. ``prompt_tokens`` is ``None`` where the backend does not count."""
+
+    scores: Sequence[float]
+    prompt_tokens: int | None = None
 
 
 class EmbeddingResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 
 import msgspec
 
+from triton_openai.adapters.base import Capabilities
 from triton_openai.adapters.parameters import BoundParameter, Rule
 from triton_openai.api.chat import REFUSED as CHAT_REFUSED
 from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
 from triton_openai.chat.images import marks
+from triton_openai.chat.infill import choose, recognise
 from triton_openai.chat.parsers import Parsers
 from triton_openai.chat.prompts import Prompter
+from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.models import Models, ServedModel
@@ -47,9 +50,12 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     tool_calls: str | None = None
     reasoning: str | None = None
+    suffix: str | None = None
+    scores: str | None = None
     guides: Sequence[str] = ()
     loras: Sequence[str] = ()
     images: str = ""
+    logprobs: str = "none"
     notes: Sequence[str] = ()
 
 
@@ -96,7 +102,7 @@ async def report(models: Models) -> list[ModelReport]:
 
 async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
     capabilities = model.adapter.capabilities
-    tokenizer = template = None
+    tokenizer = template = suffix = None
     parsers = Parsers()
     images = "none"
     try:
@@ -105,9 +111,15 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         tokenizer, template, notes = provenance.tokenizer, provenance.chat_template, list(provenance.notes)
         images = _images(model, prompter)
         parsers = await model.parsers()
+        suffix = _suffix(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
-    tasks = [task for task, able in (("generate", capabilities.generate), ("embed", capabilities.embed)) if able]
+    abilities = (
+        ("generate", capabilities.generate),
+        ("embed", capabilities.embed),
+        ("rerank", capabilities.score or capabilities.embed),
+    )
+    tasks = [task for task, able in abilities if able]
     counted = "counted with the tokenizer" if tokenizer else "left out (nobody counts)"
     return ModelReport(
         name=model.owner,
@@ -124,9 +136,13 @@ async def _served(model: ServedModel, names: Sequence[str]) -> ModelReport:
         chat_template=template if capabilities.generate else None,
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
+        suffix=suffix if capabilities.generate else None,
+        scores=_scores(model) if capabilities.score else None,
         guides=sorted(capabilities.guides),
         images=images,
-        notes=notes if capabilities.generate else (),
+        logprobs=_logprobs(capabilities),
+        # Of one that is given token ids, what is said of the tokenizer; it comes first.
+        notes=notes if capabilities.generate else notes[:1] if capabilities.token_pairs and not tokenizer else (),
     )
 
 
@@ -141,13 +157,37 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
     return "as many as the model takes" if capabilities.max_images is None else f"{capabilities.max_images} at most"
 
 
+def _logprobs(capabilities: Capabilities) -> str:
+    if not capabilities.logprobs:
+        return "none"
+    told = "of the chosen tokens"
+    if capabilities.top_logprobs:
+        told += f", with up to {capabilities.top_logprobs} alternatives"
+    return f"{told}, and of the prompt's" if capabilities.prompt_logprobs else told
+
+
+def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
+    """Return how a suffix is written. Raises :class:`ConfigurationError`."""
+    form = choose(model.settings.fim_template, tokenizer)
+    if form is not None:
+        return form.render("{prefix}", "{suffix}")
+    known = None if tokenizer is None else recognise(tokenizer)
+    return None if known is None else f"refused (--fim-template; the tokenizer has the tokens of '{known}')"
+
+
+def _scores(model: ServedModel) -> str:
+    if model.settings.score_activation == "sigmoid":
+        return "the sigmoid of what the model gives"
+    return "as the model gives them (--score-activation)"
+
+
 def _parameter(parameter: BoundParameter) -> ParameterReport:
     return ParameterReport(
         name=parameter.name,
         treatment=parameter.rule.value,
         target=parameter.target,
         datatype=parameter.datatype,
-        note=parameter.note,
+        note=parameter.why if parameter.rule is Rule.REFUSED else parameter.note,
     )
 
 
@@ -174,13 +214,21 @@ def _render(item: ModelReport) -> str:
             f"  chat template  {item.chat_template or 'none'}",
             f"  tool calls     {item.tool_calls or 'not recognised (--tool-call-parser)'}",
             f"  reasoning      {item.reasoning or 'not recognised (--reasoning-parser)'}",
+            f"  suffix         {item.suffix or 'refused (--fim-template)'}",
             f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
             *([f"  LoRA adapters  {', '.join(item.loras)}"] if item.loras else ()),
             f"  images         {item.images}",
+            f"  log probs      {item.logprobs}",
             *(f"  note           {note}" for note in item.notes),
             "  parameters",
             *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),
             f"    refused: {', '.join(item.refused)}",
+        ]
+    if item.scores is not None:
+        lines += [
+            f"  scores         {item.scores}",
+            f"  tokenizer      {item.tokenizer or 'none'}",
+            *(f"  note           {note}" for note in item.notes),
         ]
     return "\n".join(lines)
 

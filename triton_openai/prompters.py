@@ -66,13 +66,22 @@ class LazyPrompter:
         return Prompter.resolve(
             tokenizer_source=self._settings.tokenizer,
             template_spec=self._settings.chat_template,
+            history_template=self._settings.history_template,
+            history_template_file=self._settings.history_template_file,
             hinted_tokenizer_dir=self.hint,
         )
 
 
-def _prompting(settings: ModelSettings) -> tuple[str | None, ...]:
+def _prompting(settings: ModelSettings) -> tuple[object, ...]:
     """Return what of *settings* decides how prompts are made and answers are read."""
-    return settings.tokenizer, settings.chat_template, settings.tool_call_parser, settings.reasoning_parser
+    return (
+        settings.tokenizer,
+        settings.chat_template,
+        settings.history_template,
+        settings.history_template_file,
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+    )
 
 
 class Prompters:

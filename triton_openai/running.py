@@ -16,12 +16,16 @@ import structlog
 from triton_openai.adapters.base import Decoder
 from triton_openai.background import Background
 from triton_openai.chat.counting import count_pieces
+from triton_openai.chat.offload import run as offloaded
 from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.generation import Delta, FinishReason, Generation, Lora, Usage
+from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
+from triton_openai.text.held import HeldLogprobs
+from triton_openai.text.logits import INLINE_NUMBERS, log_probabilities
+from triton_openai.text.naming import TokenNames
 from triton_openai.text.stops import StopStrings
 from triton_openai.text.tokens import TokenText
 from triton_openai.time_limits import TimeLimits
@@ -33,8 +37,6 @@ from triton_openai.triton.tensors import InferRequest
 _log = structlog.get_logger(__name__)
 
 _STOP_REQUEST_TIMEOUT = 5.0
-# Prompts of one request that are sent to Triton at the same time.
-_PARALLEL_RUNS = 32
 
 
 class Run:
@@ -66,6 +68,10 @@ class Run:
         include = bool(generation.sampling.include_stop_str_in_output)
         self._token_text = _token_text(model, generation, tokenizer)
         self._stops = StopStrings(stops, include=include) if stops and not model.adapter.capabilities.stop else None
+        self._names = _names(model, generation, tokenizer)
+        self._held = (
+            HeldLogprobs(stops, include=include) if stops and generation.sampling.logprobs is not None else None
+        )
         self._stream: ResponseStream | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._last = self._loop.time()
@@ -84,7 +90,8 @@ class Run:
         self.sent: float | None = None
         self.first: float | None = None
         self.ended: float | None = None
-        self.cumulative_logprob = 0.0
+        self.cumulative_logprob: float | None = None
+        self.prompt_logprobs: Sequence[TokenLogprob] = ()
 
     @property
     def usage_so_far(self) -> Usage | None:
@@ -94,12 +101,19 @@ class Run:
         return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._tokens)
 
     @property
+    def steps(self) -> int:
+        """In how many steps the answer came up to now: a token each, or a few, or all of them."""
+        return self._steps
+
+    @property
     def finished(self) -> bool:
         """Whether the generation has ended and ``finish_reason`` and ``usage`` are settled."""
         return self._ended
 
     async def start(self) -> None:
-        """Send the request. Raises :class:`ServiceError`."""
+        """Send the request; nothing where no tokens are wanted. Raises :class:`ServiceError`."""
+        if not self.generation.sampling.max_tokens:
+            return
         if self.model.lora_delivery is not None:
             answers = LoraAnswers(self.model.lora_delivery, self._open)
             await answers.start()
@@ -127,7 +141,9 @@ class Run:
 
         Raises :class:`ServiceError` for what went wrong upstream.
         """
-        assert self._stream is not None, "start() comes first"
+        if self._stream is None:
+            await self._conclude()
+            return ()
         stops, token_text = self._stops, self._token_text
         while not self._ended:
             self._waiting, self._last = True, self._loop.time()
@@ -153,6 +169,8 @@ class Run:
                 self._watch_silence(self._limits.idle)
             for response in responses:
                 for delta in self._decoder.feed(response):
+                    if delta.logits is not None:
+                        await self._add_logprobs(delta)
                     if token_text is not None:
                         token_text.feed(delta)
                     self._count(delta)
@@ -160,10 +178,13 @@ class Run:
                         delta.text = stops.feed(delta.text)
                         if stops.matched is not None:
                             self.finish_reason = FinishReason.STOP
-                    if delta.text or delta.logprobs:
+                    if delta.logprobs:
+                        self._tell(delta)
+                    if delta.text or delta.logprobs or (delta.token_ids and self.generation.token_ids):
                         deltas.append(delta)
                 if stops is not None and stops.matched is not None:
                     # The rest is not wanted: stop paying for it at once, then tell the client.
+                    self._append_held(deltas)
                     self.close()
                     await self._conclude()
                     return deltas
@@ -225,10 +246,34 @@ class Run:
             self._tokens = None
         elif self._tokens is not None:
             self._tokens += delta.tokens
-        if delta.logprobs:
-            self.cumulative_logprob += sum(entry.logprob for entry in delta.logprobs)
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
         if delta.text:
             self._text.append(delta.text)
+
+    async def _add_logprobs(self, delta: Delta) -> None:
+        """Make the log probabilities of *delta* from its logits, and let these go."""
+        logits, delta.logits = delta.logits, None
+        assert logits is not None
+        ids, count = delta.token_ids, self.generation.sampling.logprobs or 0
+        delta.logprobs = await offloaded(
+            lambda: log_probabilities(logits, ids, count), size=len(ids) * logits.width, threshold=INLINE_NUMBERS
+        )
+
+    def _tell(self, delta: Delta) -> None:
+        """Name the tokens of *delta*'s log probabilities, and keep those that a stop string may still cut off."""
+        if self._names is not None:
+            delta.logprobs = [self._names.named(entry) for entry in delta.logprobs]
+        if self._held is not None:
+            delta.logprobs = self._held.feed(delta.logprobs)
+
+    def _append_held(self, deltas: list[Delta]) -> None:
+        """Append the entries that were still held, now that the answer's end is known, with the text they belong to."""
+        entries = self._held.end() if self._held is not None else ()
+        if entries and deltas:
+            deltas[-1].logprobs = [*deltas[-1].logprobs, *entries]
+        elif entries:
+            deltas.append(Delta(logprobs=entries))
 
     def _append_rest(self, deltas: list[Delta]) -> None:
         """Append what the decoder and the stop strings still hold, now that nothing follows."""
@@ -250,6 +295,7 @@ class Run:
             rest = self._stops.flush()
             if rest:
                 deltas.append(Delta(rest))
+        self._append_held(deltas)
 
     async def _conclude(self) -> None:
         """Settle usage and finish reason: from the backend, else from counting, else they stay unknown."""
@@ -259,6 +305,8 @@ class Run:
         self._ended = True
         self.ended = self._loop.time()
         tokens, prompt = self._tokens, self._prompt_tokens
+        if prompt is None and self.generation.prompt_ids is not None:
+            prompt = len(self.generation.prompt_ids)
         if tokens is None or prompt is None:
             tokenizer = self._tokenizer
             if tokenizer is not None:
@@ -321,75 +369,8 @@ def _token_text(model: ServedModel, generation: Generation, tokenizer: Tokenizer
     )
 
 
-class Step(msgspec.Struct, gc=False):
-    """What run number *choice* adds, and whether that was its end; the last step may add nothing."""
-
-    choice: int
-    deltas: Sequence[Delta]
-    finished: bool
-
-
-class Answers:
-    """
-    The deltas of one or several runs as they come. Whoever makes it must :meth:`close` it; that closes every run.
-
-    One run is read directly. Several are read by a task each, into a queue that is bounded: a slow client holds all of
-    them back.
-    """
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
-        self._queue: asyncio.Queue[Step | Exception] = asyncio.Queue(maxsize=2 * len(runs))
-        self._tasks: list[asyncio.Task[None]] = []
-
-    async def start(self) -> None:
-        """Send the requests. Raises :class:`ServiceError`."""
-        if len(self.runs) == 1:
-            await self.runs[0].start()
-            return
-        gate = asyncio.Semaphore(_PARALLEL_RUNS)
-        self._tasks = [asyncio.create_task(self._pump(number, run, gate)) for number, run in enumerate(self.runs)]
-
-    async def read(self) -> Step:
-        """
-        Return the next step of any run. Not to be called once every run has finished. Raises the first error of any.
-        """
-        if not self._tasks:
-            run = self.runs[0]
-            deltas = await run.read()
-            return Step(0, deltas, run.finished)
-        item = await self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error*."""
-        if not self._tasks:
-            self.runs[0].abort(error)
-            return
-        for task in self._tasks:
-            task.cancel()
-        # What is still in the queue is late already.
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put_nowait(error)
-
-    async def close(self) -> None:
-        """Stop what still runs."""
-        for task in self._tasks:
-            task.cancel()
-        for run in self.runs:
-            run.close()
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _pump(self, number: int, run: Run, gate: asyncio.Semaphore) -> None:
-        try:
-            async with gate:
-                await run.start()
-                while not run.finished:
-                    deltas = await run.read()
-                    await self._queue.put(Step(number, deltas, run.finished))
-        except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
-            await self._queue.put(error)
+def _names(model: ServedModel, generation: Generation, tokenizer: Tokenizer | None) -> TokenNames | None:
+    """Return what names the tokens of a backend that tells their ids beside the text."""
+    if generation.sampling.logprobs is None or tokenizer is None or model.adapter.capabilities.tokens:
+        return None
+    return TokenNames(tokenizer.pieces, skip_special_tokens=generation.sampling.skip_special_tokens is not False)

@@ -126,6 +126,7 @@ class LaunchedTriton:
         http_port, grpc_port, metrics_port = _free_ports(3)
         self.http_url = f"http://127.0.0.1:{http_port}"
         self.grpc_url = f"grpc://127.0.0.1:{grpc_port}"
+        self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.server = EmbeddedTriton(
             model_repository=repositories,
             environment=environment,
@@ -138,7 +139,7 @@ class LaunchedTriton:
 
     def settings(self, settings: Settings) -> Settings:
         """Return *settings* for a service in front of this Triton."""
-        return settings.with_triton(self.http_url, self.grpc_url)
+        return settings.with_triton(self.http_url, self.grpc_url, metrics_url=self.metrics_url)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -15,6 +15,11 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     A worker that died is replaced by one with the same index. *directory* belongs to the service alone, is shared by
     all of its workers, and goes when the service ends: what they have in common (counts of limits, metrics) is kept
     there, in files. A service of one process has no need of it and none.
+
+    Whoever starts a worker with a directory sets ``PROMETHEUS_MULTIPROC_DIR`` in its environment to what
+    :func:`triton_openai.telemetry.metrics.metrics_folder` returns for it, before anything is imported there, and calls
+    :func:`triton_openai.telemetry.metrics.forget_worker` when a worker has died. Never two processes at a time may have
+    the same index.
     """
 
     index: int = 0

@@ -11,7 +11,7 @@ import json
 import threading
 import time
 import traceback
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb  # type: ignore[import-not-found]  # exists inside Triton only
@@ -27,9 +27,11 @@ class TritonPythonModel:
         """Read the pace from the config's parameters, make the constant tensors, start the thread."""
         parameters = json.loads(args["model_config"])["parameters"]
         self._tick = float(parameters["tick_ms"]["string_value"]) / 1000
-        token = parameters["token"]["string_value"].encode()
+        opening, token, closing = (
+            parameters[name]["string_value"].encode() for name in ("opening", "token", "closing")
+        )
         # Made once and sent again and again: that takes half of the server's time off every token.
-        self._token, self._last = (_response(token, finish) for finish in (b"None", b"length"))
+        self._answer = _Answer(_response(opening), _response(token), _response(closing, b"length"))
         self._arrived: list[_Stream] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -68,9 +70,17 @@ class TritonPythonModel:
             if any(stream.ends_all for stream in active):
                 for stream in active:
                     stream.end_next()
-            active = [stream for stream in active if stream.send(self._token, self._last)]
+            active = [stream for stream in active if stream.send(self._answer)]
             # A tick that took too long delays the following ones, as in an engine; nothing is made up for.
             due = max(due + self._tick, time.monotonic())
+
+
+class _Answer(NamedTuple):
+    """The responses that an answer is made of: one that opens it, any number of tokens, one that closes it."""
+
+    opening: Any
+    token: Any
+    closing: Any
 
 
 class _Stream:
@@ -81,6 +91,7 @@ class _Stream:
         sampling = pb.get_input_tensor_by_name(request, "sampling_parameters")
         values = {} if sampling is None else json.loads(sampling.as_numpy()[0])
         self._left = int(values.get("max_tokens", 16))
+        self._begun = False
         self._next_check = time.monotonic() + _CANCEL_CHECK_SECONDS
 
     @property
@@ -92,15 +103,15 @@ class _Stream:
         """Make the next token the last one."""
         self._left = 1
 
-    def send(self, token: Any, last: Any) -> bool:
+    def send(self, answer: _Answer) -> bool:
         """Send one token; return whether more are to follow."""
         try:
-            return self._step(token, last)
+            return self._step(answer)
         except Exception:  # noqa: BLE001 - whatever it was, the other streams go on; the server's log has it
             traceback.print_exc()
             return False
 
-    def _step(self, token: Any, last: Any) -> bool:
+    def _step(self, answer: _Answer) -> bool:
         now = time.monotonic()
         if now >= self._next_check:
             self._next_check = now + _CANCEL_CHECK_SECONDS
@@ -109,13 +120,14 @@ class _Stream:
                 return False
         self._left -= 1
         if self._left > 0:
-            self._sender.send(token)
+            self._sender.send(answer.token if self._begun else answer.opening)
+            self._begun = True
             return True
-        self._sender.send(last, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._sender.send(answer.closing, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         return False
 
 
-def _response(token: bytes, finish: bytes) -> Any:
+def _response(token: bytes, finish: bytes = b"None") -> Any:
     return pb.InferenceResponse(
         [
             pb.Tensor("text_output", np.array([token], dtype=np.object_)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.triton_fixture import TestTriton
 #: A name with a slash, as models on the Hugging Face hub have them.
 SLASHED = "acme/chat-7b"
 
+_TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 _SETTINGS = f"""
 defaults:
   tokenizer: %s
@@ -32,5 +34,20 @@ def service(
     settings.write_text(_SETTINGS % triton.tokenizer)
     url = triton.http_url if request.param == "http" else triton.grpc_url
     with serving(folder, "--triton-url", url, "--config", str(settings)) as running:
+        yield running
+        assert [] == running.complaints()
+
+
+@pytest.fixture(scope="session", params=["http", "grpc"])
+def tooled(
+    request: pytest.FixtureRequest, triton: TestTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    """The service with a chat template that takes tools, as a process, over each transport in turn."""
+    url = triton.http_url if request.param == "http" else triton.grpc_url
+    folder = tmp_path_factory.mktemp("tools")
+    settings = folder / "settings.yaml"
+    settings.write_text("models: {tensorrt_llm: {adapter: trtllm}}")
+    options = ("--tokenizer", str(triton.tokenizer), "--chat-template", str(_TEMPLATE), "--config", str(settings))
+    with serving(folder, "--triton-url", url, *options) as running:
         yield running
         assert [] == running.complaints()

@@ -88,9 +88,9 @@ async def test_async(chat: Callable[..., ChatOpenAI]) -> None:
 def test_errors(chat: Callable[..., ChatOpenAI]) -> None:
     """What cannot be honoured is the official client's exception, and names the parameter."""
     with pytest.raises(openai.BadRequestError) as caught:
-        chat(logit_bias={5: 1}).invoke(PROMPT)
+        chat(model_kwargs={"modalities": ["audio"]}).invoke(PROMPT)
 
-    assert ("logit_bias", "unsupported_parameter") == (caught.value.param, caught.value.code)
+    assert ("modalities", "unsupported_parameter") == (caught.value.param, caught.value.code)
 
 
 @pytest.mark.parametrize("model", ["text_embedding", "vllm_embedding"])

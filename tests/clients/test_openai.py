@@ -201,7 +201,8 @@ def test_models(client: OpenAI) -> None:
     listed = {model.id for model in client.models.list()}
 
     others = {"tensorrt_llm_llmapi", "tensorrt_llm_bls_multimodal", "text_embedding", "vllm_embedding"}
-    assert {*GENERATING, *others, SLASHED} == listed
+    scoring = {"text_rerank", "text_rerank_pairs", "text_rerank_ids"}
+    assert {*GENERATING, *others, *scoring, SLASHED} == listed
     for name in ("vllm_model", SLASHED):
         model = client.models.retrieve(name)
         assert (name, "model", "triton") == (model.id, model.object, model.owned_by)
@@ -210,10 +211,26 @@ def test_models(client: OpenAI) -> None:
     assert (SLASHED, WORDS) == (answer.model, answer.choices[0].message.content)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(client: OpenAI, stream: bool) -> None:
+    """The client's types hold what there is, and its stream helpers put it together."""
+    options: Any = {"model": "vllm_model", "messages": user(PROMPT), "logprobs": True, "top_logprobs": 2}
+    if stream:
+        with client.chat.completions.stream(**options) as events:
+            choice = events.get_final_completion().choices[0]
+    else:
+        choice = client.chat.completions.create(**options).choices[0]
+
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert WORDS == "".join(each.token for each in choice.logprobs.content).removesuffix("<|im_end|>")
+    assert all(2 == len(each.top_logprobs) for each in choice.logprobs.content)
+
+
 @pytest.mark.parametrize(
     "code, param, fields",
     [
-        ("unsupported_parameter", "logit_bias", {"logit_bias": {"5": 1}}),
+        ("unsupported_parameter", "top_logprobs", {"logprobs": True, "top_logprobs": 2}),
         ("unsupported_parameter", "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("invalid_value", "temperature", {"temperature": 3}),
         ("invalid_type", "max_tokens", {"max_tokens": "many"}),

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
-from tests.clients.service import Service, serving
-from tests.triton_fixture import TestTriton
+from tests.clients.service import Service
 
-TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TOOLS: list[Any] = [
     {
@@ -40,19 +39,6 @@ class City(BaseModel):
 def get_weather(city: str) -> str:
     """Tell the weather."""
     return f"fine in {city}"
-
-
-@pytest.fixture(scope="module", params=["http", "grpc"])
-def tooled(
-    request: pytest.FixtureRequest, triton: TestTriton, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Service]:
-    """The service with a chat template that takes tools, as a process, over each transport in turn."""
-    url = triton.http_url if request.param == "http" else triton.grpc_url
-    folder = tmp_path_factory.mktemp("tools")
-    arguments = ("--triton-url", url, "--tokenizer", str(triton.tokenizer), "--chat-template", str(TEMPLATE))
-    with serving(folder, *arguments) as running:
-        yield running
-        assert [] == running.complaints()
 
 
 @pytest.fixture
@@ -139,6 +125,61 @@ def test_structured_output_by_a_call(chat: ChatOpenAI) -> None:
     structured = chat.with_structured_output(City, method="function_calling")
 
     assert City(name="Bonn") == structured.invoke(steered('{"name": "Bonn"}'))
+
+
+async def test_async(tooled: Service) -> None:
+    """LangChain's async methods give the same: calls whole and streamed, and objects."""
+    async with openai.DefaultAsyncHttpxClient() as connection:
+        chat = ChatOpenAI(
+            model="vllm_model", base_url=tooled.base_url, api_key=SecretStr("none"), http_async_client=connection
+        )
+        bound = chat.bind_tools([get_weather])
+        answer = await bound.ainvoke(steered(CALL))
+        pieces: list[Any] = [piece async for piece in bound.astream(steered(CALL))]
+        city = await chat.with_structured_output(City).ainvoke(steered('{"name": "Bonn"}'))
+    total = pieces[0]
+    for piece in pieces[1:]:
+        total = total + piece
+
+    assert [("get_weather", {"city": "Bonn"})] * 2 == [
+        (call["name"], call["args"]) for call in (*answer.tool_calls, *total.tool_calls)
+    ]
+    assert City(name="Bonn") == city
+
+
+# LangChain's own: it dumps the official client's parsed chunk.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_structured_output_while_streaming(chat: ChatOpenAI) -> None:
+    """Parts of the object come before the whole, and with the raw message there is its usage."""
+    parts = list(chat.with_structured_output(City, method="json_schema").stream(steered('{"name": "Bonn"}')))
+    whole: Any = chat.with_structured_output(City, include_raw=True).invoke(steered('{"name": "Bonn"}'))
+
+    assert City(name="Bonn") == parts[-1]
+    assert (City(name="Bonn"), None) == (whole["parsed"], whole["parsing_error"])
+    assert whole["raw"].usage_metadata["output_tokens"] > 1
+
+
+def test_a_tool_answered(chat: ChatOpenAI) -> None:
+    """The result of a call goes back in LangChain's own messages."""
+    bound = chat.bind_tools([get_weather], tool_choice="auto", parallel_tool_calls=False)
+    asked = HumanMessage(steered(CALL))
+    call: Any = bound.invoke([asked])
+    result = ToolMessage("rain", tool_call_id=call.tool_calls[0]["id"])
+    answer = bound.invoke([asked, call, result, HumanMessage(steered("Take a coat."))])
+
+    assert ("Take a coat.", []) == (answer.content, getattr(answer, "tool_calls", None))
+
+
+def test_log_probabilities_and_several_answers(chat: ChatOpenAI) -> None:
+    """They stand where LangChain has them."""
+    answer = chat.bind(logprobs=True, top_logprobs=1).invoke(steered("one two"))
+    several = ChatOpenAI(model=chat.model_name, base_url=chat.openai_api_base, api_key=SecretStr("none"), n=3).generate(
+        [[HumanMessage(steered("one two"))]]
+    )
+
+    tokens = answer.response_metadata["logprobs"]["content"]
+    assert "one two" == "".join(token["token"] for token in tokens).removesuffix("<|im_end|>")
+    assert ["one two"] * 3 == [generation.text for generation in several.generations[0]]
 
 
 def test_reasoning(client: OpenAI) -> None:

@@ -22,12 +22,16 @@ MODELS = (
     "ensemble_nonstreaming",
     "tensorrt_llm_bls",
     "tensorrt_llm_bls_delta",
+    "tensorrt_llm",
+    "tensorrt_llm_llmapi",
     "vllm_model",
 )
 BLS = ("tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 STREAMING = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
 # Where a character that is split over tokens cannot be put together again: each token is decoded alone.
 BREAKS_CHARACTERS = ("ensemble", "ensemble_legacy", "tensorrt_llm_bls_delta")
+# Those whose backend puts a special token in front of every text.
+ADDS_BOS = ("tensorrt_llm_llmapi", "vllm_model")
 # What runs the tokens behind a model, under the client's request id; behind a BLS it has an id of its own.
 ENGINES = {
     "ensemble": "tensorrt_llm",
@@ -35,6 +39,8 @@ ENGINES = {
     "ensemble_nonstreaming": "tensorrt_llm_nonstreaming",
     "tensorrt_llm_bls": "tensorrt_llm",
     "tensorrt_llm_bls_delta": "tensorrt_llm",
+    "tensorrt_llm": "tensorrt_llm",
+    "tensorrt_llm_llmapi": "tensorrt_llm_llmapi",
     "vllm_model": "vllm_model",
 }
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -93,13 +99,14 @@ def outcome(endpoint: str, answer: Answer) -> dict[str, Any]:
 
 
 class Ledger(Record):
-    """The record, each line of it read once: this suite looks into it a thousand times."""
+    """The record, each line of it read once and found by its id: this suite looks into it thousands of times."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._lock = threading.Lock()
         self._read = 0
         self._events: list[dict[str, Any]] = []
+        self._of: dict[str, list[dict[str, Any]]] = {}
 
     def events(self, *, id: str | None = None, model: str | None = None, event: str | None = None) -> list[Any]:
         """See `Record.events`."""
@@ -110,11 +117,12 @@ class Ledger(Record):
                     data = file.read()
                 data = data[: data.rfind(b"\n") + 1]
                 self._read += len(data)
-                self._events += map(json.loads, data.splitlines())
-        wanted = [
-            (name, value) for name, value in (("id", id), ("model", model), ("event", event)) if value is not None
-        ]
-        return [each for each in self._events if all(each[name] == value for name, value in wanted)]
+                for each in map(json.loads, data.splitlines()):
+                    self._events.append(each)
+                    self._of.setdefault(each["id"], []).append(each)
+        wanted = [(name, value) for name, value in (("model", model), ("event", event)) if value is not None]
+        events = self._events if id is None else self._of.get(id, [])
+        return [each for each in events if all(each[name] == value for name, value in wanted)]
 
 
 @cache
@@ -136,8 +144,9 @@ async def recorded(
 
 
 async def inputs_of(triton: TestTriton, model: str, request_id: str) -> Mapping[str, dict[str, Any]]:
-    """Return the inputs with which *model* got the request."""
-    (event,) = await recorded(triton, id=request_id, model=model, event="request")
+    """Return the inputs with which *model* got the request; a stop request for it has the same id."""
+    events = await recorded(triton, id=request_id, model=model, event="request")
+    (event,) = [event for event in events if "stop" not in event["inputs"]]
     return dict(event["inputs"])
 
 
@@ -153,12 +162,18 @@ async def end_of(triton: TestTriton, model: str, request_id: str) -> tuple[str, 
     return ends(events)[0]
 
 
-async def inner_id(triton: TestTriton, limit: int) -> str:
-    """Return the id of the engine's own request behind a BLS model, found by a *limit* that only this test asks for."""
+async def inner_id(triton: TestTriton, limit: int, engine: str = "tensorrt_llm") -> str:
+    """
+    Return the id of an *engine*'s request, found by a *limit* that only this test asks for: behind a BLS model it is
+    the engine's own, and before the first answer nobody has told it yet.
+    """
 
     def is_it(event: Mapping[str, Any]) -> bool:
-        asked = event.get("inputs", {}).get("request_output_len", {})
+        inputs = event.get("inputs", {})
+        if sampling := inputs.get("sampling_parameters"):
+            return bool(json.loads(sampling["value"][0]).get("max_tokens") == limit)
+        asked = inputs.get("request_output_len") or inputs.get("sampling_param_max_tokens") or {}
         return bool(asked.get("value") == [limit])
 
-    events = await recorded(triton, lambda found: any(map(is_it, found)), model="tensorrt_llm", event="request")
+    events = await recorded(triton, lambda found: any(map(is_it, found)), model=engine, event="request")
     return str(next(event["id"] for event in events if is_it(event)))

@@ -6,10 +6,11 @@ import json
 
 import pytest
 
-from tests.conformance.calls import ENGINES, MODELS, ask, id_of, in_session_loop, inputs_of, recorded, steered
+from tests.conformance.calls import ADDS_BOS, ENGINES, MODELS, ask, id_of, in_session_loop, inputs_of, recorded, steered
 from triton_openai.chat.tokenizer import Tokenizer
 
 pytestmark = in_session_loop
+ENSEMBLES = ("ensemble", "ensemble_legacy")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -22,11 +23,12 @@ async def seeds_of(triton, model, answer, count):
         if "sampling_parameters" in inputs:
             seeds.append(json.loads(inputs["sampling_parameters"]["value"][0])["seed"])
         else:
-            seeds.append((inputs.get("seed") or inputs["random_seed"])["value"][0])
+            name = next(name for name in ("seed", "random_seed", "sampling_param_seed") if name in inputs)
+            seeds.append(inputs[name]["value"][0])
     return seeds
 
 
-@pytest.mark.parametrize("model", ["ensemble", "ensemble_legacy", "vllm_model"])
+@pytest.mark.parametrize("model", [model for model in MODELS if ENGINES[model] == model or model in ENSEMBLES])
 async def test_choices_have_seeds_of_their_own(proxy, triton, model):
     """With the client's seed they follow from it, so that the same request gives the same answers."""
     answer = await ask(proxy, "chat", model, "Hello", n=3, seed=7, max_tokens=4)
@@ -51,6 +53,16 @@ async def test_the_prompt_counts_once(proxy, model):
 
     assert one["prompt_tokens"] == three["prompt_tokens"]
     assert 3 * one["completion_tokens"] == three["completion_tokens"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_a_stream_opens_all_choices_in_their_order(proxy, model):
+    """Whichever begins first: the official client's helpers take the first chunk of a stream for that of choice 0."""
+    answer = await ask(proxy, "chat", model, steered(text="one"), n=3, max_tokens=9, stream=True)
+    choices = [choice for chunk in answer.chunks for choice in chunk["choices"]]
+
+    assert [0, 1, 2] == [choice["index"] for choice in choices[:3]]
+    assert [0, 1, 2] == [place for place, choice in enumerate(choices) if "role" in choice["delta"]]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -131,14 +143,6 @@ async def test_completion_log_probabilities(proxy, stream):
     assert all(token in each["top_logprobs"][place] for each in logprobs for place, token in enumerate(each["tokens"]))
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "vllm_model"])
-async def test_log_probabilities_are_refused_where_there_are_none(proxy, model):
-    """A model whose adapter has no log probabilities says so."""
-    answer = await ask(proxy, "completions", model, "Hello", logprobs=1)
-
-    assert (400, "unsupported_parameter", "logprobs") == (answer.status, answer.error["code"], answer.error["param"])
-
-
 GUIDES = [
     ({"response_format": {"type": "json_object"}}, ("json", ""), {"json_object": True}),
     (
@@ -204,8 +208,8 @@ async def test_prompts_as_token_ids(proxy, triton, model):
     """Token ids of a text are answered as that text is."""
     tokenizer = Tokenizer.load(str(triton.tokenizer))
     prompt = steered(text="one two")
-    # vLLM adds the token that begins a text to every prompt, so only ids that have it can be sent as text.
-    ids = tokenizer.encode(prompt, model == "vllm_model")
+    # Where the backend adds the token that begins a text to every prompt, only ids that have it can be sent as text.
+    ids = tokenizer.encode(prompt, model in ADDS_BOS)
     single = await proxy.post("/v1/completions", {"model": model, "prompt": ids, "max_tokens": 9})
     several = await proxy.post("/v1/completions", {"model": model, "prompt": [ids, ids], "max_tokens": 9})
 
@@ -233,7 +237,7 @@ async def test_wrong_token_ids(proxy, prompt):
     assert (400, "prompt") == (answer.status, (answer.error["param"] or "").partition("[")[0])
 
 
-@pytest.mark.parametrize("model", ["ensemble", "vllm_model"])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "vllm_model"])
 async def test_usage_in_every_chunk(proxy, model):
     """With continuous usage each chunk tells the counts up to it."""
     answer = await ask(

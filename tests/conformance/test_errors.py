@@ -20,8 +20,9 @@ def refused_by(model: str, reason: str | None, *, begun: bool = False) -> tuple[
 
     *begun* is whether a part of the answer came before it.
     """
-    if model == "vllm_model" and not begun:
+    if model in ("tensorrt_llm_llmapi", "vllm_model") and not begun:
         # vLLM passes on the texts of ValueErrors only, which are about the request; what has begun was accepted.
+        # The LLM API's model words all errors alike.
         what = f"The model refused the request: {reason}" if reason else "The model refused the request."
         return 400, "invalid_request", what
     if model in BLS or reason is None:
@@ -113,7 +114,9 @@ async def test_one_prompt_of_several_fails(proxy):
     assert (502, "The model failed: out of luck") == (answer.status, answer.error["message"])
 
 
-@pytest.mark.parametrize("model", ["preprocessing", "tensorrt_llm", "postprocessing", "no_such_model", "en/semble"])
+@pytest.mark.parametrize(
+    "model", ["preprocessing", "tensorrt_llm_legacy", "postprocessing", "no_such_model", "en/semble"]
+)
 @pytest.mark.parametrize("endpoint", PATHS)
 async def test_models_that_are_not_served(proxy, endpoint, model):
     """Helpers and made-up names do not exist for a client."""

@@ -37,6 +37,8 @@ ENDED_AS = {
     "ensemble": "stopped",
     "ensemble_legacy": "stopped",
     "ensemble_nonstreaming": "stopped",
+    "tensorrt_llm": "cancelled",
+    "tensorrt_llm_llmapi": "cancelled",
     "vllm_model": "cancelled",
 }
 # A limit that nobody else asks for marks the engine's request behind a BLS, whose id is its own.
@@ -68,18 +70,11 @@ async def test_a_client_that_leaves_a_stream(proxy, triton, model, endpoint):
 @pytest.mark.parametrize("model", ENDED_AS)
 async def test_a_client_that_leaves_before_the_answer(proxy, triton, model):
     """A client that waits for a whole answer and leaves stops the backend as well."""
-    mark = uuid.uuid4().hex
-    body = request("completions", model, steered(mark, **ENDLESS), max_tokens=4000)
-    asking = asyncio.create_task(proxy.post(PATHS["completions"], body))
-    first = {"vllm_model": "vllm_model", "ensemble_legacy": "preprocessing_legacy"}.get(model, "preprocessing")
-    name = "text_input" if model == "vllm_model" else "QUERY"
-
-    def begun(events):
-        return any(mark in event["inputs"][name]["value"][0] for event in events)
-
-    events = await recorded(triton, begun, model=first, event="request")
-    request_id = next(event["id"] for event in events if mark in event["inputs"][name]["value"][0])
-    await recorded(triton, id=request_id, model=ENGINES[model], event="request")
+    limit = next(_limits)
+    asking = asyncio.create_task(
+        proxy.post(PATHS["completions"], request("completions", model, steered(**ENDLESS), max_tokens=limit))
+    )
+    request_id = await inner_id(triton, limit, ENGINES[model])
     asking.cancel()
 
     how, tokens = await end_of(triton, ENGINES[model], request_id)
@@ -101,7 +96,7 @@ async def test_a_bls_model_works_on(proxy, triton, model):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("model", ["ensemble", "ensemble_legacy", "vllm_model"])
+@pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_nonstreaming"])
 async def test_a_stop_string_stops_the_backend(proxy, triton, model, streamed):
     """As soon as a stop string has come the work ends, although the engine itself would not have seen it."""
     prompt = steered(text="one two three", eos=False, delay_ms=10)
@@ -110,7 +105,7 @@ async def test_a_stop_string_stops_the_backend(proxy, triton, model, streamed):
     assert 200 == answer.status
     how, tokens = await end_of(triton, ENGINES[model], id_of(answer))
     # vLLM matches stop strings itself, and has finished.
-    assert ("finished" if model == "vllm_model" else "stopped") == how
+    assert ("finished" if model == "vllm_model" else ENDED_AS[model]) == how
     assert tokens < 4000
 
 
@@ -169,7 +164,7 @@ async def test_a_backend_that_falls_silent(triton, model, transport):
             await release(triton, limit)
         elif model != "vllm_model":
             chunk = json.loads(answer.events[0])
-            assert "stopped" == (await end_of(triton, ENGINES[model], chunk["id"]))[0]
+            assert ENDED_AS[model] == (await end_of(triton, ENGINES[model], chunk["id"]))[0]
 
     assert 200 == answer.status
     *chunks, last = answer.events
@@ -181,7 +176,7 @@ async def test_a_backend_that_falls_silent(triton, model, transport):
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("model", ["ensemble", "ensemble_nonstreaming", "vllm_model"])
+@pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_legacy"])
 async def test_a_backend_that_never_begins(triton, model, transport, streamed):
     """Without a first token in time the answer is a 504, streamed or not, and the work is stopped."""
     settings = proxy_settings(triton, transport, first_token_timeout=0.3)

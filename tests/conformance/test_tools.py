@@ -20,7 +20,9 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "req
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 TIME = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
-MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model", "ensemble_nonstreaming")
+MODELS = (
+    "ensemble", "ensemble_nonstreaming", "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model",
+)  # fmt: skip
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=["http", "grpc"])
@@ -155,7 +157,7 @@ async def test_without_tools_the_text_stays(tooled, choice):
     assert (CALL, [], "stop") == (message["content"], message["tool_calls"], finish)
 
 
-@pytest.mark.parametrize("model", ["ensemble", "vllm_model"])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "vllm_model"])
 async def test_a_required_call_is_enforced(tooled, triton, model):
     """The backend is held to a list of calls of the given tools, and the answer is read as such."""
     text = '[{"name": "get_weather", "parameters": {"city": "Bonn"}}]'
@@ -163,7 +165,7 @@ async def test_a_required_call_is_enforced(tooled, triton, model):
     (choice,) = answer.json["choices"]
     engine = {"ensemble": "tensorrt_llm"}.get(model, model)
     inputs = await inputs_of(triton, engine, id_of(answer))
-    if model == "ensemble":
+    if model != "vllm_model":
         schema = json.loads(inputs["guided_decoding_guide"]["value"][0])
     else:
         sampling = json.loads(inputs["sampling_parameters"]["value"][0])
@@ -229,9 +231,10 @@ async def test_wrong_tools_are_refused(tooled, fields, param):
     assert (400, param) == (answer.status, answer.error["param"])
 
 
-async def test_forcing_needs_guided_decoding(tooled):
+@pytest.mark.parametrize("model", ["ensemble_legacy", "tensorrt_llm_llmapi"])
+async def test_forcing_needs_guided_decoding(tooled, model):
     """A model without guided decoding does not pretend to be held to a call."""
-    answer = await chat(tooled, "ensemble_legacy", tools=[WEATHER], tool_choice="required")
+    answer = await chat(tooled, model, tools=[WEATHER], tool_choice="required")
 
     assert (400, "tool_choice") == (answer.status, answer.error["param"])
 

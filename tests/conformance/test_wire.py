@@ -10,7 +10,17 @@ import time
 import pytest
 from tokenizers import Tokenizer
 
-from tests.conformance.calls import BREAKS_CHARACTERS, MODELS, PATHS, STREAMING, ask, id_of, in_session_loop, steered
+from tests.conformance.calls import (
+    ADDS_BOS,
+    BREAKS_CHARACTERS,
+    MODELS,
+    PATHS,
+    STREAMING,
+    ask,
+    id_of,
+    in_session_loop,
+    steered,
+)
 
 pytestmark = in_session_loop
 
@@ -26,8 +36,8 @@ def tokenizer(triton):
 def usage(tokenizer: Tokenizer, endpoint: str, model: str) -> dict[str, int]:
     """Return what the tokenizer says: the rendered prompt with one BOS, and three tokens (vLLM counts the end too)."""
     rendered = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n" if endpoint == "chat" else PROMPT
-    # The template writes a BOS; of the backends only vLLM puts one in front of a bare prompt.
-    bos = endpoint == "chat" or model == "vllm_model"
+    # The template writes a BOS; only some backends put one in front of a bare prompt.
+    bos = endpoint == "chat" or model in ADDS_BOS
     prompt = len(tokenizer.encode(rendered, add_special_tokens=False).ids) + bos
     completion = 4 if model == "vllm_model" else 3
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
@@ -200,10 +210,10 @@ async def test_several_prompts(proxy, model, streamed, tokenizer):
     answer = await proxy.post("/v1/completions", body)
 
     assert 200 == answer.status
-    bos = model == "vllm_model"
+    bos = model in ADDS_BOS
     asked = sum(len(tokenizer.encode(prompt, add_special_tokens=False).ids) + bos for prompt in prompts)
     # The first and the third fill the limit; vLLM counts the ends of the others, too.
-    made = 2 + 1 + 2 + 0 + (2 if bos else 0)
+    made = 2 + 1 + 2 + 0 + (2 if model == "vllm_model" else 0)
     if streamed:
         *chunks, last = answer.chunks
         choices = [choice for chunk in chunks for choice in chunk["choices"]]

@@ -26,12 +26,18 @@ from tests.clients.service import Reply, Service, exchange, serving
 from tests.triton_fixture import TestTriton
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-POSTS = (CHAT, COMPLETIONS, EMBEDDINGS)
+RERANK, SCORE = "/v1/rerank", "/v1/score"
+POSTS = (CHAT, COMPLETIONS, EMBEDDINGS, RERANK, SCORE)
 #: Every path, with the methods that it takes.
 PATHS = {
     CHAT: "POST",
     COMPLETIONS: "POST",
     EMBEDDINGS: "POST",
+    RERANK: "POST",
+    SCORE: "POST",
+    "/rerank": "POST",
+    "/v2/rerank": "POST",
+    "/score": "POST",
     "/chat/completions": "POST",
     "/completions": "POST",
     "/embeddings": "POST",
@@ -60,7 +66,8 @@ FIELDS = (
     *("stream_options", "user", "metadata", "store", "logit_bias", "logprobs", "top_logprobs", "tools", "tool_choice"),
     *("functions", "function_call", "response_format", "echo", "suffix", "best_of", "encoding_format", "dimensions"),
     *("modalities", "audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "ignore_eos"),
-    *("chat_template_kwargs", "guided_json", "stop_token_ids", "bad_words"),
+    *("chat_template_kwargs", "guided_json", "stop_token_ids", "bad_words", "query", "documents", "top_n", "queries"),
+    *("return_documents", "text_1", "text_2", "data_1", "items", "truncate_prompt_tokens", "use_activation"),
 )
 MEBIBYTE = 1024 * 1024
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -68,6 +75,8 @@ VALID: dict[str, dict[str, Any]] = {
     CHAT: {"model": "ensemble", "messages": MESSAGES},
     COMPLETIONS: {"model": "ensemble", "prompt": "Hello"},
     EMBEDDINGS: {"model": "text_embedding", "input": "Hello"},
+    RERANK: {"model": "text_rerank", "query": "Hello", "documents": ["a", "b"]},
+    SCORE: {"model": "text_rerank", "text_1": "Hello", "text_2": ["a", "b"]},
 }
 
 
@@ -153,10 +162,10 @@ def test_not_an_object(service: Service, path: str, body: bytes) -> None:
 
 
 def test_bytes_after_a_deep_value_that_nobody_reads(service: Service) -> None:
-    """Depth in a field that is ignored does no harm."""
-    body = b'{"model": "ensemble", "unheard_of": %b, "prompt": "Hello"}' % (b"[" * 500 + b"]" * 500)
-
-    assert 200 == service.post(COMPLETIONS, body).status
+    """Depth in a field that is ignored does no harm, up to the limit; beyond it nothing is made of it."""
+    for depth, status in ((99, 200), (100, 400), (500, 400)):
+        body = b'{"model": "ensemble", "unheard_of": %b, "prompt": "Hello"}' % (b"[" * depth + b"]" * depth)
+        assert status == service.post(COMPLETIONS, body).status
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -249,14 +258,17 @@ def test_duplicate_keys(service: Service) -> None:
         (EMBEDDINGS, {"encoding_format": "hex"}, "invalid_value", "encoding_format"),
         # What the model cannot do
         (CHAT, {"audio": {"voice": "x"}}, "unsupported_parameter", "audio"),
-        (CHAT, {"logprobs": True}, "unsupported_parameter", "logprobs"),
-        (CHAT, {"logit_bias": {"1": 5}}, "unsupported_parameter", "logit_bias"),
+        (CHAT, {"logprobs": True, "top_logprobs": 1}, "unsupported_parameter", "top_logprobs"),
+        (CHAT, {"logit_bias": {"999999": 5}}, "invalid_value", "logit_bias"),
         (CHAT, {"tools": [{"type": "function"}]}, "missing_required_parameter", "tools[0].function"),
         (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "unsupported_parameter", "tools"),
         (CHAT, {"response_format": {"type": "poem"}}, "invalid_value", "response_format.type"),
         (COMPLETIONS, {"prompt_logprobs": 1}, "unsupported_parameter", "prompt_logprobs"),
         (COMPLETIONS, {"suffix": "end"}, "unsupported_parameter", "suffix"),
-        (COMPLETIONS, {"best_of": 2}, "unsupported_parameter", "best_of"),
+        (COMPLETIONS, {"logprobs": 1}, "unsupported_parameter", "logprobs"),
+        (COMPLETIONS, {"return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
+        (COMPLETIONS, {"return_token_ids": 5}, "invalid_type", "return_token_ids"),
+        (COMPLETIONS, {"prompt_logprobs": -2}, "invalid_value", "prompt_logprobs"),
         (COMPLETIONS, {"prompt": [1, -2]}, "invalid_value", "prompt"),
         (COMPLETIONS, {"prompt": [[1, 10**8]]}, "invalid_value", "prompt"),
         (EMBEDDINGS, {"input": [1, 2]}, "unsupported_parameter", "input"),
@@ -345,7 +357,7 @@ def test_ten_megabytes_of_nonsense(service: Service) -> None:
 
     assert 200 == service.post(COMPLETIONS, {**VALID[COMPLETIONS], "unheard_of": text}).status
     refused(service.post(COMPLETIONS, text.encode()), 400, "invalid_json")
-    refused(service.post(COMPLETIONS, b"[" * (10 * MEBIBYTE)), 400, "invalid_type")
+    refused(service.post(COMPLETIONS, b"[" * (10 * MEBIBYTE)), 413, "request_too_large")
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -518,7 +530,8 @@ nasty_values: st.SearchStrategy[Any] = st.sampled_from(
 )
 values = nasty_values | json_values
 names = st.sampled_from(FIELDS) | st.text(string.ascii_letters + "_", max_size=6)
-models = st.sampled_from([*MODELS, "text_embedding", "vllm_embedding", "preprocessing", "nobody"])
+RERANKERS = ("text_rerank", "text_rerank_pairs", "text_rerank_ids")
+models = st.sampled_from([*MODELS, *RERANKERS, "text_embedding", "vllm_embedding", "preprocessing", "nobody"])
 
 
 @st.composite
@@ -603,7 +616,7 @@ def assert_answered(reply: Reply) -> None:
         assert "[DONE]" == events[-1]
         assert all("error" not in json.loads(event) for event in events[:-1])
     else:
-        assert reply.json["object"] in ("chat.completion", "text_completion", "list")
+        assert "results" in reply.json or reply.json["object"] in ("chat.completion", "text_completion", "list")
 
 
 anything = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -51,7 +51,7 @@ def test_every_block_is_of_a_known_kind() -> None:
     kinds = {language for language, _ in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
 
     assert {"sh", "python", "text"} == kinds
-    assert 1 == len(CURL)
+    assert 2 == len(CURL)
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.split()[1])
@@ -76,7 +76,7 @@ def test_curl(service: Service, block: str) -> None:
     result = subprocess.run(["/bin/sh", "-ec", command], capture_output=True, text=True, timeout=30, check=False)
 
     assert (0, "") == (result.returncode, result.stderr)
-    assert '"object":"chat.completion"' in result.stdout
+    assert ('"relevance_score":' if "/rerank" in block else '"object":"chat.completion"') in result.stdout
 
 
 async def test_the_sample_of_inspect(triton: TestTriton) -> None:
@@ -103,7 +103,10 @@ def test_commands(triton: TestTriton, tmp_path: Path, line: str) -> None:
     repository = "/models"
     if repository in arguments:
         repository = str(build_repository(tmp_path / "repository", models=["text_embedding"]).path)
+    (template,) = blocks("liquid")
+    (tmp_path / "history.liquid").write_text(template, encoding="utf-8")
     replaced = {
+        "history.liquid": str(tmp_path / "history.liquid"),
         "http://triton:8000": triton.http_url,
         "grpc://triton:8001": triton.grpc_url,
         HUB_NAME: str(triton.tokenizer),
@@ -118,7 +121,10 @@ def test_commands(triton: TestTriton, tmp_path: Path, line: str) -> None:
     assert "serve" == command
     with serving(tmp_path, *options) as running:
         assert 200 == running.status("/health/ready")
-        listed = {model["id"] for model in running.send("GET", "/v1/models").json["data"]}
+        key = options[options.index("--api-key") + 1].partition(":")[2] if "--api-key" in options else None
+        listing = running.send("GET", "/v1/models", headers={"api-key": key} if key else {})
+        listed = {model["id"] for model in listing.json["data"]}
+        assert (401 if key else 200) == running.status("/v1/models")
         if "/models" in line:
             assert {"text_embedding"} == listed
         if "gpt-4o-mini" in line:

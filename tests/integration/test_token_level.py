@@ -263,13 +263,6 @@ async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:
         )
 
 
-async def test_alternatives_are_refused(direct: Proxy) -> None:
-    """The engine tells the chosen tokens' log probabilities only."""
-    answer = await ask(direct, "chat", "tensorrt_llm", "Hello", logprobs=True, top_logprobs=2)
-
-    assert (400, "unsupported_parameter") == (answer.status, answer.error["code"])
-
-
 async def test_bad_words_go_as_ids(token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer) -> None:
     """Each word as it is written at the start of a text and within it; two dimensions need gRPC."""
     answer = await ask(token_proxies["grpc"], "completions", "tensorrt_llm", steered(text="yes"), bad_words=["one"])
@@ -305,7 +298,7 @@ async def test_a_client_that_leaves_ends_the_work(direct: Proxy, triton: TestTri
 
 async def test_an_engine_is_hidden_unless_it_is_named(proxy: Proxy) -> None:
     """Where a model of text uses it, the engine is that model's helper."""
-    answer = await ask(proxy, "completions", "tensorrt_llm", "Hello")
+    answer = await ask(proxy, "completions", "tensorrt_llm_legacy", "Hello")
 
     assert (404, "model_not_found") == (answer.status, answer.error["code"])
 
@@ -315,7 +308,7 @@ async def test_listing_all_models_serves_the_engines(triton: TestTriton) -> None
     async with serving(changed(proxy_settings(triton, "http"), api={"list_all_models": True})) as service:
         await service.ready()
 
-        answer = await ask(service, "completions", "tensorrt_llm", steered(text="€"))
+        answer = await ask(service, "completions", "tensorrt_llm_legacy", steered(text="€"))
 
         assert "€" == answer.json["choices"][0]["text"]
 
@@ -345,4 +338,4 @@ async def test_inspect_shows_the_routing(triton: TestTriton) -> None:
 
     assert ("trtllm", ["ensemble"]) == (reports["ensemble"].adapter, list(reports["ensemble"].served_as))
     assert "answered by its engine 'tensorrt_llm'" in reports["ensemble"].reason
-    assert reports["tensorrt_llm"].adapter is None
+    assert reports["tensorrt_llm_legacy"].adapter is None

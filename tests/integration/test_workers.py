@@ -176,7 +176,7 @@ def test_the_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> 
     with workers(tmp_path, triton, 2, "--shutdown-grace", "600", "--shutdown-delay", "600") as service:
         thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", body)))
         thread.start()
-        triton.record.wait_for(lambda events: engine_requests(events, 1999) == 1, 20)
+        triton.record.wait_for(lambda events: engine_requests(events, 1999) > 0, 20)
         service.process.terminate()
         until(lambda: service.status("/health/ready") == 503)
         service.process.terminate()

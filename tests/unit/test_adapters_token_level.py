@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from triton_openai.adapters.base import Adapter
@@ -208,10 +209,56 @@ def test_log_probabilities_need_a_sampling_input(sampling: dict[str, Any], expec
     assert expected == {name: inputs[name][-1] for name in random if name in inputs}
 
 
-def test_alternatives_are_refused() -> None:
-    """The engine tells of the chosen tokens only."""
+def test_alternatives_come_as_logits() -> None:
+    """Of the new tokens, in place of the chosen ones' log probabilities; never as JSON."""
+    request = adapter("tensorrt_llm").encode(generation(logprobs=2))
+
+    inputs = sent(request)
+    assert ("BOOL", (1, 1), True) == inputs["return_generation_logits"]
+    assert "return_log_probs" not in inputs
+    assert ("output_ids", "sequence_length", "generation_logits") == request.outputs
+    assert (False, "logprobs") == (request.json_expressible, request.needed_for)
+
+
+def test_alternatives_are_refused_without_logits() -> None:
+    """Such an engine tells of the chosen tokens only."""
+    found = adapter("disaggregated")
+
+    assert 0 == found.capabilities.top_logprobs
     with pytest.raises(UnsupportedParameter):
-        adapter("tensorrt_llm").encode(generation(logprobs=2))
+        found.encode(generation(logprobs=2))
+
+
+def test_whole_answers_have_room_for_so_many_logits() -> None:
+    """A model that does not stream sends them all at once."""
+    big = msgspec.structs.replace(generation(logprobs=2, max_tokens=3000), vocabulary=Vocabulary(size=128_000))
+
+    adapter("tensorrt_llm").encode(big)
+    with pytest.raises(InvalidRequest, match="2097 tokens") as caught:
+        adapter("tensorrt_llm", decoupled=False).encode(big)
+    assert "max_tokens" == caught.value.param
+
+
+def test_the_prompt_is_scored_by_itself() -> None:
+    """One token, no stream, without what the answer was asked for; the prompt's logits with it."""
+    request = adapter("tensorrt_llm").encode_prompt_logits(generation(logprobs=2, temperature=0.5, stop=("x",)))
+
+    inputs = sent(request)
+    assert "one-prompt" == request.id
+    assert not request.json_expressible
+    assert "context_logits" in request.outputs
+    assert {"request_output_len": 1, "streaming": False, "return_context_logits": True, "runtime_top_k": 1}.items() <= {
+        name: values[-1] for name, values in inputs.items()
+    }.items()
+    assert not {"temperature", "return_generation_logits", "return_log_probs"} & inputs.keys()
+
+
+def test_a_prompt_too_long_to_be_scored_is_refused() -> None:
+    """Its scores would not fit into one response."""
+    long = msgspec.structs.replace(generation(), prompt_ids=(4,) * 2098, vocabulary=Vocabulary(size=128_000))
+
+    with pytest.raises(InvalidRequest, match="2097 tokens"):
+        adapter("tensorrt_llm").encode_prompt_logits(long)
 
 
 def test_guides_need_a_backend_for_them() -> None:

@@ -24,6 +24,9 @@ BACKENDS = re.compile(
     re.IGNORECASE,
 )
 
+# The names of a server's metrics are words that dashboards share; nothing is told apart by them.
+VOCABULARY = re.compile(r"vllm[_-](metrics|names)|vllm:|vLLM's names")
+
 
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -87,6 +90,17 @@ def test_triton_libraries_stay_behind_the_triton_face() -> None:
     assert [] == _found(rule)
 
 
+def test_numbers_are_crunched_in_few_places() -> None:
+    """`numpy` is imported where logits and LoRA files are read; the programs that make the demo may."""
+    allowed = {"triton_openai/text/logits.py", "triton_openai/loras/files.py", *PROGRAMS}
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name not in allowed:
+            yield from ((module, line) for module, line in _imports(tree, _package(name)) if _is(module, "numpy"))
+
+    assert [] == _found(rule)
+
+
 def test_adapters_know_the_middle_and_tensors_only() -> None:
     """Adapters import nothing of the service but the middle, the errors, the tensors and each other; and no aiohttp."""
     allowed = (
@@ -145,7 +159,7 @@ def test_no_backend_is_named_in_the_core() -> None:
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
         if not name.startswith(("adapters/", "triton_openai/demo/", "triton_openai/cli/")):
             for text, line in (*_strings(tree), *_identifiers(tree)):
-                if BACKENDS.search(text):
+                if BACKENDS.search(VOCABULARY.sub("", text)):
                     yield repr(text), line
 
     assert [] == _found(rule)
@@ -161,6 +175,18 @@ def test_one_module_frames_events() -> None:
                 # `data:image/png;base64,...` is another thing.
                 if re.match(r"data:\s*($|\{|\[DONE\])", text) or "\ndata:" in text:
                     yield repr(text), line
+
+    assert [] == _found(rule)
+
+
+def test_handlers_find_models_in_one_place() -> None:
+    """Nothing of the API looks up a served model past `api/access.py`: the request's key may not open it."""
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name.startswith("triton_openai/api/") and name != "triton_openai/api/access.py":
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("models.find"):
+                    yield ast.unparse(node.func), node.lineno
 
     assert [] == _found(rule)
 

@@ -11,15 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import report
+from bench import parsers, report
 from bench.accounting import CpuClock, memory, parse_schedstat, parse_stat, parse_status, tree
 from bench.cases import CASES, Row, plans
 from bench.figures import percentile, ratio, table, written
 from bench.machine import Cores, place
-from bench.messages import Load, Outcome, Target
+from bench.messages import CHOICES, Load, Outcome, Target
+from bench.parsers import ParserRow, measure_parsers
 from bench.repository import TICK_MS, build_repository
 from bench.tally import Tally
 from bench.wire import AnswerReader, http_request
+from triton_openai.text.tools.registry import BUILT_IN
 
 _ROOT = Path(__file__).parents[2]
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -158,6 +160,33 @@ def test_requests_have_the_length_they_say(protocol):
     assert isinstance(msgspec.json.decode(body), dict)
 
 
+@pytest.mark.parametrize("form, field, value", [("tools", "tools", 1), ("choices", "n", CHOICES)])
+def test_forms_are_for_chats_only(form, field, value):
+    """Triton itself gets the same request whatever the form."""
+    bodies = {}
+    for protocol in ("generate", "chat"):
+        content = http_request(Target(protocol=protocol, host="127.0.0.1", port=1), "m", 7, form)
+        bodies[protocol] = msgspec.json.decode(content.partition(b"\r\n\r\n")[2])
+    found = bodies["chat"][field]
+
+    assert value == (len(found) if isinstance(found, list) else found)
+    assert field not in bodies["generate"]
+
+
+def test_every_parser_has_a_call():
+    """A parser without a text of its own would be missing in the table."""
+    assert BUILT_IN.keys() <= parsers.CALLS.keys()
+
+
+def test_parsers_are_measured(monkeypatch):
+    """Each parser makes one call of its text, however long that is; what it takes is not for a test to say."""
+    monkeypatch.setattr(parsers, "SIZES", (400, 4000))
+    rows = list(measure_parsers(quick=False))
+
+    assert list(BUILT_IN) == [row.parser for row in rows]
+    assert all((400, 4000) == tuple(row.characters) and min(row.ns_per_character) > 0 for row in rows)
+
+
 def test_repository_has_a_paced_and_a_flooding_model(tmp_path):
     """Both have all tensors by which the service knows the kind of model."""
     for name in TICK_MS:
@@ -169,8 +198,14 @@ def test_repository_has_a_paced_and_a_flooding_model(tmp_path):
 
 def test_every_case_has_plans():
     planned = list(plans(CASES, [1, 128], 2.0, 1, quick=True))
-    assert set(CASES) == {plan.case for plan in planned}
+    # The parsers need no load.
+    assert set(CASES) - {"parsers"} == {plan.case for plan in planned}
     assert [1, 128] == [plan.streams for plan in planned if plan.case == "paced"]
+    assert {"tools": 128, "choices": 32} == {
+        plan.case: plan.streams for plan in planned if plan.form != "text" and plan.case != "long"
+    }
+    sizes = [plan.tokens for plan in plans(["long"], [1], 2.0, 1, quick=False)]
+    assert 15 < sizes[-1] / sizes[0] < 16
 
 
 def test_a_tally_counts_inside_its_window_only():
@@ -195,7 +230,7 @@ def test_a_tally_counts_inside_its_window_only():
 
 def _row(case: str, streams: int, subject: str, **values: float | list[float]) -> Row:
     fields = dict.fromkeys(name for name in Row.__struct_fields__ if not name.startswith("round_"))
-    numbers = {"tokens_per_second": 100.0, "client_busy": 0.1, "stalls": 0}
+    numbers = {"tokens_per_second": 100.0, "client_busy": 0.1, "stalls": 0, "tokens": 0}
     return msgspec.convert({**fields, **numbers, "case": case, "streams": streams, "subject": subject, **values}, Row)
 
 
@@ -209,11 +244,43 @@ class TestReport:
         _row("latency", 1, "triton-http", first_p50_ms=1.0),
         _row("latency", 1, "ours-http", first_p50_ms=1.5),
         _row("burst", 256, "ours-http", stalls=3),
+        _row("tools", 128, "nginx", cpu_us_per_token=25.0),
+        _row("tools", 128, "ours-http", cpu_us_per_token=60.0),
+        _row("choices", 32, "ours-http", cpu_us_per_token=100.0),
+        _row("long", 1, "ours-http", tokens=100, cpu_us_per_token=40.0),
+        _row("long", 1, "ours-http", tokens=1000, cpu_us_per_token=80.0),
+    )
+    PARSERS = (
+        ParserRow(parser="good", characters=(64_000, 1_000_000), ns_per_character=(100.0, 100.0)),
+        ParserRow(parser="bad", characters=(64_000, 1_000_000), ns_per_character=(100.0, 1600.0)),
     )
 
     def test_aims_are_ratios_within_the_run(self):
         found = [(aim.value, aim.reached) for aim in report.aims(self.ROWS)]
-        assert [(2.5, False), (4.0, True), (0.9, True), (0.5, True), (None, None), (3.0, False)] == found
+        assert [(2.5, False), (4.0, True), (0.9, True), (0.5, True), (None, None), (3.0, False)] == found[:6]
+
+    def test_forms_are_compared_with_text(self):
+        """Calls with as many texts, answers of one request with as many of their own, long calls with short ones."""
+        found = [(aim.value, aim.reached) for aim in report.aims(self.ROWS, self.PARSERS)[6:]]
+        assert [
+            (1.2, True),
+            (None, None),
+            (2.0, False),
+            (None, None),
+            (2.0, False),
+            (None, None),
+            (16.0, False),
+        ] == found
+
+    def test_parsers_have_a_table(self):
+        text = report.render([], self.PARSERS)
+        assert "ns/char, 1000 kB" in text
+        assert "bad" in text.partition("aims")[0]
+        assert "100.0, 1,600.0 ns" in report.parser_line(self.PARSERS[1])
+
+    def test_answers_of_one_request_are_as_many_streams_for_nginx(self):
+        line = next(line for line in report.render(self.ROWS).splitlines() if "     32  ours-http" in line)
+        assert "5.00" in line
 
     def test_a_run_without_rows_reaches_and_misses_nothing(self):
         assert {None} == {aim.reached for aim in report.aims([])}
@@ -230,7 +297,7 @@ class TestReport:
         assert "note: flood, 128 streams, ours-http" in report.render(self.ROWS)
 
     def test_no_ratio_where_nginx_was_left_out(self):
-        assert "x nginx" not in report.render(self.ROWS[1:]).partition("aims")[0]
+        assert "x nginx" not in report.render([row for row in self.ROWS if row.subject != "nginx"]).partition("aims")[0]
 
 
 def test_load_generator_measures_a_server():

@@ -66,7 +66,8 @@ def test_developers_stay_where_the_template_knows_them() -> None:
 
 def test_developers_are_known_in_a_list_too() -> None:
     """Templates name several roles at once, as in a list of constants."""
-    template = ChatTemplate("{{ messages[0].role in ['system', 'developer'] }}", name="list")
+    source = "{% if messages[0].role in ['system', 'developer'] %}{{ messages[0].content }}{% endif %}"
+    template = ChatTemplate(source, name="list")
 
     assert [{"role": "developer", "content": "d"}] == prepare(decode({"role": "developer", "content": "d"}), template)
 

@@ -257,3 +257,35 @@ async def test_refusals_come_back_from_the_thread() -> None:
     """A refusal of many messages is the same as of few."""
     with pytest.raises(InvalidRequest, match="no"):
         await make("{{ raise_exception('no') }}").render_async(USER * 1000)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        # Items that are left out are looked at, too.
+        "{% set r = range(90000) %}{% for a in r %}{% for b in r if false %}x{% endfor %}{% endfor %}",
+        "{% macro m() %}{% for a in range(1000) %}{% endfor %}{% endmacro %}"
+        "{% for a in range(90000) %}{{ m() }}{% endfor %}",
+        "{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_work_without_end(source: str) -> None:
+    """A template, or messages, whose loops would run on and on are stopped; the next rendering starts anew."""
+    template = ChatTemplate(source, name="test")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="more than 1000000 rounds") as caught:
+            template.render([{"role": "user", "content": "a"}] * 1500)
+        assert "messages" == caught.value.param
+    if "in messages" in source:
+        assert template.render([{"role": "user", "content": "a"}] * 900) == ""
+
+
+def test_loops_do_what_they_did() -> None:
+    """Counting changes nothing: conditions, ``else``, ``break``, ``loop`` and recursion work."""
+    source = (
+        "{% for a in [1, 2, 3, 4] if a > 1 %}{{ loop.index }}{{ a }}{% if a == 3 %}{% break %}{% endif %}{% endfor %}"
+        "{% for a in [] %}x{% else %}none{% endfor %}"
+        "{% for a in [[1, []], [2, [[3, []]]]] recursive %}{{ a[0] }}{{ loop(a[1]) }}{% endfor %}"
+    )
+    assert "1223none123" == ChatTemplate(source, name="test").render([])

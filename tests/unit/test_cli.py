@@ -10,7 +10,8 @@ import pytest
 import triton_openai
 from triton_openai.cli import main
 from triton_openai.cli.arguments import build_parser, parse
-from triton_openai.config import options
+from triton_openai.cli.demo import _headers
+from triton_openai.config import AccessSettings, RestrictedApi, options
 from triton_openai.errors import ConfigurationError
 
 
@@ -28,7 +29,7 @@ def test_every_setting_has_a_flag() -> None:
         build_parser().parse_args(["serve", "--help"])
 
     for option in options():
-        value = [] if option.is_switch else ["m=x"]
+        value = [] if option.is_switch else ["m=x"] * max(1, len(option.words))
 
         assert option.name in parse(["serve", option.flag, *value]).settings
 
@@ -82,3 +83,14 @@ def test_python_m() -> None:
     )
 
     assert f"triton-openai {triton_openai.__version__}\n" == done.stdout
+
+
+def test_the_demo_opens_its_own_door() -> None:
+    """Its question carries a key, and what a restricted API asks for, where the settings close the service."""
+    restricted = RestrictedApi(apis=("inference",), header="x-admin", value="v")
+    other = RestrictedApi(apis=("metrics",), header="x-other", value="w")
+
+    assert {} == _headers(AccessSettings())
+    assert {"x-admin": "v", "x-api-key": "sk-1"} == _headers(
+        AccessSettings(api_key=("alice:sk-1", "sk-2"), openai_restricted_api=(restricted, other))
+    )

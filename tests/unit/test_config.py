@@ -127,6 +127,32 @@ def test_model_flags(read) -> None:
     assert {"a": "ensemble", "b": "ensemble", "c": "vllm"} == settings.aliases()
 
 
+def test_texts_are_taken_as_they_are(read) -> None:
+    """Commas, blanks and equals signs in a template mean nothing, unless a model's name stands before the first one."""
+    text = "{% if a == b, %} x=y\n"
+    settings = read(
+        None, {"history-template": [text, f"m={text}"]}, {"TRITON_OPENAI_FIM_TEMPLATE": " {prefix}, {suffix}"}
+    )
+
+    assert text == settings.defaults.history_template == settings.models["m"].history_template
+    assert " {prefix}, {suffix}" == settings.model("m").fim_template
+
+
+def test_a_prompt_is_made_in_one_way(read) -> None:
+    """A chat template and a history template exclude each other, but a model may differ from all others."""
+    for flags in (
+        {"history-template": ["a"], "history-template-file": ["b"]},
+        {"history-template": ["m=a"], "chat-template": ["m=b"]},
+        {"history-template-file": ["a"], "chat-template": ["b"]},
+    ):
+        with pytest.raises(ConfigurationError, match="exclude each other"):
+            read(None, flags)
+    settings = read("models: {m: {history_template_file: /h}}", {"chat-template": ["chatml"]})
+
+    assert (None, Path("/h")) == (settings.model("m").chat_template, settings.model("m").history_template_file)
+    assert ("chatml", None) == (settings.model("n").chat_template, settings.model("n").history_template_file)
+
+
 def test_urls(read) -> None:
     """One address for each transport, given twice or with a comma."""
     for given in (["http://a:8000/", "grpc://a:8001"], ["grpc://a:8001,http://a:8000/"]):

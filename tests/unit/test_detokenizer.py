@@ -211,7 +211,8 @@ def test_an_end_id_ends_the_answer() -> None:
     """What comes from it on is cut, with its count and log probabilities."""
     ids = _ids(TOKENIZERS["byte-level"], "one two three")
     stage = _token_text(ends=[ids[1]])
-    delta = Delta(token_ids=ids, tokens=3, logprobs=[TokenLogprob("", -float(place)) for place in range(3)])
+    entries = [TokenLogprob("", -float(place), id=number) for place, number in enumerate(ids)]
+    delta = Delta(token_ids=ids, tokens=3, logprobs=entries)
 
     stage.feed(delta)
     after = Delta(token_ids=ids, tokens=3)

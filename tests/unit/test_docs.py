@@ -16,8 +16,9 @@ from tests.proxy_fixture import serving
 from triton_openai.adapters import registry
 from triton_openai.api.routes import add_routes
 from triton_openai.chat import builtin
-from triton_openai.config import Settings, load_settings, options
+from triton_openai.config import AccessSettings, Settings, load_settings, options
 from triton_openai.config.tree import TritonSettings
+from triton_openai.server.keys import read_keys
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 
@@ -124,6 +125,16 @@ def test_yaml(document: str, tmp_path: Path) -> None:
         file = tmp_path / f"{number}.yaml"
         file.write_text(text)
         assert load_settings({"config": str(file)}, {}) != Settings()
+
+
+def test_the_file_of_api_keys(tmp_path: Path) -> None:
+    """The example is accepted as it stands."""
+    (text,) = blocks("docs/security.md", "yml")
+    file = tmp_path / "keys.yaml"
+    file.write_text(text)
+    ring = read_keys(AccessSettings(api_keys_file=file))
+    assert ring is not None
+    assert ["team-a", "team-b"] == ring.names
 
 
 async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -87,6 +87,10 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
      " `max_model_len` is no smaller than the number of text tokens.", ContextLengthExceeded, "2048"),
     (f"{STREAM}This model's maximum context length is 2048 tokens. However, you requested 2101 tokens.", ContextLengthExceeded, "2048"),
     (f"{STREAM}The prompt (total length 2101) is too long to fit into the model (context length 2048).", ContextLengthExceeded, "2048"),
+    ("Error generating request: The sum of prompt length (2101.0), query length (0) should not exceed max_num_tokens (2048)",
+     ContextLengthExceeded, "2048 tokens, but the request's prompt has 2101"),
+    ("Error generating request: `default_max_tokens` (-53) must be greater than 0, `default_max_tokens` (-53) = max_seq_len (2048)"
+     " - `splited_prompt_len` (2101) - `query_token_len` (0)", ContextLengthExceeded, "2048 tokens, but the request's prompt has 2101"),
     (f"{STREAM}Requested sample logprobs of 50, which is greater than max allowed: 20", InvalidRequest, "max allowed: 20"),
     (f"{STREAM}cannot identify image file <_io.BytesIO object at 0x7f1d3c0a1b20>", InvalidRequest, "cannot read an image"),
     (f"{STREAM}Incorrect padding", InvalidRequest, "Incorrect padding"),

@@ -83,7 +83,7 @@ class Factory:
 
     def __init__(self) -> None:
         self.members: list[Member] = []
-        self.forgotten: list[tuple[int, int]] = []
+        self.forgotten: list[int] = []
         self.failures = 0
         self._pids = itertools.count(100)
 
@@ -95,8 +95,8 @@ class Factory:
         self.members.append(member)
         return member
 
-    def forget(self, index: int, pid: int) -> None:
-        self.forgotten.append((index, pid))
+    def forget(self, index: int) -> None:
+        self.forgotten.append(index)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -129,7 +129,7 @@ async def test_a_worker_that_ends_is_replaced() -> None:
             await until(lambda: len(factory.members) == 3)
 
     assert [0, 1, 1] == [member.index for member in factory.members]
-    assert (1, 101) == factory.forgotten[0]
+    assert 1 == factory.forgotten[0]
     assert [(1, "killed by SIGKILL")] == [
         (entry["worker"], entry["how"]) for entry in logs if entry["event"] == "worker ended"
     ]

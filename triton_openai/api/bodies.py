@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from triton_openai.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from triton_openai.api.body_limits import check_counts, check_json
+from triton_openai.config import LimitSettings
+from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 
 _T = TypeVar("_T", bound=msgspec.Struct)
+
+LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)
 
 _WHERE = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
@@ -36,18 +41,50 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type and content_type != "application/json" and not content_type.endswith("+json"):
         raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
+    limits = request.app[LIMITS]
     try:
-        body = await request.read()
+        body = await _read(request, limits)
     except web.HTTPRequestEntityTooLarge as error:
-        raise PayloadTooLarge(
-            f"The request's body is larger than the limit of {request.client_max_size} bytes."
-        ) from error
+        raise _too_large(request) from error
     except web.RequestPayloadError as error:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Content-Encoding or Transfer-Encoding says.",
             code="invalid_encoding",
         ) from error
-    return parse_json(body, kind, strict=strict)
+    check_json(body, limits)
+    parsed = parse_json(body, kind, strict=strict)
+    check_counts(parsed, limits)
+    return parsed
+
+
+async def _read(request: web.Request, limits: LimitSettings) -> bytes:
+    """Return the body. Raises :class:`PayloadTooLarge` at once when it is announced to be, and for a slow client."""
+    if request.content_length is not None and request.content_length > request.client_max_size:
+        raise _too_large(request)
+    if request.content.is_eof():
+        # It has arrived with the head, as most do.
+        return await request.read()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    reading = asyncio.create_task(request.read())
+    # A client that leaves ends both, and nobody is there any more for the second reason.
+    reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+    try:
+        while True:
+            # Who sends much may take longer, if it comes at a fair rate.
+            allowed = limits.body_timeout + request.content.total_bytes / limits.min_body_rate
+            left = began + allowed - loop.time()
+            done, _ = await asyncio.wait({reading}, timeout=max(0, left))
+            if done:
+                return reading.result()
+            if left <= 0:
+                raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).")
+    finally:
+        reading.cancel()
+
+
+def _too_large(request: web.Request) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The request's body is larger than the limit of {request.client_max_size} bytes.")
 
 
 def parse_json(body: bytes, kind: type[_T], *, strict: bool = False) -> _T:

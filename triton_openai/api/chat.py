@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.adapters.parameters import Rule
+from triton_openai.api.access import find_model
 from triton_openai.api.bodies import read_json
 from triton_openai.api.chat_prompt import ImageSpot, PromptOptions, as_sent, rendered
 from triton_openai.api.chat_response import (
@@ -27,9 +28,18 @@ from triton_openai.api.chat_response import (
 )
 from triton_openai.api.guides import guide_of
 from triton_openai.api.images import images_of
-from triton_openai.api.logprobs import chat_logprobs
+from triton_openai.api.logprobs import chat_logprobs, prompt_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
-from triton_openai.api.parameters import SamplingRequest, priority, refuse, sampling, stream_options, truncation
+from triton_openai.api.parameters import (
+    SamplingRequest,
+    priority,
+    refuse,
+    sampling,
+    scoring,
+    stream_options,
+    token_ids,
+    truncation,
+)
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.streaming import Collected, collect, stream
 from triton_openai.api.tools import ToolPlan
@@ -101,7 +111,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
     service = service_of(request)
     body = await read_json(request, ChatRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await find_model(request, body.model)
     adapter = model.adapter.name
     observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
     async with service.admission.enter(model.owner, observation):
@@ -154,7 +164,7 @@ async def _answer(
         raise
     choices = await offload.run(
         lambda: [
-            _choice(index, answer, parser, plan, field, with_logprobs=bool(body.logprobs))
+            _choice(body, index, answer, parser, plan, field)
             for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
         ],
         size=sum(len(delta.text) for answer in answers for delta in answer.deltas) if any(answer_parsers) else 0,
@@ -167,18 +177,19 @@ async def _answer(
         model=body.model,
         choices=choices,
         usage=usage_of(runs, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers)),
+        prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else prompt_logprobs(runs[0].prompt_logprobs),
+        prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
     )
     return web.Response(body=_encode(completion), content_type="application/json")
 
 
 def _choice(
+    body: ChatRequest,
     index: int,
     answer: Collected,
     parser: AnswerParser | None,
     plan: ToolPlan,
     field: ReasoningField,
-    *,
-    with_logprobs: bool,
 ) -> Choice:
     events: list[Event] = [Content(answer.text)]
     if parser is not None:
@@ -187,8 +198,9 @@ def _choice(
     return Choice(
         index=index,
         message=message_of(events, plan, field),
-        logprobs=chat_logprobs(answer.logprobs) if with_logprobs else None,
+        logprobs=chat_logprobs(answer.logprobs) if body.logprobs else None,
         finish_reason=finish_reason(answer.run, parser, plan),
+        token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
     )
 
 
@@ -220,6 +232,7 @@ def _task(
         max_tokens=max_tokens,
         max_tokens_name="max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens",
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        alternatives_name="top_logprobs",
         defaults=defaults,
         default_max_tokens=service.settings.api.default_max_tokens,
         adapter=model.adapter,
@@ -234,6 +247,8 @@ def _task(
         open_ended=max_tokens is None and defaults.max_tokens is None,
         truncation=truncation(body),
         priority=priority(body, model.priorities),
+        token_ids=token_ids(body, model.adapter),
+        scoring=scoring(body, model.adapter, timeout=service.settings.triton.request_timeout),
     )
 
 

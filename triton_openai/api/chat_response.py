@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from triton_openai.api.logprobs import ChatLogprobs, chat_logprobs
+from triton_openai.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from triton_openai.api.parameters import StreamOptions
 from triton_openai.api.service import now
 from triton_openai.api.sse import END, FIELD
@@ -61,10 +61,13 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The whole answer; ``usage`` is left out where nobody counted."""
+    """
+    The whole answer; ``usage`` is left out where nobody counted. The last two fields are vLLM's, there when asked for.
+    """
 
     id: str
     object: str = msgspec.field(name="object")
@@ -72,6 +75,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: str
     choices: Sequence[Choice]
     usage: UsageObject | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> str | None:
@@ -154,14 +159,17 @@ class ChatChunks:
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
         self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % choice for choice in range(len(parsers))]
 
-    def first(self, choice: int) -> bytes:
-        """Return the chunk with the role."""
-        return self._chunk(choice, b'{"role":"assistant","content":"","refusal":null}', b"null", self._tail)
+    def first(self, choice: int, run: Run) -> bytes:
+        """Return the chunk with the role, and with the prompt's ids where they are wanted."""
+        tail = self._tail
+        if run.generation.token_ids:
+            tail = b'],"prompt_token_ids":' + _encode(run.generation.prompt_ids) + tail[1:]
+        return self._chunk(choice, b'{"role":"assistant","content":"","refusal":null}', b"null", tail)
 
     def piece(self, choice: int, delta: Delta, run: Run) -> bytes:
         """Return the chunks of a piece of text."""
         parser = self._parsers[choice]
-        if parser is None and not delta.logprobs and not self._continuous:
+        if parser is None and not delta.logprobs and not self._continuous and not run.generation.token_ids:
             return self._text_heads[choice] + _encode(delta.text) + self._text_tail
         if parser is None:
             return self._events(choice, [Content(delta.text)], delta, run)
@@ -183,14 +191,17 @@ class ChatChunks:
         return b"" if usage is None else self._head + b'],"usage":' + _encode(usage) + b"}" + END
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta, run: Run) -> bytes:
-        """Return a chunk for each of *events*; the first carries the log probabilities that came with them."""
+        """
+        Return a chunk for each of *events*; the first carries the log probabilities and ids that came with them.
+        """
         logprobs = _encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        if not events and delta.logprobs:
-            return self._chunk(choice, b'{"content":""}', logprobs, self._counted(run))
+        ids = b',"token_ids":' + _encode(list(delta.token_ids)) if run.generation.token_ids else b""
+        if not events and (delta.logprobs or (ids and delta.token_ids)):
+            return self._chunk(choice, b'{"content":""}', logprobs, self._counted(run), ids)
         chunks = []
         for event in events:
-            chunks.append(self._chunk(choice, _encode(self._delta(event)), logprobs, self._counted(run)))
-            logprobs = b"null"
+            chunks.append(self._chunk(choice, _encode(self._delta(event)), logprobs, self._counted(run), ids))
+            logprobs, ids = b"null", b""
         return b"".join(chunks)
 
     def _delta(self, event: Event) -> dict[str, Any]:
@@ -210,8 +221,8 @@ class ChatChunks:
             return {"function_call": {"arguments": event.text}}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
-    def _chunk(self, choice: int, delta: bytes, logprobs: bytes, tail: bytes) -> bytes:
-        body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null}' % (choice, delta, logprobs)
+    def _chunk(self, choice: int, delta: bytes, logprobs: bytes, tail: bytes, ids: bytes = b"") -> bytes:
+        body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (choice, delta, logprobs, ids)
         return self._head + body + tail
 
     def _counted(self, run: Run) -> bytes:

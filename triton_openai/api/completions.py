@@ -13,9 +13,17 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.api.access import find_model
 from triton_openai.api.bodies import read_json
 from triton_openai.api.guides import guide_of
-from triton_openai.api.logprobs import CompletionLogprobs, completion_logprobs
+from triton_openai.api.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    completion_logprobs,
+    joined,
+    narrowed,
+    prompt_logprobs,
+)
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
 from triton_openai.api.parameters import (
     SamplingRequest,
@@ -23,15 +31,17 @@ from triton_openai.api.parameters import (
     priority,
     refuse,
     sampling,
+    scoring,
     stream_options,
+    token_ids,
     truncation,
 )
-from triton_openai.api.prompts import prompts_of
+from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import Service, Task, new_id, now, service_of
 from triton_openai.api.sse import END, FIELD
 from triton_openai.api.streaming import Collected, collect, stream
 from triton_openai.api.usage import UsageObject, usage_of, usage_so_far
-from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.models import ServedModel
 from triton_openai.running import Run
@@ -42,26 +52,32 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
-    """The request; ``prompt`` is one text, one list of token ids, or several of either."""
+    """
+    The request; ``prompt`` is one text, one list of token ids, or several of either. A ``max_tokens`` of 0 asks for the
+    prompt alone, with ``echo``.
+    """
 
     prompt: str | list[str | int | list[int]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
-    # Documented, and not honoured: refused unless neutral.
     suffix: str | None = None
 
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {**SHARED_REFUSED, "suffix": ("",)}
+REFUSED: Mapping[str, tuple[Any, ...]] = SHARED_REFUSED
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer."""
+    """One answer. The last three fields are vLLM's, there when they were asked for."""
 
     text: str
     index: int
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -75,46 +91,64 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     usage: UsageObject | None = None
 
 
+class Echo(msgspec.Struct, frozen=True):
+    """The prompt before an answer; *count* is how many alternatives to its tokens are told, ``None`` for no tokens."""
+
+    count: int | None
+
+    def logprobs(self, run: Run) -> CompletionLogprobs | None:
+        """Return the log probabilities of the prompt's tokens, where they are told."""
+        if self.count is None:
+            return None
+        return completion_logprobs(narrowed(run.prompt_logprobs, self.count), offset=0)[0]
+
+
 class CompletionChunks:
     """
-    The chunks of one stream: *n* choices for each of *prompts*, which are repeated first with *echo*.
+    The chunks of one stream: *n* choices for each prompt, answered by *runs*, which begin with *echo*.
 
     What is the same in all chunks is encoded once.
     """
 
     def __init__(
-        self, completion_id: str, model: str, *, prompts: Sequence[str], n: int, echo: bool, options: StreamOptions
+        self, completion_id: str, model: str, *, runs: Sequence[Run], n: int, echo: Echo | None, options: StreamOptions
     ) -> None:
         # The request
         head = {"id": completion_id, "object": "text_completion", "created": now(), "model": model}
         self._head = FIELD + _encode(head)[:-1] + b',"choices":[{"text":'
-        self._prompts = prompts
         self._n = n
         self._echo = echo
+        self._ids = any(run.generation.token_ids for run in runs)
         self._include_usage = bool(options.include_usage)
         self._continuous = bool(options.continuous_usage_stats)
         self._tail = b'],"usage":null}' + END if self._include_usage else b"]}" + END
-        choices = range(len(prompts) * n)
+        choices = range(len(runs))
         self._text_tails = [
             b',"index":%d,"logprobs":null,"finish_reason":null}' % choice + self._tail for choice in choices
         ]
         # The stream: characters of each choice so far
-        self._offsets = [len(prompts[choice // n]) if echo else 0 for choice in choices]
+        self._offsets = [len(run.generation.prompt) if echo is not None else 0 for run in runs]
 
-    def first(self, choice: int) -> bytes:
-        """Return the prompt with ``echo``, else nothing: a choice begins with its first text."""
-        if not self._echo:
+    def first(self, choice: int, run: Run) -> bytes:
+        """Return the prompt with ``echo``, and its ids; else nothing: a choice begins with its first text."""
+        echo = self._echo
+        if echo is None and not self._ids:
             return b""
-        return self._head + _encode(self._prompts[choice // self._n]) + self._text_tails[choice]
+        text = "" if echo is None else run.generation.prompt
+        logprobs = None if echo is None else echo.logprobs(run)
+        ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(run.generation.prompt_ids) if self._ids else b""
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
+        return self._head + _encode(text) + tail + self._tail
 
     def piece(self, choice: int, delta: Delta, run: Run) -> bytes:
         """Return the chunk of a piece of text."""
-        if not delta.logprobs and not self._continuous:
+        if not delta.logprobs and not self._continuous and not self._ids:
             return self._head + _encode(delta.text) + self._text_tails[choice]
         logprobs = None
         if delta.logprobs:
             logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, offset=self._offsets[choice])
-        tail = b',"index":%d,"logprobs":%b,"finish_reason":null}' % (choice, _encode(logprobs))
+        ids = b',"token_ids":%b' % _encode(list(delta.token_ids)) if self._ids else b""
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
         return self._head + _encode(delta.text) + tail + self._counted(run)
 
     def last(self, choice: int, run: Run) -> bytes:
@@ -138,7 +172,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Continue one or several prompts; the choices are numbered prompt by prompt."""
     service = service_of(request)
     body = await read_json(request, CompletionRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await find_model(request, body.model)
     adapter = model.adapter.name
     observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
     async with service.admission.enter(model.owner, observation):
@@ -154,14 +188,15 @@ async def _answer(
     n = body.n or 1
     try:
         task = _task(service, model, body, completion_id)
-        given = await prompts_of(model, body.prompt)
+        if body.suffix:
+            given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo))
+        else:
+            given = await prompts_of(model, body.prompt)
         runs = observation.answers = await service.runs(model, given, task, limits=limits)
         observation.n = task.n
-        prompts = [run.generation.prompt for run in runs[:: task.n]]
+        echo = Echo(body.logprobs) if body.echo else None
         if body.stream:
-            chunks = CompletionChunks(
-                completion_id, body.model, prompts=prompts, n=n, echo=bool(body.echo), options=options
-            )
+            chunks = CompletionChunks(completion_id, body.model, runs=runs, n=n, echo=echo, options=options)
             heartbeat = service.settings.server.heartbeat_interval
             return await stream(request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
         answers = await collect(runs, timeout=limits.total)
@@ -173,10 +208,7 @@ async def _answer(
         object="text_completion",
         created=now(),
         model=body.model,
-        choices=[
-            _choice(body, index, prompts[index // n], answer)
-            for index, answer in enumerate(_best(answers, n=n, of=task.n))
-        ],
+        choices=[_choice(body, index, echo, answer) for index, answer in enumerate(_best(answers, n=n, of=task.n))],
         usage=usage_of(runs, n=task.n),
     )
     return web.Response(body=_encode(completion), content_type="application/json")
@@ -189,26 +221,19 @@ def _task(service: Service, model: ServedModel, body: CompletionRequest, complet
         raise InvalidRequest("'best_of' must not be less than 'n'.", param="best_of", code="invalid_value")
     if best_of > n and body.stream:
         raise InvalidRequest("'best_of' cannot be used with 'stream'.", param="best_of", code="invalid_value")
-    if body.echo and body.logprobs is not None:
-        raise UnsupportedParameter(
-            "'echo' cannot be used with 'logprobs': the backend does not tell the prompt's log probabilities.",
-            param="logprobs",
-        )
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("'max_tokens' can be 0 with 'echo' only.", param="max_tokens", code="invalid_value")
     if not model.adapter.capabilities.generate:
         raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
-    logprobs = body.logprobs
-    if best_of > n and logprobs is None:
-        # The answers are ranked by them.
-        if not model.adapter.capabilities.logprobs:
-            raise UnsupportedParameter(
-                "'best_of' needs log probabilities, which this model does not give.", param="best_of"
-            )
-        logprobs = 0
+    if best_of > n and not model.adapter.capabilities.cumulative_logprob:
+        raise UnsupportedParameter(
+            "'best_of' needs log probabilities, which this model does not give.", param="best_of"
+        )
     wanted = sampling(
         body,
         max_tokens=body.max_tokens,
         max_tokens_name="max_tokens",
-        logprobs=logprobs,
+        logprobs=body.logprobs,
         defaults=model.settings.default_parameters,
         default_max_tokens=service.settings.api.default_max_tokens,
         adapter=model.adapter,
@@ -223,6 +248,14 @@ def _task(service: Service, model: ServedModel, body: CompletionRequest, complet
         open_ended=open_ended,
         truncation=truncation(body),
         priority=priority(body, model.priorities),
+        scored=best_of > n,
+        token_ids=token_ids(body, model.adapter),
+        scoring=scoring(
+            body,
+            model.adapter,
+            echoed=body.logprobs if body.echo else None,
+            timeout=service.settings.triton.request_timeout,
+        ),
     )
 
 
@@ -233,13 +266,33 @@ def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
     best: list[Collected] = []
     for start in range(0, len(answers), of):
         group = answers[start : start + of]
-        best += sorted(group, key=lambda answer: answer.run.cumulative_logprob, reverse=True)[:n]
+        best += sorted(group, key=_likelihood, reverse=True)[:n]
     return best
 
 
-def _choice(body: CompletionRequest, index: int, prompt: str, answer: Collected) -> Choice:
-    before = prompt if body.echo else ""
+def _likelihood(answer: Collected) -> float:
+    found = answer.run.cumulative_logprob
+    if found is None:
+        raise UpstreamError("The model did not tell how likely its answers are, which 'best_of' needs.")
+    return found
+
+
+def _choice(body: CompletionRequest, index: int, echo: Echo | None, answer: Collected) -> Choice:
+    run = answer.run
+    before = run.generation.prompt if echo is not None else ""
     logprobs = None
     if body.logprobs is not None:
         logprobs, _ = completion_logprobs(answer.logprobs, offset=len(before))
-    return Choice(text=before + answer.text, index=index, logprobs=logprobs, finish_reason=answer.run.finish_reason)
+        asked = echo.logprobs(run) if echo is not None else None
+        logprobs = logprobs if asked is None else joined(asked, logprobs)
+    wanted = body.prompt_logprobs
+    ids = bool(body.return_token_ids)
+    return Choice(
+        text=before + answer.text,
+        index=index,
+        logprobs=logprobs,
+        finish_reason=run.finish_reason,
+        prompt_logprobs=msgspec.UNSET if wanted is None else prompt_logprobs(narrowed(run.prompt_logprobs, wanted)),
+        prompt_token_ids=(run.generation.prompt_ids or ()) if ids else msgspec.UNSET,
+        token_ids=answer.token_ids if ids else msgspec.UNSET,
+    )

@@ -7,7 +7,6 @@ unless told otherwise: little-endian float32.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 import sys
@@ -19,6 +18,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.api.access import find_model
+from triton_openai.api.batches import answers_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.service import Service, new_id, service_of
 from triton_openai.errors import (
@@ -26,21 +27,14 @@ from triton_openai.errors import (
     InvalidRequest,
     UnsupportedParameter,
     UpstreamError,
-    UpstreamTimeout,
 )
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.models import ServedModel
 from triton_openai.telemetry.observation import observe
 from triton_openai.time_limits import TimeLimits
-from triton_openai.triton.client import ResponseStream
-from triton_openai.triton.single_answer import SingleAnswer
-from triton_openai.triton.status import no_answer
-from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _encode = msgspec.json.Encoder().encode
 _MAX_INPUTS = 2048
-# Requests of one call that are sent to Triton at the same time: enough to fill its batcher.
-_PARALLEL_REQUESTS = 16
 
 
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
@@ -81,7 +75,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Embed texts."""
     service = service_of(request)
     body = await read_json(request, EmbeddingsRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await find_model(request, body.model)
     observation = observe(request, "embeddings", model=body.model, adapter=model.adapter.name)
     capabilities = model.adapter.capabilities
     if not capabilities.embed:
@@ -97,11 +91,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     try:
         async with service.admission.enter(model.owner, observation):
-            result = await _embed(service, model, job, limits.total)
+            result = await embed(service, model, job, timeout=limits.total)
     except ContextLengthExceeded as error:
         error.param = error.param or "input"
         raise
-    tokens = observation.input_tokens = await _count(model, job, result)
+    tokens = observation.input_tokens = await count_inputs(model, job, result)
     as_text = body.encoding_format == "base64"
     answer = EmbeddingList(
         data=[
@@ -136,36 +130,13 @@ def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[i
     return items
 
 
-async def _embed(service: Service, model: ServedModel, job: EmbeddingJob, timeout: float | None) -> EmbeddingResult:
+async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, timeout: float | None) -> EmbeddingResult:
+    """Return the vectors of *job*. Raises :class:`ServiceError`, also after *timeout* seconds."""
     requests = model.adapter.encode_embeddings(job)
-    gate = asyncio.Semaphore(_PARALLEL_REQUESTS)
-    tasks = [asyncio.create_task(_answer(service, model, request, gate)) for request in requests]
-    try:
-        responses = await asyncio.wait_for(asyncio.gather(*tasks), timeout)
-    except asyncio.TimeoutError as error:
-        raise UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
-    finally:
-        for task in tasks:
-            task.cancel()
-    return model.adapter.decode_embeddings(job, responses)
+    return model.adapter.decode_embeddings(job, await answers_of(service, model, requests, timeout=timeout))
 
 
-async def _answer(
-    service: Service, model: ServedModel, request: InferRequest, gate: asyncio.Semaphore
-) -> InferResponse:
-    async with gate:
-        stream: ResponseStream
-        stream = await service.client.stream(request) if request.stream else SingleAnswer(service.client, request)
-        try:
-            responses = await stream.read()
-            if not responses:
-                raise no_answer(model.name)
-            return responses[0]
-        finally:
-            stream.close()
-
-
-async def _count(model: ServedModel, job: EmbeddingJob, result: EmbeddingResult) -> int | None:
+async def count_inputs(model: ServedModel, job: EmbeddingJob, result: EmbeddingResult) -> int | None:
     """Return the tokens of the inputs: from the backend, else from the tokenizer that is configured, else ``None``."""
     if result.prompt_tokens is not None:
         return result.prompt_tokens

@@ -1,4 +1,6 @@
-"""Log probabilities in the forms of OpenAI's two APIs (openai-openapi 2.3.0)."""
+"""
+Log probabilities in the forms of OpenAI's two APIs (openai-openapi 2.3.0), and of vLLM's ``prompt_logprobs``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class ContentLogprob(msgspec.Struct, frozen=True):
     """The chosen token at a position."""
 
     token: str
-    logprob: float
+    logprob: float | None
     bytes: list[int] | None
     top_logprobs: list[TopLogprob]
 
@@ -34,12 +36,23 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """``logprobs`` of a plain completion's choice: parallel lists."""
+    """``logprobs`` of a plain completion's choice: parallel lists, with null where nothing stands before a token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One of the tokens considered at a place of the prompt, as vLLM tells it."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = Sequence[dict[str, PromptLogprob] | None]
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:
@@ -61,17 +74,50 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, offset: int) -> tupl
     logprobs = CompletionLogprobs(
         tokens=[entry.token for entry in entries],
         token_logprobs=[entry.logprob for entry in entries],
-        # The chosen token is always there, so there may be one more than was asked for.
-        top_logprobs=[
-            {entry.token: entry.logprob, **{item.token: item.logprob for item in entry.top}} for entry in entries
-        ],
+        top_logprobs=[_considered(entry) for entry in entries],
         text_offset=offsets,
     )
     return logprobs, offset
 
 
+def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
+    """Return both in one: those of the prompt, and of what follows it."""
+    return CompletionLogprobs(
+        tokens=first.tokens + then.tokens,
+        token_logprobs=first.token_logprobs + then.token_logprobs,
+        top_logprobs=first.top_logprobs + then.top_logprobs,
+        text_offset=first.text_offset + then.text_offset,
+    )
+
+
+def narrowed(entries: Sequence[TokenLogprob], count: int) -> Sequence[TokenLogprob]:
+    """Return *entries* with no more than *count* alternatives each."""
+    return [msgspec.structs.replace(entry, top=entry.top[:count]) for entry in entries]
+
+
+def prompt_logprobs(entries: Sequence[TokenLogprob]) -> PromptLogprobs:
+    """Return *entries*, those of a prompt, by token id; the prompt's own token first, and none for the first."""
+    return [None if entry.logprob is None else _by_id(entry, entry.logprob) for entry in entries]
+
+
+def _by_id(entry: TokenLogprob, logprob: float) -> dict[str, PromptLogprob]:
+    found = {str(entry.id): PromptLogprob(logprob, entry.rank, entry.token)}
+    for place, item in enumerate(entry.top):
+        found.setdefault(str(item.id), PromptLogprob(item.logprob, place + 1, item.token))
+    return found
+
+
+def _considered(entry: TokenLogprob) -> dict[str, float] | None:
+    """Return the alternatives by their texts; the chosen token is always there, maybe as one more."""
+    if entry.logprob is None:
+        return None
+    return {entry.token: entry.logprob, **{item.token: item.logprob for item in entry.top}}
+
+
 def _characters(entry: TokenLogprob) -> int:
     """Return how many characters begin in a token: one that is spread over several counts where it begins."""
+    if entry.hidden:
+        return 0
     if entry.raw is None:
         return len(entry.token)
     return sum(byte & 0xC0 != 0x80 for byte in entry.raw)

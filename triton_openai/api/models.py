@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from triton_openai.api.access import find_model, may_use
 from triton_openai.api.service import service_of
 from triton_openai.models import Models
 
@@ -38,9 +39,9 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """List what is served now."""
+    """List what is served now, and open to who asks."""
     models = service_of(request).models
-    data = [_describe(models, name, created) for name, created in models.listed()]
+    data = [_describe(models, name, created) for name, created in models.listed() if may_use(request, name)]
     return web.Response(body=msgspec.json.encode(ModelList(data=data)), content_type="application/json")
 
 
@@ -48,9 +49,9 @@ async def get_model(request: web.Request) -> web.Response:
     """Describe one model; its name may hold slashes."""
     name = request.match_info["model"]
     models = service_of(request).models
-    created = dict(models.listed()).get(name)
+    created = dict(models.listed()).get(name) if may_use(request, name) else None
     if created is None:
-        created = (await models.find(name)).created
+        created = (await find_model(request, name)).created
     body = msgspec.json.encode(_describe(models, name, created))
     return web.Response(body=body, content_type="application/json")
 

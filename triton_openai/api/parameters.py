@@ -20,6 +20,7 @@ from triton_openai.chat.truncation import Truncation
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Sampling
+from triton_openai.scoring import Scoring
 
 _MAX_STOPS = 4
 _TOKEN_DIGITS = 9
@@ -60,6 +61,8 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -84,8 +87,6 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: Any = None
     thinking_token_budget: Any = None
     include_reasoning: Any = None
-    prompt_logprobs: Any = None
-    return_token_ids: Any = None
 
 
 # Parameters that would change the answer and are not supported, with the values that mean "not used".
@@ -97,8 +98,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "thinking_token_budget": (),
     "include_reasoning": (True,),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
 }
 
 # Fields that a request and a sampling have in common, under the same name.
@@ -180,6 +179,7 @@ def sampling(
     max_tokens: int | None,
     max_tokens_name: str,
     logprobs: int | None,
+    alternatives_name: str = "logprobs",
     defaults: DefaultParameters,
     default_max_tokens: int,
     adapter: Adapter,
@@ -189,14 +189,14 @@ def sampling(
 
     Raises :class:`InvalidRequest` for values that contradict each other, and :class:`UnsupportedParameter` for those
     that the model cannot honour; *max_tokens_name* is what the client called the limit, *logprobs* how many
-    alternatives it wants.
+    alternatives to a token it wants, and *alternatives_name* by what.
     """
     given = defaults.given()
     stop = request.stop if request.stop is not None else given.get("stop")
     values: dict[str, Any] = {
         name: getattr(request, name) if getattr(request, name) is not None else given.get(name) for name in _PLAIN
     }
-    limit = max_tokens or given.get("max_tokens") or default_max_tokens
+    limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
     if values["min_tokens"] is not None and values["min_tokens"] > limit:
         raise InvalidRequest(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{max_tokens_name}' ({limit}).",
@@ -214,12 +214,15 @@ def sampling(
     )
     # What an adapter's table does not mention is not sent either; stop strings are cut out here if need be.
     rules = {**dict.fromkeys(_MAPPED, Rule.REFUSED), **{row.name: row.rule for row in adapter.parameters}}
+    reasons = {row.name: f": {row.why}." for row in adapter.parameters if row.why}
     # A limit that nobody asked for is no reason to refuse anything.
     asked = {name: getattr(result, name) for name in rules} | {"max_tokens": max_tokens}
     for name, rule in rules.items():
         if rule is Rule.REFUSED and asked[name] not in (None, (), _NEUTRAL.get(name)):
             called = max_tokens_name if name == "max_tokens" else name
-            raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model.", param=called)
+            why = reasons.get(name, ".")
+            raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
+    _check_alternatives(logprobs or 0, adapter.capabilities.top_logprobs, alternatives_name)
     for row in adapter.parameters:
         # Here and not only in the adapter, which does not know what the client called its limit.
         if isinstance(asked[row.name], int | float):
@@ -260,6 +263,50 @@ def priority(request: SamplingRequest, levels: int) -> int:
             code="invalid_value",
         )
     return given
+
+
+def _check_alternatives(wanted: int, most: int, param: str) -> None:
+    if wanted and not most:
+        raise UnsupportedParameter(
+            "This model tells the log probabilities of the chosen tokens only, not those of alternatives.", param=param
+        )
+    if wanted > most:
+        raise UnsupportedParameter(f"This model tells {most} alternatives to a token at most.", param=param)
+
+
+def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
+    """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` where nobody knows them."""
+    if request.return_token_ids and not adapter.capabilities.token_ids:
+        raise UnsupportedParameter(
+            "This model answers in text and does not tell its token ids; an engine answered token by token does"
+            " (--prefer-token-level).",
+            param="return_token_ids",
+        )
+    return bool(request.return_token_ids)
+
+
+def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = None, timeout: float) -> Scoring | None:
+    """
+    Return what is wanted of the prompt's log probabilities: by ``prompt_logprobs``, or *echoed* before the answer's.
+
+    Raises :class:`UnsupportedParameter` where they cannot be had, :class:`InvalidRequest` in streams, which have no
+    place for ``prompt_logprobs``.
+    """
+    count, param = echoed, "logprobs"
+    if request.prompt_logprobs is not None:
+        if request.stream:
+            raise InvalidRequest(
+                "'prompt_logprobs' cannot be used with 'stream'.", param="prompt_logprobs", code="invalid_value"
+            )
+        count, param = max(request.prompt_logprobs, echoed or 0), "prompt_logprobs"
+    if count is None:
+        return None
+    if not adapter.capabilities.prompt_logprobs:
+        with_echo = "'echo' cannot be used with 'logprobs': " if param == "logprobs" else ""
+        raise UnsupportedParameter(
+            f"{with_echo}This model does not tell the log probabilities of the prompt's tokens.", param=param
+        )
+    return Scoring(count=count, param=param, timeout=timeout)
 
 
 def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOptions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from triton_openai.chat.infill import choose, recognise
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.models import ServedModel
 
@@ -38,6 +39,32 @@ async def prompts_of(model: ServedModel, prompt: str | list[str | int | list[int
         else:
             prompts.append(await _as_text(model, item))
     return prompts
+
+
+async def filled(
+    model: ServedModel, prompt: str | list[str | int | list[int]], suffix: str, *, echo: bool
+) -> Sequence[str | Sequence[int]]:
+    """
+    Return the prompts that ask for what stands between each of *prompt* and *suffix*.
+
+    Raises :class:`UnsupportedParameter` where the model is not said to fill in the middle, for token ids, and for
+    *echo*, and :class:`ConfigurationError` where the setting that says so cannot be followed.
+    """
+    tokenizer = (await model.prompter()).tokenizer
+    form = choose(model.settings.fim_template, tokenizer)
+    if form is None:
+        known = None if tokenizer is None else recognise(tokenizer)
+        hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it." if known else ""
+        raise UnsupportedParameter(
+            f"The model is not known to fill in the middle (--fim-template).{hint}", param="suffix"
+        )
+    if echo:
+        raise UnsupportedParameter("'echo' cannot be used with 'suffix'.", param="echo")
+    items = [prompt] if isinstance(prompt, str) else prompt
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) < len(items):
+        raise UnsupportedParameter("'suffix' cannot be used with prompts as token ids.", param="suffix")
+    return await prompts_of(model, [form.render(text, suffix) for text in texts])
 
 
 async def _as_text(model: ServedModel, ids: list[int]) -> str:

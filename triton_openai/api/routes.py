@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from triton_openai.api import chat, completions, embeddings, health, models, tokenize
+from triton_openai.api import chat, completions, embeddings, health, metrics, models, rerank, score, tokenize
+from triton_openai.api.groups import Routes
 
 
 def add_routes(app: web.Application) -> None:
     """Add all routes; the OpenAI ones exist with and without ``/v1``, for clients whose ``base_url`` lacks it."""
-    router = app.router
+    routes = Routes(app)
     for prefix in ("/v1", ""):
-        router.add_post(f"{prefix}/chat/completions", chat.handle)
-        router.add_post(f"{prefix}/completions", completions.handle)
-        router.add_post(f"{prefix}/embeddings", embeddings.handle)
+        routes.post("inference", f"{prefix}/chat/completions", chat.handle)
+        routes.post("inference", f"{prefix}/completions", completions.handle)
+        routes.post("embedding", f"{prefix}/embeddings", embeddings.handle)
         # Some clients post to list models.
-        router.add_get(f"{prefix}/models", models.list_models)
-        router.add_post(f"{prefix}/models", models.list_models)
+        routes.get("model-repository", f"{prefix}/models", models.list_models)
+        routes.post("model-repository", f"{prefix}/models", models.list_models)
         # vLLM's server has these without the prefix.
-        router.add_post(f"{prefix}/tokenize", tokenize.tokenize)
-        router.add_post(f"{prefix}/detokenize", tokenize.detokenize)
-        router.add_get(f"{prefix}/models/{{model:.+}}", models.get_model)
-    router.add_get("/health/live", health.live)
+        routes.post("inference", f"{prefix}/tokenize", tokenize.tokenize)
+        routes.post("inference", f"{prefix}/detokenize", tokenize.detokenize)
+        routes.post("embedding", f"{prefix}/rerank", rerank.handle)
+        routes.post("embedding", f"{prefix}/score", score.handle)
+        routes.get("model-repository", f"{prefix}/models/{{model:.+}}", models.get_model)
+    # Where the second version of Cohere's client asks.
+    routes.post("embedding", "/v2/rerank", rerank.handle)
+    routes.get("health", "/health/live", health.live)
     for path in ("/health/ready", "/health", "/v1/health", "/health_check"):
-        router.add_get(path, health.ready)
+        routes.get("health", path, health.ready)
+    routes.get("metrics", "/metrics", metrics.metrics)

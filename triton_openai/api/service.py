@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from triton_openai.api.biases import bias_words
 from triton_openai.api.limits import fit
 from triton_openai.background import Background
 from triton_openai.chat.tokenizer import Tokenizer
@@ -22,6 +23,7 @@ from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabul
 from triton_openai.media.images import ImageLoader
 from triton_openai.models import Models, ServedModel
 from triton_openai.running import Run
+from triton_openai.scoring import Scoring, score_prompts
 from triton_openai.server.admission import Admission
 from triton_openai.time_limits import TimeLimits
 from triton_openai.triton.client import TritonClient
@@ -37,8 +39,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a request wants for each of its prompts: *n* answers under the ids that begin with *id*.
 
-    ``open_ended`` is whether the client left the length of the answer open. ``truncation`` is what the prompts are cut
-    to; ``priority`` is the request's place in Triton's queue.
+    ``open_ended`` is whether the client left the length of the answer open, ``scored`` whether its cumulative log
+    probability is wanted, ``token_ids`` whether the ids of prompt and answer are. ``scoring`` asks for the log
+    probabilities of the prompt's tokens. ``truncation`` is what the prompts are cut to; ``priority`` is the request's
+    place in Triton's queue.
     """
 
     id: str
@@ -49,6 +53,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     truncation: Truncation | None = None
     priority: int = 0
     images: tuple[Image, ...] = ()
+    scored: bool = False
+    token_ids: bool = False
+    scoring: Scoring | None = None
 
 
 class LiveSettings:
@@ -110,6 +117,11 @@ class Service(msgspec.Struct, frozen=True):
                     prepared, id=task.id if single else f"{task.id}-{place * count + number}", sampling=sampling
                 )
                 runs.append(self._run(model, generation, tokenizer, limits))
+        if task.scoring is not None and tokenizer is not None:
+            prepared_prompts = [run.generation for run in runs[::count]]
+            scores = await score_prompts(model, tokenizer, prepared_prompts, task.scoring, self.client)
+            for place, run in enumerate(runs):
+                run.prompt_logprobs = scores[place // count]
         return runs
 
     def _run(self, model: ServedModel, generation: Generation, tokenizer: Tokenizer | None, limits: TimeLimits) -> Run:
@@ -155,11 +167,23 @@ async def prepare(
     echo = None
     if capabilities.echoes and tokenizer is not None:
         echo = tokenizer.decode(await tokenizer.encode_async(prompt))
+    ids = None
+    if task.token_ids:
+        if tokenizer is None:
+            raise UnsupportedParameter(
+                "'return_token_ids' needs the model's tokenizer, which is not configured (--tokenizer).",
+                param="return_token_ids",
+            )
+        ids = tuple(await tokenizer.encode_async(prompt, model.adapter.hints.adds_bos))
     return Generation(
         id=task.id,
         prompt=prompt,
         sampling=task.sampling,
         prompt_echo=echo,
+        prompt_ids=ids,
+        bias_words=bias_words(tokenizer, task.sampling.logit_bias) if capabilities.bias_words else (),
+        scored=task.scored,
+        token_ids=task.token_ids,
         guide=task.guide,
         lora=model.lora,
         kv_cache_block_size=model.settings.kv_cache_block_size,
@@ -225,6 +249,8 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
             )
         ),
         sampling=task.sampling,
+        scored=task.scored,
+        token_ids=task.token_ids,
         guide=task.guide,
         lora=model.lora,
         kv_cache_block_size=model.settings.kv_cache_block_size,

@@ -10,12 +10,13 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from triton_openai.answers import Answers, Step
 from triton_openai.api.service import REQUEST_ID
 from triton_openai.api.sse import DONE, EventWriter
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError, UpstreamTimeout
 from triton_openai.generation import Delta, TokenLogprob
-from triton_openai.running import Answers, Run, Step
+from triton_openai.running import Run
 from triton_openai.telemetry.observation import OBSERVATION
 
 _log = structlog.get_logger(__name__)
@@ -24,7 +25,7 @@ _log = structlog.get_logger(__name__)
 class Chunks(Protocol):
     """Renders what one stream sends, each method returning whole events."""
 
-    def first(self, choice: int) -> bytes:
+    def first(self, choice: int, run: Run) -> bytes:
         """Return what opens a choice."""
         ...
 
@@ -56,6 +57,11 @@ class Collected(msgspec.Struct):
     def logprobs(self) -> Sequence[TokenLogprob]:
         """The log probabilities of its tokens."""
         return [entry for delta in self.deltas for entry in delta.logprobs]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The ids of its tokens, where the backend tells them."""
+        return [number for delta in self.deltas for number in delta.token_ids]
 
 
 async def collect(runs: Sequence[Run], *, timeout: float | None) -> list[Collected]:
@@ -157,15 +163,15 @@ def _too_long(timeout: float | None) -> UpstreamTimeout:
 async def _relay(step: Step, answers: Answers, writer: EventWriter, chunks: Chunks) -> None:
     """Write what comes; this is the loop that turns once per token."""
     runs = answers.runs
-    opened = [False] * len(runs)
+    # All choices and in their order, whichever comes first: the official client takes the first chunk for choice 0.
+    opening = b"".join([chunks.first(choice, run) for choice, run in enumerate(runs)])
     left = len(runs)
     while True:
         choice = step.choice
         # What arrived together leaves together.
         events = b"".join([chunks.piece(choice, delta, runs[choice]) for delta in step.deltas])
-        if not opened[choice]:
-            opened[choice] = True
-            events = chunks.first(choice) + events
+        if opening:
+            events, opening = opening + events, b""
         if step.finished:
             left -= 1
             events += chunks.last(choice, runs[choice])

@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.api.access import find_model
 from triton_openai.api.bodies import read_json
 from triton_openai.api.chat_prompt import PromptOptions, rendered
 from triton_openai.api.service import service_of
@@ -70,7 +71,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
     service = service_of(request)
     body = await read_json(request, TokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await find_model(request, body.model)
     prompter = await model.prompter()
     tokenizer = _tokenizer(prompter)
     if (body.prompt is None) == (body.messages is None):
@@ -100,7 +101,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
     service = service_of(request)
     body = await read_json(request, DetokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model)
+    model = await find_model(request, body.model)
     tokenizer = _tokenizer(await model.prompter())
     unknown = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
     if unknown is not None:

@@ -3,19 +3,20 @@ The Jinja environment that chat templates of Hugging Face models are written for
 
 What it offers (trimmed blocks, ``break``/``continue``, ``{% generation %}``, a plain ``tojson``,
 ``raise_exception``, ``strftime_now``) is what ``transformers.utils.chat_template_utils`` gives templates. Templates
-come from strangers' repositories, hence the sandbox: no private attributes, no change of what they are given, and no
-way to ask for absurd amounts of memory in one expression.
+come from strangers' repositories, hence the sandbox: no private attributes, no change of what they are given, no way to
+ask for absurd amounts of memory in one product, and no loops without end.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextvars import ContextVar
 from datetime import datetime
 from functools import cache
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
@@ -24,6 +25,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: The most items that ``"text" * n`` or ``[…] * n`` may make, and the largest result of ``**`` in bits.
 LARGEST_PRODUCT = 1_000_000
+
+
+#: The most rounds that all loops of one rendering may make together: some hundred times those of the longest chats.
+MOST_STEPS = 1_000_000
+# No name that a template could write.
+_STEP = "one more step"
+_steps: ContextVar[int] = ContextVar("steps", default=0)
 
 
 class TemplateRefusal(TemplateError):
@@ -47,9 +55,23 @@ class GenerationBlock(Extension):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, with products and powers kept to a sensible size."""
+    """The sandbox, with products and powers kept to a sensible size, and loops to a sensible number of rounds."""
 
     intercepted_binops = frozenset({"*", "**"})
+
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
+        # The place that jinja2 has for what is done to a template before it is compiled.
+        for loop in source.find_all(nodes.For):
+            where: dict[str, Any] = {"lineno": loop.lineno, "environment": self}
+            step = nodes.Filter(nodes.Const(True, **where), _STEP, [], [], None, None, **where)
+            if loop.test is None:
+                loop.body.insert(0, nodes.ExprStmt(step, **where))
+            else:
+                # An item that is left out is looked at as well.
+                loop.test = nodes.And(step, loop.test, **where)
+        return super()._generate(source, name, filename, defer_init)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute *left* *operator* *right*. Raises :class:`SecurityError` when the result would be too large."""
@@ -78,6 +100,7 @@ def build_environment(now: Callable[[], datetime] = datetime.now) -> ChatEnviron
         lstrip_blocks=True,
         extensions=[GenerationBlock, "jinja2.ext.loopcontrols"],
     )
+    environment.filters[_STEP] = _step
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = strftime_now
@@ -88,6 +111,21 @@ def build_environment(now: Callable[[], datetime] = datetime.now) -> ChatEnviron
 def shared_environment() -> ChatEnvironment:
     """Return the one environment that all templates share; it is never changed after it was made."""
     return build_environment()
+
+
+def start_counting() -> None:
+    """Begin a rendering: its loops have made no round yet. Renderings in other threads and tasks count on their own."""
+    _steps.set(0)
+
+
+@pass_context
+def _step(context: Context, value: bool) -> bool:
+    """Count a round of a loop. Raises :class:`SecurityError` for one too many."""
+    steps = _steps.get() + 1
+    if steps > MOST_STEPS:
+        raise SecurityError(f"its loops make more than {MOST_STEPS} rounds")
+    _steps.set(steps)
+    return value
 
 
 def _tojson(

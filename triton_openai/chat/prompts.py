@@ -11,21 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
-from triton_openai.chat import builtin
+from triton_openai.chat import builtin, history
 from triton_openai.chat.continuation import Continuation
 from triton_openai.chat.images import ImageMarks
 from triton_openai.chat.messages import Message
 from triton_openai.chat.prepare import prepare
-from triton_openai.chat.template import ChatTemplate
+from triton_openai.chat.template import ChatTemplate, PromptTemplate
 from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.errors import ConfigurationError, InvalidRequest
 
 #: What a client's ``chat_template_kwargs`` may not replace.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+# By name, those that work and those that are broken; and where they came from.
+_Templates: TypeAlias = tuple[Mapping[str, PromptTemplate | ConfigurationError], str | None]
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +53,7 @@ class Prompter:
         self,
         *,
         tokenizer: Tokenizer | None,
-        templates: Mapping[str, ChatTemplate | ConfigurationError],
+        templates: Mapping[str, PromptTemplate | ConfigurationError],
         provenance: Provenance,
     ) -> None:
         self._tokenizer = tokenizer
@@ -63,6 +66,8 @@ class Prompter:
         *,
         tokenizer_source: str | None = None,
         template_spec: str | None = None,
+        history_template: str | None = None,
+        history_template_file: Path | None = None,
         hinted_tokenizer_dir: str | None = None,
         load: Callable[[str], Tokenizer] = Tokenizer.load,
     ) -> Prompter:
@@ -70,13 +75,16 @@ class Prompter:
         Find tokenizer and template. Blocks (disk, maybe network): call it in a thread.
 
         *tokenizer_source* is ``--tokenizer``; *template_spec* is ``--chat-template`` (a built-in's name or a file);
+        *history_template* and *history_template_file* are the flags of those names, of which one at most is given;
         *hinted_tokenizer_dir* is the ``tokenizer_dir`` of Triton's config, used only where it exists on this machine
         and passed over where it is unusable. Raises :class:`ConfigurationError` when what the operator named cannot
         be used; a missing template is an error only once a chat is asked.
         """
         notes: list[str] = []
         tokenizer, tokenizer_origin = _find_tokenizer(tokenizer_source, hinted_tokenizer_dir, load, notes)
-        templates, template_origin = _find_templates(template_spec, tokenizer, notes)
+        templates, template_origin = _history(history_template, history_template_file) or _find_templates(
+            template_spec, tokenizer, notes
+        )
         provenance = Provenance(
             tokenizer=tokenizer_origin,
             chat_template=template_origin,
@@ -98,7 +106,7 @@ class Prompter:
     @property
     def can_chat(self) -> bool:
         """Whether there is any template that works."""
-        return any(isinstance(template, ChatTemplate) for template in self._templates.values())
+        return any(not isinstance(template, ConfigurationError) for template in self._templates.values())
 
     @property
     def template_variables(self) -> Mapping[str, str]:
@@ -110,7 +118,7 @@ class Prompter:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
-    ) -> ChatTemplate:
+    ) -> PromptTemplate:
         """
         Return the template for a chat with or without *tools* and *documents*.
 
@@ -240,9 +248,12 @@ def _find_tokenizer(
         return None, None
 
 
-def _find_templates(
-    spec: str | None, tokenizer: Tokenizer | None, notes: list[str]
-) -> tuple[dict[str, ChatTemplate | ConfigurationError], str | None]:
+def _history(text: str | None, file: Path | None) -> _Templates | None:
+    found = history.load(text, file)
+    return None if found is None else ({"default": found[0]}, found[1])
+
+
+def _find_templates(spec: str | None, tokenizer: Tokenizer | None, notes: list[str]) -> _Templates:
     tokens = _special_tokens(tokenizer)
     spec = _given(spec)
     if spec is not None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from jinja2 import Template, TemplateSyntaxError, meta
 
 from triton_openai.chat import offload
-from triton_openai.chat.environment import TemplateRefusal, shared_environment
+from triton_openai.chat.environment import TemplateRefusal, shared_environment, start_counting
+from triton_openai.chat.images import TakesImages
+from triton_openai.chat.prepare import Wishes
 from triton_openai.chat.template_analysis import ContentFormat, analyse
 from triton_openai.chat.tool_form import ToolForm, probe
 from triton_openai.errors import ConfigurationError, InvalidRequest
@@ -26,6 +28,46 @@ INLINE_WEIGHT = 100_000
 ITEM_WEIGHT = 500
 
 _LONGEST_REASON = 1_000
+
+
+class PromptTemplate(Wishes, TakesImages, Protocol):
+    """What makes a prompt of messages; :class:`ChatTemplate` is one."""
+
+    @property
+    def name(self) -> str:
+        """Where the template comes from, in words."""
+
+    @property
+    def source(self) -> str:
+        """The template's own text."""
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt. Raises :class:`InvalidRequest`."""
+
+    async def render_async(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Do :meth:`render` without holding the event loop."""
 
 
 class ChatTemplate:
@@ -164,6 +206,7 @@ class ChatTemplate:
         }
         pieces: list[str] = []
         length = 0
+        start_counting()
         try:
             for piece in self._template.generate(context):
                 length += len(piece)

@@ -11,7 +11,8 @@ import tokenizers
 
 from triton_openai.chat import offload
 from triton_openai.chat.tokenizer_files import TokenizerFiles, fetch_from_hub, locate
-from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from triton_openai.generation import TokenPair
 from triton_openai.text.pieces import TokenPieces
 
 #: Texts longer than this are encoded in a thread. Measured with a byte-level BPE of 16,000 tokens: 0.2 µs per
@@ -148,6 +149,39 @@ class Tokenizer:
     def count(self, text: str, add_special_tokens: bool = False) -> int:
         """Return how many tokens *text* has. Raises as :meth:`encode`."""
         return len(self.encode(text, add_special_tokens))
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
+        """
+        Return each query and document as one sequence, with the special tokens of a pair.
+
+        With *limit*, a longer one is cut to it at the end of its document. Raises :class:`InvalidRequest` for text that
+        is not valid Unicode, and where a query alone is longer.
+        """
+        special = self._backend.num_special_tokens_to_add(is_pair=True)
+        queries = list(dict.fromkeys(query for query, _ in pairs))
+        try:
+            encoded = self._backend.encode_batch(queries, add_special_tokens=False)
+            documents = self._backend.encode_batch([document for _, document in pairs], add_special_tokens=False)
+        except (TypeError, UnicodeError) as error:
+            raise InvalidRequest(
+                "The text is not valid Unicode (it holds a lone surrogate).", detail=str(error)
+            ) from error
+        by_query = dict(zip(queries, encoded, strict=True))
+        made = []
+        for (query, _), document in zip(pairs, documents, strict=True):
+            if limit is not None:
+                room = limit - special - len(by_query[query].ids)
+                if room < 0:
+                    raise ContextLengthExceeded(f"The query alone is longer than {limit} tokens.")
+                document.truncate(room)
+            whole = self._backend.post_process(by_query[query], document, add_special_tokens=True)
+            made.append(TokenPair(whole.ids, whole.type_ids))
+        return made
+
+    async def encode_pairs_async(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
+        """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises the same."""
+        size = sum(len(query) + len(document) for query, document in pairs)
+        return await offload.run(lambda: self.encode_pairs(pairs, limit), size=size, threshold=INLINE_CHARACTERS)
 
     async def encode_async(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Do :meth:`encode` without holding the event loop for long texts. Raises the same."""

@@ -41,6 +41,8 @@ _LEFT_OUT = {
             *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),
             *("model-repository", "strict-parameters"),
+            *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
+            *(option.name for option in options() if option.section in ("access", "limits")),
         }
     ),
 }
@@ -125,6 +127,8 @@ def _keywords(option: Option, default: Any) -> dict[str, Any]:
         return {**keywords, "action": argparse.BooleanOptionalAction}
     if option.is_list or option.per_model:
         keywords["action"] = "append"
+    if option.words:
+        keywords["nargs"] = len(option.words)
     choices = f"{{{','.join(option.choices)}}}" if option.choices else None
     return {**keywords, "metavar": option.metavar or choices or option.name.rpartition("-")[2].upper()}
 
@@ -140,7 +144,8 @@ def _help(option: Option, default: Any) -> str:
 
 
 def _title(section: str) -> str:
-    return {"server": "service", "triton": "Triton", "api": "API", "media": "images", "defaults": "models"}[section]
+    titles = {"server": "service", "triton": "Triton", "api": "API", "media": "images", "defaults": "models"}
+    return titles.get(section, section)
 
 
 def _about(section: str) -> str:

@@ -15,7 +15,7 @@ from triton_openai.cli.banner import Banner
 from triton_openai.cli.serve import Talk, serve_until_stopped
 from triton_openai.cli.sockets import listening_sockets
 from triton_openai.cli.stopping import run_loop
-from triton_openai.config import Settings
+from triton_openai.config import AccessSettings, Settings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
 from triton_openai.supervisor import LaunchedTriton
@@ -36,17 +36,27 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
             defaults = msgspec.structs.replace(settings.defaults, tokenizer=str(repository.tokenizer))
             settings = msgspec.structs.replace(settings, defaults=defaults)
         launched = LaunchedTriton([repository.path], environ, backends=repository.backends)
-        return run_loop(serve_until_stopped(settings, sockets, launched, _ask_one_question(once=once)))
+        talk = _ask_one_question(_headers(settings.access), once=once)
+        return run_loop(serve_until_stopped(settings, sockets, launched, talk))
 
 
-def _ask_one_question(*, once: bool) -> Talk:
+def _headers(access: AccessSettings) -> dict[str, str]:
+    """Return what opens the door to the demo's own question, where the settings close it and say with what."""
+    headers = {entry.header: entry.value for entry in access.openai_restricted_api if "inference" in entry.apis}
+    if access.api_key:
+        _, _, key = access.api_key[0].rpartition(":")
+        headers["x-api-key"] = key
+    return headers
+
+
+def _ask_one_question(headers: Mapping[str, str], *, once: bool) -> Talk:
     async def talk(banner: Banner) -> int | None:
         names = [model.name for model in banner.models if model.adapter]
         if not names:
             raise ConfigurationError("The demo's models did not become ready.")
         model = _PREFERRED_MODEL if _PREFERRED_MODEL in names else names[0]
         print(f"Q: {_QUESTION}\nA: ", end="", flush=True)
-        problem = await _ask(banner.base_url, model)
+        problem = await _ask(banner.base_url, model, headers)
         print(f"\n{problem}" if problem else "", flush=True)
         if once:
             return 1 if problem else 0
@@ -56,14 +66,14 @@ def _ask_one_question(*, once: bool) -> Talk:
     return talk
 
 
-async def _ask(base_url: str, model: str) -> str | None:
+async def _ask(base_url: str, model: str, headers: Mapping[str, str]) -> str | None:
     """Ask as any client would, print the answer while it comes, and return what went wrong, if anything did."""
     body = {"model": model, "messages": [{"role": "user", "content": _QUESTION}], "stream": True, "max_tokens": 64}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
     try:
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(f"{base_url}/chat/completions", json=body) as response,
+            session.post(f"{base_url}/chat/completions", json=body, headers=headers) as response,
         ):
             if response.status != 200:
                 return f"HTTP {response.status}: {await response.text()}"

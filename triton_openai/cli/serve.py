@@ -20,6 +20,7 @@ from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, first_of
 from triton_openai.reload import Reloader, Source
+from triton_openai.server.connections import Site
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.worker import Worker
 
@@ -121,19 +122,13 @@ async def listening(
         app,
         # A client that leaves must stop the work that was begun for it.
         handler_cancellation=True,
-        access_log=None,
-        # Longer than the idle timeout of common load balancers (60 s), so that they close a connection first.
-        keepalive_timeout=75,
-        # Tokens of identity providers are long, and a refusal here is not in OpenAI's form.
-        max_field_size=64 * 1024,
-        max_line_size=64 * 1024,
         # What is asked for has ended by then, see below; aiohttp waits this long, twice, for what is left.
         shutdown_timeout=0.5,
     )
     await runner.setup()
     try:
         for one in sockets:
-            await web.SockSite(runner, one, backlog=settings.server.backlog).start()
+            await Site(runner, one, limits=settings.limits, backlog=settings.server.backlog).start()
         yield app
     finally:
         await _end(runner, app, stop)

@@ -7,7 +7,6 @@ It answers no request itself: it has the listening sockets, which outlive any wo
 from __future__ import annotations
 
 import asyncio
-import importlib
 import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.config import Settings
 from triton_openai.reload import Reloader, Source
 from triton_openai.supervisor import LaunchedTriton
+from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 from triton_openai.worker import Worker
 from triton_openai.workers.directory import private_directory
 from triton_openai.workers.pool import Pool
@@ -34,7 +34,7 @@ def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str,
         if settings.triton.model_repository:
             launched = LaunchedTriton(settings.triton.model_repository, environ)
         # prometheus_client looks for it when it is imported.
-        environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(directory / "metrics")}
+        environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
         return run_loop(_serve(settings, source, sockets, launched, directory, environ))
 
 
@@ -61,7 +61,7 @@ async def _serve(
     async def take(new: Settings, renew: bool) -> None:
         await pool.take_over(adapted(new), renew)
 
-    pool = Pool(adapted(settings), count, start, forget=partial(on_worker_death, directory))
+    pool = Pool(adapted(settings), count, start, forget=partial(forget_worker, directory))
     with told_by_signals(stop):
         async with supervised(settings, launched) as supervision:
             serving = asyncio.create_task(pool.run())
@@ -92,14 +92,3 @@ async def _greet(pool: Pool, started: asyncio.Event | None) -> None:
         await started.wait()
     pool.greet(wait_for_model=started is not None)
     print(await pool.greeting, flush=True)
-
-
-def on_worker_death(directory: Path, index: int, pid: int) -> None:
-    """Clear away what the worker *index*, which ran as process *pid*, has left in the service's *directory*."""
-    try:
-        multiprocess = importlib.import_module("prometheus_client.multiprocess")
-    except ImportError:
-        return
-    # Its gauges of what runs now; what it has counted stays counted.
-    for name in (index, pid):
-        multiprocess.mark_process_dead(name, str(directory / "metrics"))

@@ -20,7 +20,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     *path* leads to it in the tree and in the YAML file; a setting of a single model has ``models.NAME`` before it.
     *type* is the annotated type, limits included: what ``msgspec.convert`` checks a value against. A *live* setting is
-    taken over while the service runs.
+    taken over while the service runs. A *secret* one's values are never repeated, in error
+    messages neither.
     """
 
     name: str
@@ -28,8 +29,10 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     type: Any
     default: Any
     help: str
-    metavar: str | None
+    metavar: str | tuple[str, ...] | None
     per_model: bool = False
+    verbatim: bool = False
+    secret: bool = False
     live: bool = False
 
     @property
@@ -67,6 +70,14 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def is_list(self) -> bool:
         """Whether it may be given several times."""
         return get_origin(bare_type(self.type)) is tuple
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The fields of one value, for a list of objects: its flag takes one word for each."""
+        item = bare_type(get_args(bare_type(self.type))[0]) if self.is_list else None
+        if isinstance(item, type) and issubclass(item, msgspec.Struct):
+            return item.__struct_fields__
+        return ()
 
     @property
     def is_alias(self) -> bool:
@@ -115,12 +126,12 @@ def _walk(struct: type[msgspec.Struct], path: tuple[str, ...], *, live: bool = F
 
 def is_live(annotation: Any) -> bool:
     """Return whether a running service takes new values of what has this *annotation* over."""
-    return any((meta.extra or {}).get("live", False) for meta in _metadata(annotation))
+    return any((meta.extra or {}).get("live", False) for meta in metadata(annotation))
 
 
 def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], *, live: bool = False) -> Option:
     description, extra = "", dict[str, Any]()
-    for meta in _metadata(field.type):
+    for meta in metadata(field.type):
         description = meta.description or description
         extra.update(meta.extra or {})
     return Option(
@@ -131,12 +142,15 @@ def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], *, live: bo
         help=description,
         metavar=extra.get("metavar"),
         per_model=extra.get("per_model", False),
+        verbatim=extra.get("verbatim", False),
+        secret=extra.get("secret", False),
         live=live or extra.get("live", False),
     )
 
 
-def _metadata(annotation: Any) -> Iterator[msgspec.Meta]:
+def metadata(annotation: Any) -> Iterator[msgspec.Meta]:
+    """Yield what is said about *annotation*, from the inside out."""
     if get_origin(annotation) is Annotated:
-        inner, *metadata = get_args(annotation)
-        yield from _metadata(inner)
-        yield from (meta for meta in metadata if isinstance(meta, msgspec.Meta))
+        inner, *metas = get_args(annotation)
+        yield from metadata(inner)
+        yield from (meta for meta in metas if isinstance(meta, msgspec.Meta))

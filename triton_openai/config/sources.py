@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
-from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, options_by_name
+from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, metadata, options_by_name
 from triton_openai.config.tree import LoraSettings, Settings
 from triton_openai.errors import ConfigurationError
 
@@ -27,6 +27,9 @@ _PLAIN_WORDS = {
     "str": "text",
     "array": "a list",
 }
+
+# What a template's text cannot begin with by accident: characters of a folder's name, up to the first equals sign.
+_MODEL_NAME = re.compile(r"[\w.-]+")
 
 # A value with the place it comes from, for error messages.
 _Found = tuple[Any, str]
@@ -110,10 +113,30 @@ def _read_environment(environ: Mapping[str, str]) -> _Layer:
 def _read_text(option: Option, value: Any, origin: str) -> _Layer:
     """Read *value* as a person writes it in a shell: everything is text, lists are repeated or separated by commas."""
     if option.is_alias or option.per_model:
-        return _read_assignments(option, _split(value), origin)
-    if option.is_list:
+        values = [value] if option.verbatim and isinstance(value, str) else value if option.verbatim else _split(value)
+        return _read_assignments(option, values, origin)
+    if option.words:
+        value = [_object(words, option, origin) for words in _in_words(value)]
+    elif option.is_list:
         value = _split(value)
-    return {option.path: (_convert(value, option.type, origin, strict=False), origin)}
+    return {option.path: (_convert(value, option.type, origin, strict=False, secret=option.secret), origin)}
+
+
+def _in_words(value: Any) -> Iterator[list[str]]:
+    """Yield the words of each object: a flag has them apart, a variable as ``A B C; D E F``."""
+    for item in [value] if isinstance(value, str) else value:
+        if isinstance(item, str):
+            yield from (part.split(None, 2) for part in item.split(";") if part.strip())
+        else:
+            yield list(item)
+
+
+def _object(words: list[str], option: Option, origin: str) -> dict[str, Any]:
+    names = option.words
+    if len(words) != len(names):
+        raise ConfigurationError(f"{origin}: write {' '.join(option.metavar or names)}.")
+    # The first word may be several.
+    return {**dict(zip(names, words, strict=True)), names[0]: _split(words[0])}
 
 
 def _read_assignments(option: Option, values: list[str], origin: str) -> _Layer:
@@ -121,7 +144,7 @@ def _read_assignments(option: Option, values: list[str], origin: str) -> _Layer:
     for text in values:
         left, equals, right = text.partition("=")
         # A model's name has no slash (Triton makes it from a folder's name), so such a text is a path with "=" in it.
-        assigns = bool(equals) and "/" not in left
+        assigns = bool(equals) and (_MODEL_NAME.fullmatch(left) is not None if option.verbatim else "/" not in left)
         if option.is_alias:
             # An alias is free to have one: clients call models "org/name".
             if not (equals and left and right):
@@ -192,7 +215,8 @@ def _read_mapping(
             # One value where several may stand is as good as a list of one.
             wrapped = [value] if get_origin(inner) is tuple and isinstance(value, str) else value
             origin = _place(file, path)
-            yield path, (_convert(wrapped, annotation, origin, strict=True), origin)
+            secret = any((meta.extra or {}).get("secret") for meta in metadata(annotation))
+            yield path, (_convert(wrapped, annotation, origin, strict=True, secret=secret), origin)
 
 
 def _items(content: Any, at: tuple[str, ...], file: Path) -> Iterator[tuple[str, Any]]:
@@ -213,10 +237,14 @@ def _place(file: Path, path: tuple[str, ...]) -> str:
 # Values
 
 
-def _convert(value: Any, annotation: Any, origin: str, *, strict: bool) -> Any:
+def _convert(value: Any, annotation: Any, origin: str, *, strict: bool, secret: bool = False) -> Any:
     try:
         return msgspec.convert(value, annotation, strict=strict, dec_hook=_decode)
     except msgspec.ValidationError as error:
+        if secret:
+            # Without the cause, whose traceback could show the value.
+            reason = re.sub(r"matching regex .*?(?= - at|$)", "without spaces and commas", str(error))
+            raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.") from None
         choices = get_args(bare_type(annotation))
         if all(isinstance(choice, str) for choice in choices) and choices:
             reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}"
@@ -251,6 +279,32 @@ def _check(found: _Layer) -> None:
         )
     _check_aliases(found)
     _check_loras(found)
+    _check_templates(found)
+    _check_access(found)
+
+
+def _check_templates(found: _Layer) -> None:
+    """A prompt can be made in one way only; a single model's may differ from that of all others."""
+    given: dict[tuple[str, ...], str] = {}
+    for path, (_, origin) in found.items():
+        if path[-1] in ("chat_template", "history_template", "history_template_file"):
+            other = given.setdefault(path[:-1], origin)
+            if other != origin:
+                raise ConfigurationError(f"{other} and {origin} exclude each other: a prompt is made in one way.")
+
+
+def _check_access(found: _Layer) -> None:
+    taken = set[str]()
+    restricted, origin = found.get(("access", "openai_restricted_api"), ((), ""))
+    for entry in restricted:
+        for api in entry.apis:
+            if api in taken:
+                raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
+            taken.add(api)
+    origins, origin = found.get(("access", "cors_allow_origin"), ((), ""))
+    credentials, _ = found.get(("access", "cors_allow_credentials"), (False, ""))
+    if credentials and "*" in origins:
+        raise ConfigurationError(f"{origin}: credentials are for origins that are named, and not for *.")
 
 
 def _check_urls(urls: tuple[str, ...], origin: str) -> None:

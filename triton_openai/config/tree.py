@@ -3,8 +3,9 @@ The settings tree: what can be set, its type, its limits, its default and its ex
 
 Flags, environment variables, help texts and the reference table are derived from the fields below (see ``options``), so
 a new setting is one new field. ``extra`` holds what cannot be derived: ``name`` where the field's own name would be too
-short for a flag, ``metavar``, and ``live`` where a running service takes a new value over (see ``reload``); what is
-said of a whole group holds for all its settings.
+short for a flag, ``metavar``, ``per_model`` where the flag takes ``MODEL=VALUE``, ``verbatim`` where a value is a text
+in which commas and equals signs mean nothing, and ``live`` where a running service takes a new value over (see
+``reload``); what is said of a whole group holds for all its settings.
 """
 
 from __future__ import annotations
@@ -17,22 +18,26 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from triton_openai.config.model_settings import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
+from triton_openai.config.access import AccessSettings, LimitSettings
+from triton_openai.config.media import MediaSettings
+from triton_openai.config.metrics import MetricsSettings
+from triton_openai.config.models import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
+from triton_openai.config.units import Seconds
 
 __all__ = [
+    "AccessSettings",
     "ApiSettings",
     "DefaultParameters",
+    "LimitSettings",
     "LoraSettings",
     "MediaSettings",
+    "MetricsSettings",
     "ModelDefaults",
     "ModelSettings",
-    "Seconds",
     "ServerSettings",
     "Settings",
     "TritonSettings",
 ]
-
-Seconds = Annotated[float, Meta(gt=0, le=86_400, extra={"metavar": "SECONDS"})]
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -230,46 +235,6 @@ class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     ] = False
 
 
-class MediaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Images in requests. Without allowed hosts, they come as data URLs only."""
-
-    allowed_domains: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Host from which images may be fetched: example.com, *.example.com (every host below it), "
-            "either with :PORT. May be given several times.",
-            extra={"name": "allowed-media-domain", "metavar": "HOST"},
-        ),
-    ] = ()
-    private_addresses: Annotated[
-        bool,
-        Meta(
-            description="Fetch images also from allowed hosts whose addresses are not public (loopback, private "
-            "networks). Then a request can reach into this network, as far as the allowed hosts go.",
-            extra={"name": "private-media-addresses"},
-        ),
-    ] = False
-    max_images: Annotated[int, Meta(ge=1, le=4096, description="Most images in one request.")] = 16
-    max_image_size: Annotated[
-        int, Meta(ge=1024, description="Largest image file that is taken.", extra={"metavar": "BYTES"})
-    ] = 20 * 1024 * 1024
-    fetch_timeout: Annotated[
-        Seconds,
-        Meta(
-            description="Longest time that fetching one image may take.",
-            extra={"name": "media-fetch-timeout", "metavar": "SECONDS"},
-        ),
-    ] = 10.0
-    max_fetches: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Images that are fetched at the same time; others wait.",
-            extra={"name": "max-media-fetches"},
-        ),
-    ] = 32
-
-
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Everything that can be set. ``load_settings`` makes it; it never changes afterwards."""
 
@@ -277,6 +242,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     triton: TritonSettings = TritonSettings()
     api: Annotated[ApiSettings, Meta(extra={"live": True})] = ApiSettings()
     media: MediaSettings = MediaSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    access: Annotated[AccessSettings, Meta(extra={"live": True})] = AccessSettings()
+    limits: LimitSettings = LimitSettings()
     defaults: Annotated[ModelDefaults, Meta(extra={"live": True})] = ModelDefaults()
     models: Annotated[
         Mapping[str, ModelSettings],
@@ -286,11 +254,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def model(self, name: str) -> ModelSettings:
         """Return how the model *name* is used: its own settings, completed from the defaults."""
         own = self.models.get(name, ModelSettings())
+        # These three are one choice: what is said of a model takes the place of whatever is said of all.
+        chosen = own if own.chat_template or own.history_template or own.history_template_file else self.defaults
         parameters = {**self.defaults.default_parameters.given(), **own.default_parameters.given()}
         return ModelSettings(
             adapter=own.adapter or self.defaults.adapter,
             tokenizer=own.tokenizer or self.defaults.tokenizer,
-            chat_template=own.chat_template or self.defaults.chat_template,
+            chat_template=chosen.chat_template,
+            history_template=chosen.history_template,
+            history_template_file=chosen.history_template_file,
+            fim_template=own.fim_template or self.defaults.fim_template,
+            score_activation=own.score_activation or self.defaults.score_activation,
             tool_call_parser=own.tool_call_parser or self.defaults.tool_call_parser,
             reasoning_parser=own.reasoning_parser or self.defaults.reasoning_parser,
             image_placeholder=own.image_placeholder or self.defaults.image_placeholder,
@@ -306,6 +280,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Return every alias with the model it stands for."""
         return {alias: name for name, model in self.models.items() for alias in model.aliases}
 
-    def with_triton(self, *urls: str) -> Settings:
+    def with_triton(self, *urls: str, metrics_url: str | None = None) -> Settings:
         """Return these settings for the Triton at *urls*, for when it was started here."""
-        return msgspec.structs.replace(self, triton=msgspec.structs.replace(self.triton, url=urls))
+        metrics = msgspec.structs.replace(self.metrics, triton_url=self.metrics.triton_url or metrics_url)
+        return msgspec.structs.replace(self, triton=msgspec.structs.replace(self.triton, url=urls), metrics=metrics)
+
+    @property
+    def triton_metrics_url(self) -> str:
+        """The address of Triton's metrics: the one that is configured, else the usual port of its host."""
+        host = urlsplit(self.triton.url[0]).hostname or "localhost"
+        return self.metrics.triton_url or f"http://{f'[{host}]' if ':' in host else host}:8002/metrics"

@@ -222,12 +222,42 @@ def _text_embedding(site: _Site, name: str) -> None:
     site.write(name, text, "text_embedding")
 
 
+def _text_rerank(site: _Site, name: str) -> None:
+    interface, batch = _RERANKERS[name]
+    text = render(name, interface, backend="python", max_batch_size=batch, dynamic_batching=batch > 0, instances=1)
+    site.write(name, text, "text_rerank")
+
+
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-# Built only when named: the same backend as of an older release, and one that few deployments have.
-_ON_DEMAND = ("vllm_model_r24_12", "tensorrt_llm_llmapi_r1_0", "tensorrt_llm_bls_multimodal")
+# Built only when named: backends as of an older release, and what few deployments have.
+_ON_DEMAND = (
+    "vllm_model_r24_12",
+    "tensorrt_llm_llmapi_r1_0",
+    "tensorrt_llm_bls_multimodal",
+    "text_rerank_pairs",
+    "text_rerank_ids",
+)
+
+# What there is of cross-encoders: texts apart, as pairs, and as token ids; and how many at a time.
+_RERANKERS = {
+    "text_rerank": (
+        Contract(
+            ["query STRING [1]", "passage STRING [1]"], ["index INT32 [1]", "logit FP32 [1]", "token_count INT32 [1]"]
+        ),
+        16,
+    ),
+    "text_rerank_pairs": (Contract(["INPUT_PAIRS STRING [2]"], ["SCORES FP32 [-1]"]), 8),
+    "text_rerank_ids": (
+        Contract(
+            ["input_ids INT64 [-1,-1]", "attention_mask INT64 [-1,-1]", "token_type_ids INT64 [-1,-1]"],
+            ["logits FP32 [-1,1]"],
+        ),
+        0,
+    ),
+}
 
 _PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
 
@@ -252,4 +282,7 @@ _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
     "vllm_model_r24_12": (_vllm, ()),
     "vllm_embedding": (_vllm, ()),
     "text_embedding": (_text_embedding, ()),
+    "text_rerank": (_text_rerank, ()),
+    "text_rerank_pairs": (_text_rerank, ()),
+    "text_rerank_ids": (_text_rerank, ()),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton_openai.errors import InvalidApiKey, RateLimited
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.telemetry.observation import Observation, Observer
 
@@ -12,8 +13,8 @@ _log = get_logger("triton_openai.access")
 
 class AccessLog(Observer):
     """
-    Writes the line when the request has ended: "info" for inference, "debug" for the rest, which is mostly health
-    checks.
+    Writes the line when the request has ended: "info" for inference and for who is not let in, "debug" for the rest,
+    which is mostly health checks.
     """
 
     def ended(self, observation: Observation) -> None:
@@ -25,12 +26,15 @@ class AccessLog(Observer):
             "status": observation.status,
             "seconds": round(observation.duration, 4),
         }
+        if observation.key is not None:
+            fields["key"] = observation.key
         if observation.error is not None:
             fields["error"] = observation.error.code
         if observation.client_left:
             fields["client_left"] = True
         if observation.operation is None:
-            _log.debug("request", **fields)
+            refused = isinstance(observation.error, InvalidApiKey | RateLimited)
+            (_log.info if refused else _log.debug)("request", **fields)
             return
         fields |= {"model": observation.model, "adapter": observation.adapter, "stream": observation.stream}
         usage = observation.usage

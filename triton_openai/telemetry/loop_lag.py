@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from aiohttp import web
 
@@ -13,10 +14,13 @@ _SAMPLES = 5
 
 
 class LoopLag:
-    """Measures, while :meth:`run` runs, by how many seconds the loop's timers come too late."""
+    """Measures, while :meth:`run` runs, by how many seconds the loop's timers come too late, and tells *tell*."""
 
-    def __init__(self, *, interval: float = _INTERVAL, samples: int = _SAMPLES) -> None:
+    def __init__(
+        self, *, interval: float = _INTERVAL, samples: int = _SAMPLES, tell: Callable[[float], None] | None = None
+    ) -> None:
         self._interval = interval
+        self._tell = tell
         self._latest: deque[float] = deque(maxlen=samples)
 
     @property
@@ -31,7 +35,10 @@ class LoopLag:
 
     def note(self, late: float) -> None:
         """Take one measurement in."""
-        self._latest.append(max(0.0, late))
+        late = max(0.0, late)
+        self._latest.append(late)
+        if self._tell is not None:
+            self._tell(late)
 
     async def run(self) -> None:
         """Measure until cancelled."""

@@ -29,6 +29,16 @@ class Answering(Protocol):
     finish_reason: FinishReason | None
     usage: Usage | None
 
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """The tokens of an answer that has not ended, where the backend counts them with every step."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """In how many steps it came; 1 is an answer in one piece."""
+        ...
+
 
 class Observation:
     """
@@ -37,8 +47,9 @@ class Observation:
     ``operation`` is OpenTelemetry's name of what was asked for (``chat``, ``text_completion``, ``embeddings``, …), and
     ``None`` for everything that is not inference. ``model`` is the name that the client used, once it is known to be
     one of a served model; ``adapter`` is who answers for it. ``answers`` are those that are generated, *n* for each
-    prompt. ``error`` is what went wrong, also after the status had left; ``client_left`` is whether nobody was there
-    any more to be told. ``queued_seconds`` is how long the request had to wait for others.
+    prompt. ``key`` is the name of the API key that let it in. ``error`` is what went wrong, also after the status had
+    left; ``client_left`` is whether nobody was there any more to be told.
+    ``queued_seconds`` is how long the request had to wait for others.
     """
 
     def __init__(self, *, request_id: str, method: str, path: str) -> None:
@@ -47,6 +58,7 @@ class Observation:
         self.method = method
         self.path = path
         self.began = time.monotonic()
+        self.key: str | None = None
         self.operation: str | None = None
         self.model: str | None = None
         self.adapter: str | None = None
@@ -88,6 +100,16 @@ class Observation:
         if self.answers:
             return Usage(prompt_tokens=prompt, completion_tokens=completion)
         return None if self.input_tokens is None else Usage(prompt_tokens=self.input_tokens, completion_tokens=0)
+
+    @property
+    def tokens_so_far(self) -> int:
+        """The tokens that are known to have been used, of answers that were cut short too; 0 where nobody counts."""
+        total = self.input_tokens or 0
+        for number, answer in enumerate(self.answers):
+            usage = answer.usage_so_far
+            if usage is not None:
+                total += usage.completion_tokens + (0 if number % self.n else usage.prompt_tokens)
+        return total
 
     @property
     def finish_reasons(self) -> Sequence[str]:

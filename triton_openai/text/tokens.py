@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from triton_openai.generation import Delta, TokenLogprob
+from triton_openai.generation import Delta
 from triton_openai.text.detokenizer import detokenizer
+from triton_openai.text.naming import TokenNames
 from triton_openai.text.pieces import TokenPieces
 
 
@@ -28,7 +29,7 @@ class TokenText:
         stops: Collection[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        self._pieces = pieces
+        self._names = TokenNames(pieces, skip_special_tokens=skip_special_tokens)
         self._text = detokenizer(pieces, context=context, skip_special_tokens=skip_special_tokens)
         self._ends = frozenset(ends)
         self._stops = frozenset(stops)
@@ -48,7 +49,7 @@ class TokenText:
         self._count += len(ids)
         delta.text = self._text.feed(ids)
         if delta.logprobs:
-            delta.logprobs = [self._named(number, entry) for number, entry in zip(ids, delta.logprobs, strict=False)]
+            delta.logprobs = [self._names.named(entry) for entry in delta.logprobs]
 
     def flush(self) -> str:
         """Return the text that was held back."""
@@ -64,9 +65,3 @@ class TokenText:
                 delta.tokens = place
                 break
         return ids
-
-    def _named(self, number: int, entry: TokenLogprob) -> TokenLogprob:
-        raw = self._pieces.raw(number)
-        # A part of a character has no text of its own; its bytes tell what it is.
-        token = self._pieces.decode([number], False) if raw is None else raw.decode("utf-8", "replace")
-        return TokenLogprob(token=token, logprob=entry.logprob, raw=raw, top=entry.top)

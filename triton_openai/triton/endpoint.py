@@ -44,7 +44,10 @@ class Endpoint:
     def _for(self, request: InferRequest) -> TritonClient:
         if request.json_expressible or self._grpc is not None:
             return self._http if self._http is not None and request.json_expressible else (self._grpc or self._control)
-        raise ConfigurationError("This model needs Triton's gRPC address, and only its HTTP address is configured.")
+        what = "This model" if request.needed_for is None else f"'{request.needed_for}' on this model"
+        raise ConfigurationError(
+            f"{what} needs Triton's gRPC address, and only its HTTP address is configured.", param=request.needed_for
+        )
 
     async def live(self) -> bool:
         """Return whether the server answers."""

@@ -125,6 +125,11 @@ RULES: tuple[Rule, ...] = (
     ),
     # TensorRT-LLM's executor, through each of its wrappers.
     _rule(r"Prompt length \((?P<prompt>\d+)\) exceeds maximum input length \((?P<limit>\d+)\)", _too_long),
+    # TensorRT-LLM's LLM API: PyTorch's limits of a batch and of a sequence. It divides lengths, which makes floats.
+    _rule(
+        r"sum of prompt length \((?P<prompt>\d+)(?:\.\d+)?\).*? should not exceed max_\w+ \((?P<limit>\d+)\)", _too_long
+    ),
+    _rule(r"max_seq_len \((?P<limit>\d+)\) - `splited_prompt_len` \((?P<prompt>\d+)(?:\.\d+)?\)", _too_long),
     # vLLM's engine, over its releases.
     _rule(
         r"prompt \((?:total )?length (?P<prompt>\d+)\) .*?\b(?:length|context length)(?: of)? \(?(?P<limit>\d+)\)?",

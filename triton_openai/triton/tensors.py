@@ -156,6 +156,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     the model is decoupled: its answers come one by one and the request can be cancelled on the way. ``cancellable`` is
     whether cancelling ends the work on the backend; where it does not, a transport may read the rest and drop it.
     ``priority`` is that of Triton's queues, 1 first and 0 for the default; the generate extension cannot say it.
+    ``json_expressible`` is whether the generate extension's JSON can carry it and its answers; *needed_for* is the
+    request's parameter that makes it more than that, where one does.
     """
 
     model: str
@@ -166,6 +168,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     cancellable: bool = True
     json_expressible: bool = True
     priority: int = 0
+    needed_for: str | None = None
 
 
 class InferResponse(Protocol):
@@ -181,6 +184,10 @@ class InferResponse(Protocol):
 
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return a floating output of shape ``[n, d]`` (or ``[d]``) as *n* little-endian float32 rows."""
+        ...
+
+    def tensor(self, name: str) -> OutputTensor | None:
+        """Return an output as it came; ``None`` where it is absent, and from JSON, which has no shapes."""
         ...
 
 
@@ -204,6 +211,10 @@ class JsonResponse:
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return the values as one float32 row (the generate extension does not carry shapes)."""
         return [array("f", self.numbers(name)).tobytes()]
+
+    def tensor(self, name: str) -> OutputTensor | None:
+        """Return nothing: there are no raw contents here."""
+        return None
 
 
 class OutputTensor(msgspec.Struct, frozen=True):
@@ -272,3 +283,7 @@ class BinaryResponse:
             raise UpstreamError(f"Triton sent a malformed '{name}' output.")
         width = len(data) // rows
         return [data[i * width : (i + 1) * width] for i in range(rows)]
+
+    def tensor(self, name: str) -> OutputTensor | None:
+        """Return an output as it came."""
+        return self._outputs.get(name)

@@ -47,7 +47,7 @@ class Pool:
     """
     Keeps *count* workers running while :meth:`run` runs.
 
-    *start* starts the worker with a number, and *forget* is told the number and the process id of one that has ended.
+    *start* starts the worker with a number, and *forget* is told the number of one that has ended.
     A worker that ends is replaced after a pause, which grows for one that keeps ending.
     """
 
@@ -57,7 +57,7 @@ class Pool:
         count: int,
         start: Callable[[int, Settings], Awaitable[Member]],
         *,
-        forget: Callable[[int, int], None],
+        forget: Callable[[int], None],
         first_pause: float = 0.1,
         longest_pause: float = 30.0,
         stable_after: float = 30.0,
@@ -191,7 +191,7 @@ class Pool:
             raise
         finally:
             del self._members[index]
-            self._forget(index, member.pid)
+            self._forget(index)
         if self._ending.is_set():
             return
         if not self._ever_listened:

@@ -20,13 +20,15 @@ from . import settings, steering
 from .batcher import Batcher
 from .engine import HonestEngine, Options
 from .generation import Generation, SteeredFailure
+from .logits import log_probability
 from .tensors import Recorder, array, as_text, scalar, strings
 from .text import Vocabulary
-from .trt_outputs import PrefixCache, log_probability
+from .trt_outputs import PrefixCache
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PREFIX = "sampling_param_"
 _DEFAULT_MAX_TOKENS = 32
+_MAX_NUM_TOKENS = 2048
 _FIRST_THAT_STREAMS = "lora_name"
 _CANCELLED = "Request cancelled by client"
 
@@ -124,6 +126,11 @@ class Request:
             self._wanted.append("kv_cache_reused_block")
         self._requested = set(request.requested_output_names())
         ids = model.vocabulary.encode(prompt, add_special_tokens=True)
+        if len(ids) > _MAX_NUM_TOKENS:
+            raise ValueError(
+                f"Error generating request: The sum of prompt length ({float(len(ids))}), query length (0) should not"
+                f" exceed max_num_tokens ({_MAX_NUM_TOKENS})"
+            )
         self._reused_blocks = model.cache.reuse(ids)
         self.generation = Generation(
             HonestEngine(model.vocabulary, steered, rest).generate(

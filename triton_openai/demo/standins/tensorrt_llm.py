@@ -251,6 +251,8 @@ class Request:
             ),
             several=len({s.row for s in self._all}) > 1,
             indexed=len({s.index for s in self._all}) > 1,
+            vocabulary=len(model.vocabulary),
+            end_id=model.vocabulary.eos_id,
         )
         self._due = 0.0
         self._next_check = 0.0

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
+from . import logits
+from .logits import log_probability
 from .tensors import scalar
 
 # Tokens in a block of the cache, which every engine of the demo is built with.
@@ -23,7 +25,16 @@ class Writer:
     """Builds the responses of one request."""
 
     def __init__(
-        self, request: Any, declared: set[str], *, stream: bool, exclude_input: bool, several: bool, indexed: bool
+        self,
+        request: Any,
+        declared: set[str],
+        *,
+        stream: bool,
+        exclude_input: bool,
+        several: bool,
+        indexed: bool,
+        vocabulary: int,
+        end_id: int,
     ) -> None:
         self._requested = set(request.requested_output_names()) or declared
         self._stream = stream
@@ -32,6 +43,10 @@ class Writer:
         self._indexed = indexed
         self._placeholders = _FIRST_WITHOUT_PLACEHOLDERS not in declared
         self._log_probs = bool(scalar(request, "return_log_probs", False))
+        self._context_logits = bool(scalar(request, "return_context_logits", False))
+        self._generation_logits = bool(scalar(request, "return_generation_logits", False))
+        self._vocabulary = vocabulary
+        self._end_id = end_id
         self._perf = bool(scalar(request, "return_perf_metrics", False))
         self._input_count = bool(scalar(request, "return_num_input_tokens", False))
         self._output_count = bool(scalar(request, "return_num_output_tokens", False))
@@ -49,6 +64,7 @@ class Writer:
             "output_ids": np.array(ids, dtype=np.int32).reshape(1, 1, len(ids)),
             "sequence_length": np.array([[len(ids)]], dtype=np.int32),
             **self._probabilities(sequence),
+            **self._logits(sequence, new),
         }
         if self._several:
             values["batch_index"] = np.array([[sequence.row]], dtype=np.int32)
@@ -81,6 +97,21 @@ class Writer:
             "context_logits": np.zeros((1, 1, 1), dtype=np.float32),
             "generation_logits": np.zeros((1, 1, 1, 1), dtype=np.float32),
         }
+
+    def _logits(self, sequence: Any, new: list[int]) -> dict[str, Any]:
+        """Return the scores: the prompt's in every response, the new tokens' in a stream, else with a row to spare."""
+        found = {}
+        if self._context_logits:
+            following = [*sequence.prompt[1:], *(sequence.generation.ids[:1] or [self._end_id])]
+            found["context_logits"] = logits.rows(following, self._vocabulary)[np.newaxis]
+        if self._generation_logits and self._stream:
+            # With no new token it is the end's.
+            scores = logits.rows(new or [self._end_id], self._vocabulary)
+            found["generation_logits"] = scores[np.newaxis, :, np.newaxis]
+        elif self._generation_logits:
+            scores = logits.rows(sequence.generation.ids, self._vocabulary)
+            found["generation_logits"] = np.pad(scores, ((0, 1), (0, 0)))[np.newaxis, np.newaxis]
+        return found
 
     def _metrics(self, sequence: Any) -> dict[str, Any]:
         blocks = len(sequence.prompt) // TOKENS_PER_BLOCK + 1
@@ -122,8 +153,3 @@ class PrefixCache:
         while len(self._blocks) > _CACHE_SIZE:
             del self._blocks[next(iter(self._blocks))]
         return reused
-
-
-def log_probability(token: int) -> float:
-    """Return a made-up but constant log probability of a token."""
-    return -0.05 - (token * 2654435761 % 1000) / 500.0

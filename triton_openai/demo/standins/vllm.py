@@ -18,9 +18,9 @@ from .batcher import Batcher
 from .engine import HonestEngine, Options
 from .generation import Generation, SteeredFailure
 from .images import decode_images
+from .logits import log_probability
 from .tensors import Recorder, array, as_text, parameters_of, scalar, strings
 from .text import IncrementalText, Vocabulary
-from .trt_outputs import log_probability
 from .vectors import DIMENSIONS, embed
 from .vllm_parameters import Rejected, Sampling, check_request, parse
 from .vllm_text import DeltaText

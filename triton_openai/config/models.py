@@ -1,9 +1,9 @@
-"""The settings of models: those for all of them, and what differs for single ones; part of the ``tree``."""
+"""The settings of models: how each is used, and how those are that say nothing themselves."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,17 @@ class DefaultParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
+class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """
+    A LoRA adapter that an engine is sent, or has read itself: its *name*, the *task_id* that stands for it there (made
+    from its contents if left out), and the *path* of the folder with its weights.
+    """
+
+    name: Annotated[str, Meta(min_length=1)]
+    task_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    path: Annotated[str, Meta(min_length=1)] | None = None
+
+
 class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How models are used that say nothing else themselves. Each flag also takes MODEL=VALUE, for that model only."""
 
@@ -50,6 +61,37 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="Jinja file with the chat template, or the name of a built-in one.",
             extra={"metavar": "[MODEL=]TEMPLATE", "per_model": True},
+        ),
+    ] = None
+    history_template: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Liquid text over 'items' with 'identity' and 'content' that makes the prompt of a chat, in "
+            "place of a chat template (needs the extra [liquid]).",
+            extra={"metavar": "[MODEL=]TEXT", "per_model": True, "verbatim": True},
+        ),
+    ] = None
+    history_template_file: Annotated[
+        Path | None,
+        Meta(
+            description="File with such a Liquid text.",
+            extra={"metavar": "[MODEL=]FILE", "per_model": True},
+        ),
+    ] = None
+    fim_template: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="How a model that was trained to fill in the middle takes 'suffix': a text with {prefix} and "
+            "{suffix}, the name of a known form, or 'auto' for the form whose tokens the tokenizer has.",
+            extra={"metavar": "[MODEL=]FORM", "per_model": True, "verbatim": True},
+        ),
+    ] = None
+    score_activation: Annotated[
+        Literal["none", "sigmoid"] | None,
+        Meta(
+            description="What is done to the scores of a cross-encoder: 'none' (the default) gives them as the model "
+            "does, 'sigmoid' is for one that gives logits.",
+            extra={"metavar": "[MODEL=]NAME", "per_model": True},
         ),
     ] = None
     tool_call_parser: Annotated[
@@ -96,17 +138,6 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         DefaultParameters,
         Meta(description="Values for request parameters that a client leaves out, such as temperature."),
     ] = DefaultParameters()
-
-
-class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """
-    A LoRA adapter that an engine is sent, or has read itself: its *name*, the *task_id* that stands for it there (made
-    from its contents if left out), and the *path* of the folder with its weights.
-    """
-
-    name: Annotated[str, Meta(min_length=1)]
-    task_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    path: Annotated[str, Meta(min_length=1)] | None = None
 
 
 class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_only=True):

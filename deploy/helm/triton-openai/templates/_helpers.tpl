@@ -1,0 +1,82 @@
+{{- define "triton-openai.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
+{{- end }}
+
+{{- define "triton-openai.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 63 | trimSuffix "-" }}
+{{- else if contains (include "triton-openai.name" .) .Release.Name }}
+{{- .Release.Name | trunc 63 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name (include "triton-openai.name" .) | trunc 63 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+
+{{- define "triton-openai.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "triton-openai.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* Other than those that select the release's own pods. */}}
+{{- define "triton-openai.testLabels" -}}
+app.kubernetes.io/name: {{ include "triton-openai.name" . }}-test
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "triton-openai.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{ include "triton-openai.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "triton-openai.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "triton-openai.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* An image: takes its values, and the tag where they have none. */}}
+{{- define "triton-openai.image" -}}
+{{- if .image.digest }}
+{{- printf "%s@%s" .image.repository .image.digest }}
+{{- else }}
+{{- printf "%s:%s" .image.repository (default .tag .image.tag) }}
+{{- end }}
+{{- end }}
+
+{{- define "triton-openai.sidecar" -}}
+{{- if eq .Values.mode "sidecar" }}true{{ end }}
+{{- end }}
+
+{{/* Where the service finds Triton. */}}
+{{- define "triton-openai.tritonUrl" -}}
+{{- if include "triton-openai.sidecar" . -}}
+http://127.0.0.1:8000,grpc://127.0.0.1:8001
+{{- else -}}
+{{- join "," .Values.triton.urls }}
+{{- end }}
+{{- end }}
+
+{{/* The delay, the service's grace and its farewell, Triton's time, and what Kubernetes itself takes. */}}
+{{- define "triton-openai.terminationGracePeriod" -}}
+{{- $seconds := add .Values.shutdown.delaySeconds .Values.shutdown.graceSeconds 10 }}
+{{- if include "triton-openai.sidecar" . }}
+{{- $seconds = add $seconds .Values.shutdown.tritonSeconds }}
+{{- end }}
+{{- $seconds }}
+{{- end }}
+
+{{- define "triton-openai.huggingFaceToken" -}}
+{{- with .Values.huggingFaceToken }}
+{{- if .existingSecret -}}
+- name: HF_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
+{{- end }}

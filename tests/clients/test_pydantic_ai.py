@@ -1,0 +1,116 @@
+"""Pydantic AI against the service as a process in front of a real Triton."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+from tests.clients.service import Service, steered
+
+WORDS = "one two three"
+
+
+class City(BaseModel):
+    """What is to be extracted."""
+
+    name: str
+    inhabitants: int | None = None
+
+
+BONN = City(name="Bonn", inhabitants=330_000)
+# A tool that has to be called is a list of calls under guided decoding.
+MODES: dict[str, tuple[Any, str]] = {
+    "tools": (ToolOutput(City, name="city"), f'[{{"name": "city", "parameters": {BONN.model_dump_json()}}}]'),
+    "schema": (NativeOutput(City), BONN.model_dump_json()),
+    "prompted": (PromptedOutput(City), BONN.model_dump_json()),
+}
+
+
+@pytest.fixture
+async def provider(tooled: Service) -> AsyncIterator[OpenAIProvider]:
+    """The server, through a client that nobody else would close."""
+    async with AsyncOpenAI(base_url=tooled.base_url, api_key="none", max_retries=0) as client:
+        yield OpenAIProvider(openai_client=client)
+
+
+@pytest.fixture(params=["ensemble", "vllm_model"])
+def model(request: pytest.FixtureRequest, provider: OpenAIProvider) -> OpenAIChatModel:
+    """A chat model."""
+    return OpenAIChatModel(request.param, provider=provider)
+
+
+async def test_text(model: OpenAIChatModel) -> None:
+    """A run gives the text and the usage."""
+    result = await Agent(model).run(steered(text=WORDS))
+
+    assert WORDS == result.output
+    # vLLM counts the token that ends the answer too.
+    assert result.usage.output_tokens in (3, 4)
+    assert result.usage.input_tokens > 10
+
+
+async def test_streamed_text(model: OpenAIChatModel) -> None:
+    """A stream comes in pieces, and its usage at the end."""
+    async with Agent(model).run_stream(steered(text=WORDS)) as run:
+        pieces = [piece async for piece in run.stream_text(delta=True, debounce_by=None)]
+
+    assert WORDS == "".join(pieces)
+    assert len(pieces) > 1
+    assert run.usage.output_tokens in (3, 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_extraction(model: OpenAIChatModel, mode: str) -> None:
+    """The object comes by a tool call, under its schema, or because the prompt asks for it."""
+    output, answer = MODES[mode]
+    result = await Agent(model, output_type=output).run(steered(text=answer))
+
+    assert BONN == result.output
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_extraction_while_streaming(model: OpenAIChatModel, mode: str) -> None:
+    """Parts of the object are there before the whole, and the last one is the whole."""
+    output, answer = MODES[mode]
+    async with Agent(model, output_type=output).run_stream(steered(text=answer)) as run:
+        parts = [part async for part in run.stream_output(debounce_by=None)]
+
+    assert BONN == parts[-1]
+    assert City(name="Bonn") in parts or len(parts) > 1
+    assert run.usage.output_tokens > 3
+
+
+async def test_a_tool_is_called_and_answered(model: OpenAIChatModel) -> None:
+    """A function is called with the model's arguments, and its result goes back to the model."""
+    called: list[str] = []
+    agent = Agent(model)
+
+    @agent.tool_plain
+    def weather(city: str) -> str:
+        """Tell the weather."""
+        called.append(city)
+        # It stands last in the next prompt, and tells the stand-in what to say.
+        return steered(text="Take a coat.")
+
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+    result = await agent.run(steered(text=call))
+
+    assert (["Bonn"], "Take a coat.") == (called, result.output)
+    assert 2 == result.usage.requests
+
+
+async def test_what_cannot_be_done(provider: OpenAIProvider) -> None:
+    """A model without guided decoding refuses a schema, and the client says so."""
+    model = OpenAIChatModel("ensemble_legacy", provider=provider)
+    with pytest.raises(ModelHTTPError) as caught:
+        await Agent(model, output_type=NativeOutput(City)).run("Hello")
+
+    assert 400 == caught.value.status_code
+    assert "response_format" in str(caught.value.body)

@@ -1,0 +1,215 @@
+"""
+Every parameter on every adapter over every transport: what reached the model, and what reached the client.
+
+What shall happen is read from the adapters' own tables; `tests.conformance.parameter_cases` has the values.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from tests.conformance.calls import MODELS, ask, id_of, in_session_loop, inputs_of, steered
+from tests.conformance.parameter_cases import CASES, Case
+from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, serving
+from tests.triton_fixture import TestTriton
+from triton_openai.adapters.base import Adapter
+from triton_openai.adapters.parameters import Rule
+from triton_openai.adapters.registry import BUILT_IN
+from triton_openai.api.chat import ChatRequest
+from triton_openai.api.completions import CompletionRequest
+from triton_openai.chat.tokenizer import Tokenizer
+
+pytestmark = in_session_loop
+TEMPLATE = Path(__file__).parents[1] / "fixtures" / "everything.jinja"
+JSON = "sampling_parameters"
+#: What a request is about, and how it is answered.
+FRAME = {"model", "messages", "prompt", "stream", "stream_options"}
+#: Called for every token, so they keep no record.
+UNRECORDED = ("postprocessing", "postprocessing_legacy")
+
+#: The others are models of the same adapters with the same inputs.
+TABLED = tuple(model for model in MODELS if model not in ("ensemble_nonstreaming", "tensorrt_llm_bls_delta"))
+
+Sent = dict[str, Any]
+
+
+class Service:
+    """The service over one transport, with answers that several cases compare with."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self.proxy = proxy
+        self._plain: dict[str, Answer] = {}
+
+    def adapter(self, model: str) -> Adapter:
+        """Return what answers for *model*."""
+        return self.proxy.models.served[model].adapter
+
+    async def plain(self, model: str, case: Case) -> Answer:
+        """Return the answer to the case's request without its parameter."""
+        key = json.dumps([model, case.endpoint, case.beside, case.order])
+        if key not in self._plain:
+            self._plain[key] = await ask(self.proxy, case.endpoint, model, steered(**case.order), **case.beside)
+        return self._plain[key]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=TRANSPORTS)
+async def service(request: pytest.FixtureRequest, triton: TestTriton) -> AsyncIterator[Service]:
+    """The service over each transport in turn, with a chat template that reads everything a request can give it."""
+    settings = changed(proxy_settings(triton, request.param), defaults={"chat_template": str(TEMPLATE)})
+    async with serving(settings, transport=request.param) as proxy:
+        await proxy.ready()
+        yield Service(proxy)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(triton: TestTriton) -> Tokenizer:
+    """The tokenizer of all models."""
+    return Tokenizer.load(str(triton.tokenizer))
+
+
+def of_config(adapter: Adapter, step_inputs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what an ensemble's steps got from the client (and not from each other), by the ensemble's own names."""
+    found = {}
+    for step in adapter.config.steps:
+        for name, source in step.input_map.items():
+            if source in adapter.config.inputs and name in step_inputs.get(step.model, {}):
+                found[source] = step_inputs[step.model][name]
+    return found
+
+
+async def received(triton: TestTriton, tokenizer: Tokenizer, adapter: Adapter, request_id: str) -> Sent:
+    """
+    Return what the model got, by the names of its config: dtype and values of its inputs, the values of vLLM's JSON,
+    and the prompt as text.
+    """
+    config = adapter.config
+    if config.steps:
+        models = [step.model for step in config.steps if step.model not in UNRECORDED]
+        inputs = of_config(adapter, {model: await inputs_of(triton, model, request_id) for model in models})
+    else:
+        inputs = dict(await inputs_of(triton, config.name, request_id))
+    sent: Sent = {name: (tensor["dtype"], tensor["value"]) for name, tensor in inputs.items()}
+    if "input_ids" in sent:
+        del sent["input_lengths"]
+        sent["prompt"] = tokenizer.decode(sent.pop("input_ids")[1], skip_special_tokens=False)
+    else:
+        sent["prompt"] = sent.pop("text_input")[1][0]
+    if JSON in sent:
+        keys = json.loads(sent.pop(JSON)[1][0])
+        sent |= {f"{JSON}.{name}": value for name, value in keys.items()}
+    return sent
+
+
+def as_sent(adapter: Adapter, target: str, value: Any) -> Any:
+    """Return *value* as `received` gives it: dtype and flat values of an input, or a value of vLLM's JSON."""
+    if target.startswith(JSON):
+        return value
+    datatype = adapter.config.inputs[target].datatype
+    values = value if isinstance(value, list) else [value]
+    return datatype, array("f", values).tolist() if datatype == "FP32" else values
+
+
+def expected_of(name: str, case: Case, adapter: Adapter) -> Sent | None:
+    """Return what the parameter changes in what the model gets; ``None``: the model refuses it."""
+    row = next((row for row in adapter.parameters if row.name == name), None)
+    if case.refused or not case.can(adapter.capabilities) or (row is not None and row.rule is Rule.REFUSED):
+        return None
+    wanted = dict(case.sent)
+    if row is not None and row.rule is Rule.MAPPED:
+        assert row.target is not None
+        wanted.setdefault(row.target, case.value)
+        if row.datatype is not None and not row.target.startswith(JSON):
+            assert row.datatype == adapter.config.inputs[row.target].datatype
+    has_json = JSON in adapter.config.inputs
+    return {
+        target: as_sent(adapter, target, value)
+        for target, value in wanted.items()
+        if (has_json if target.startswith(JSON) else target in adapter.config.inputs)
+    }
+
+
+def text_of_first(case: Case, answer: Answer) -> str:
+    """Return the text of the first choice, of a whole answer or a stream."""
+    chunks = answer.chunks if answer.body.startswith(b"data:") else [answer.json]
+    choices = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == 0]
+    if case.endpoint == "completions":
+        return "".join(choice["text"] for choice in choices)
+    return "".join((choice.get("delta") or choice.get("message") or {}).get("content") or "" for choice in choices)
+
+
+async def check(service: Service, triton: TestTriton, tokenizer: Tokenizer, model: str, name: str) -> None:
+    """Send the parameter to one model, and look at both ends."""
+    case, adapter = CASES[name], service.adapter(model)
+    prompt = steered(**case.order)
+    fields = {**case.beside, name: case.value}
+    expected = expected_of(name, case, adapter)
+    answer = await ask(service.proxy, case.endpoint, model, prompt, **fields)
+    if adapter.name == case.grpc and service.proxy.transport == "http":
+        assert (400, "configuration_error", case.grpc_param or name) == (
+            answer.status,
+            answer.error["code"],
+            answer.error["param"],
+        )
+        return
+    if expected is None:
+        assert (400, "unsupported_parameter") == (answer.status, answer.error["code"]), answer.body
+        # Where the model has nothing of the kind, what stands beside it is refused first.
+        assert answer.error["param"].partition(".")[0] in (name, *case.beside)
+        return
+    assert 200 == answer.status, answer.body
+    plain = await service.plain(model, case)
+    several = len(answer.json["choices"]) > 1 or name == "best_of"
+    before = await received(triton, tokenizer, adapter, id_of(plain))
+    after = await received(triton, tokenizer, adapter, id_of(answer) + ("-0" if several else ""))
+    assert before.keys() - after.keys() <= {*case.gone}
+    differences = {target: value for target, value in after.items() if before.get(target) != value}
+    if case.prompt is not None:
+        assert case.prompt in differences.pop("prompt")
+        assert not case.prompt or case.prompt not in before["prompt"]
+    assert expected == differences
+    if case.harmless:
+        assert plain.normalised == answer.normalised
+    wanted = case.text.replace("{prompt}", prompt)
+    assert wanted == text_of_first(case, answer)
+    assert case.shows is None or case.shows(answer.json), answer.body
+    if case.streams:
+        streamed = await ask(service.proxy, case.endpoint, model, prompt, **fields, stream=True)
+        assert wanted == text_of_first(case, streamed)
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_parameter(service: Service, triton: TestTriton, tokenizer: Tokenizer, name: str) -> None:
+    """On each model it is sent, done here, ignored or refused, as the table of its adapter says, and nothing else."""
+
+    wrong = []
+    # One after the other: Triton 2.51 itself may end when several of its gRPC streams are dropped at the same moment.
+    for model in TABLED:
+        try:
+            await check(service, triton, tokenizer, model, name)
+        except AssertionError as error:  # noqa: PERF203 - each model is to be heard
+            wrong.append(f"{model}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+async def test_every_parameter_has_a_case() -> None:
+    """A parameter of either endpoint that has no case fails here: add a line to `CASES`."""
+    structs = (ChatRequest, CompletionRequest)
+    fields = {field.encode_name for struct in structs for field in msgspec.structs.fields(struct)}
+
+    assert fields - FRAME == CASES.keys()
+
+
+async def test_every_adapter_takes_part(service: Service) -> None:
+    """Each adapter that generates text has a model, and each row of its table is a parameter of the API."""
+    adapters = {adapter.name: adapter for adapter in map(service.adapter, TABLED)}
+
+    assert BUILT_IN.keys() - {"embeddings", "cross-encoder"} == adapters.keys()
+    assert {row.name for adapter in adapters.values() for row in adapter.parameters} <= CASES.keys()

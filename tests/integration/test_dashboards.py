@@ -1,0 +1,166 @@
+"""What the dashboard and the alerts ask for is what the service exports, names and labels."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+
+from tests.conformance.calls import ask, steered
+from tests.proxy_fixture import changed, proxy_settings, serving
+from tests.scrape import Scrape, scrape
+from tests.triton_fixture import TestTriton
+from triton_openai.telemetry.instruments import INSTRUMENTS
+from triton_openai.telemetry.state import LOOKED_UP
+
+ROOT = Path(__file__).resolve().parents[2]
+DASHBOARD = ROOT / "deploy/grafana/triton-openai.json"
+ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
+# Labels that Prometheus itself adds when it scrapes, and Kubernetes's service discovery.
+TARGET = {"instance", "job", "namespace", "pod"}
+# What Triton exports only where there is a GPU, or an engine of TensorRT-LLM.
+FROM_A_GPU = {
+    "nv_gpu_utilization": {"gpu_uuid"},
+    "nv_gpu_memory_used_bytes": {"gpu_uuid"},
+    "nv_trt_llm_kv_cache_block_metrics": {"model", "version", "kv_cache_block_type"},
+}
+# What Grafana puts in.
+VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}
+
+
+def panels() -> list[Any]:
+    """Return the dashboard's panels."""
+    found: list[Any] = json.loads(DASHBOARD.read_text())["panels"]
+    return found
+
+
+def rules() -> list[Any]:
+    """Return the rules."""
+    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Yield every expression, with the name of what it is for."""
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            text = target["expr"]
+            for name, value in VARIABLES.items():
+                text = text.replace(name, value)
+            assert "$" not in text, panel["title"]
+            yield panel["title"], text
+    for rule in rules():
+        yield rule.get("alert") or rule["record"], rule["expr"]
+
+
+EXPRESSIONS = list(expressions())
+
+
+def selectors(expression: str) -> list[Any]:
+    """Return what *expression* selects."""
+    found: list[Any] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(node)
+        elif isinstance(node, promql_parser.MatrixSelector):
+            found.append(node.vector_selector)
+
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    return list({str(one): one for one in found}.values())
+
+
+def grouped_by(expression: str) -> set[str]:
+    """Return the labels by which *expression* groups and joins."""
+    found: set[str] = set()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+            found.update(node.modifier.labels)
+
+    promql_parser.walk(promql_parser.parse(expression), visit)
+    return found
+
+
+@pytest.fixture(scope="module")
+def exported(triton: TestTriton) -> Scrape:
+    """Return what a service exports after some traffic."""
+    return asyncio.run(after_traffic(triton))
+
+
+async def after_traffic(triton: TestTriton) -> Scrape:
+    """Run a service, ask it something, and return its metrics."""
+    settings = changed(proxy_settings(triton, "http"), metrics={"relay_triton": True, "triton_url": triton.metrics_url})
+    async with serving(settings) as proxy:
+        await proxy.ready()
+        await ask(proxy, "chat", "ensemble", steered(text="one two three"))
+        await ask(proxy, "chat", "ensemble", "x", n=0)
+        return await scrape(proxy)
+
+
+@pytest.mark.parametrize("title, expression", EXPRESSIONS, ids=[title for title, _ in EXPRESSIONS])
+def test_expressions(exported: Scrape, title: str, expression: str) -> None:
+    """Each metric exists, and has the labels that it is asked by."""
+    asked = selectors(expression)
+    assert asked
+    known: set[str] = set(TARGET)
+    for one in asked:
+        labels = FROM_A_GPU.get(one.name, exported.label_names(one.name))
+        assert one.name in FROM_A_GPU or one.name in exported.names(), one.name
+        assert {matcher.name for matcher in one.matchers.matchers} <= labels | TARGET, str(one)
+        known |= labels
+    assert grouped_by(expression) <= known
+
+
+def test_variables(exported: Scrape) -> None:
+    """So do the dashboard's variables, and every legend names labels that its expression leaves."""
+    for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
+        if variable["type"] == "query":
+            metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
+            assert label in exported.label_names(metric) | TARGET
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            groups = grouped_by(target["expr"].replace("$__rate_interval", "5m"))
+            assert shown <= (groups or TARGET | {"gpu_uuid"}), panel["title"]
+
+
+def test_the_table(exported: Scrape) -> None:
+    """The documents' table has every metric that is exported, and each with its labels."""
+    suffix = {"counter": "", "gauge": "", "histogram": "_count"}
+    table = {one.name + suffix[one.kind]: set(one.labels) for one in (*INSTRUMENTS, *LOOKED_UP)}
+
+    assert table == {name: exported.label_names(name) for name in table}
+    histograms = {one.name + end for one in INSTRUMENTS if one.kind == "histogram" for end in ("_bucket", "_sum")}
+    others = {name for name in exported.names() if not name.startswith(("nv_", "process_"))}
+    assert others == table.keys() | histograms
+
+
+def test_the_dashboard_is_in_order() -> None:
+    """No panel stands on another, and none is nameless or twice there."""
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        place = panel["gridPos"]
+        cells = {(place["x"] + column, place["y"] + row) for column in range(place["w"]) for row in range(place["h"])}
+        assert not cells & taken
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+    assert len({panel["id"] for panel in panels()}) == len({panel["title"] for panel in panels()}) == len(panels())
+
+
+def test_alerts() -> None:
+    """Each has a name of its own, a severity, a text, and its place in the documents."""
+    alerts = [rule for rule in rules() if "alert" in rule]
+    document = (ROOT / "docs/observability.md").read_text()
+
+    assert len(alerts) == len({rule["alert"] for rule in alerts})
+    for rule in alerts:
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert {"summary", "description"} == rule["annotations"].keys()
+        assert f"`{rule['alert']}`" in document

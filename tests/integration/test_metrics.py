@@ -1,0 +1,260 @@
+"""The numbers add up: after mixed traffic on a real Triton, and over several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.clients.service import serving as service_process
+from tests.conformance.calls import ask, request, steered
+from tests.proxy_fixture import Answer, Proxy, changed, proxy_settings, serving
+from tests.scrape import Scrape, scrape
+from tests.triton_fixture import TestTriton
+from triton_openai.telemetry.metrics import forget_worker, metrics_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+USAGE = {"include_usage": True}
+
+
+def counts(answer: Answer) -> tuple[int, int]:
+    """Return the prompt's and the answer's tokens that a client was told of."""
+    usage = answer.chunks[-1]["usage"] if answer.body.startswith(b"data:") else answer.json["usage"]
+    return usage["prompt_tokens"], usage.get("completion_tokens", 0)
+
+
+async def leave(proxy: Proxy) -> None:
+    """Begin a stream, and go away in the middle of it."""
+    body = request("chat", "vllm_model", steered(text="a ", repeat=2000, delay_ms=20), stream=True, max_tokens=2000)
+    async with proxy.client.post("/v1/chat/completions", json=body) as response:
+        await response.content.readany()
+        assert 1 == (await scrape(proxy)).sum("triton_openai_requests_running", model="vllm_model")
+        response.close()
+
+
+async def settled(proxy: Proxy, name: str = "triton_openai_requests_running") -> Scrape:
+    """Return the metrics once nothing runs any more."""
+    while (found := await scrape(proxy)).sum(name):  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+async def fresh(triton: TestTriton) -> AsyncIterator[Proxy]:
+    """A service that has answered nothing yet, with everything that it can show."""
+    settings = changed(
+        proxy_settings(triton, "http"),
+        metrics={"relay_triton": True, "vllm_names": True, "triton_url": triton.metrics_url},
+    )
+    async with serving(settings, transport="http") as proxy:
+        await proxy.ready()
+        yield proxy
+
+
+async def test_mixed_traffic(fresh: Proxy) -> None:
+    """Each request is counted once, by how it ended, and tokens are those that clients were told of."""
+    answered = [
+        await ask(fresh, "chat", "ensemble", steered(text="one two three")),
+        await ask(fresh, "completions", "ensemble", steered(text="one two"), stream=True, stream_options=USAGE),
+        await ask(fresh, "chat", "ensemble", steered(text="one two"), n=2),
+        await ask(fresh, "chat", "ensemble", steered(text="one two", repeat=20), max_tokens=5),
+    ]
+    assert {200} == {answer.status for answer in answered}
+    embedded = await fresh.post("/v1/embeddings", {"model": "text_embedding", "input": ["one", "two"]})
+    refused = await ask(fresh, "chat", "ensemble", "x", web_search_options={})
+    nobody = await ask(fresh, "chat", "no-such-model", "x")
+    failed = await ask(fresh, "chat", "vllm_model", steered(text="a b c", fail_at=2, delay_ms=20), stream=True)
+    assert (200, 400, 404, 200) == tuple(answer.status for answer in (embedded, refused, nobody, failed))
+    await leave(fresh)
+    found = await asyncio.wait_for(settled(fresh), 10)
+
+    def requests(**labels: str) -> float:
+        return found.sum("triton_openai_requests_total", **labels)
+
+    inference = requests() - requests(operation="other")
+    assert 8 == inference == found.sum("gen_ai_server_request_duration_seconds_count")
+    assert (5, 1, 1, 1) == tuple(
+        requests(outcome=outcome) - requests(outcome=outcome, operation="other")
+        for outcome in ("answered", "invalid", "failed", "cancelled")
+    )
+    assert 1 == requests(operation="other", outcome="invalid", status="404", model="")
+    assert 1 == requests(model="vllm_model", status="200", outcome="failed")
+    assert 1 == requests(model="vllm_model", status="499", outcome="cancelled")
+    assert found.sum("triton_openai_errors_total") == requests(outcome="invalid") + requests(outcome="failed")
+    assert 1 == found.sum("triton_openai_errors_total", model="ensemble", code="unsupported_parameter")
+
+    told = [counts(answer) for answer in answered]
+    tokens = {
+        kind: found.sum("triton_openai_tokens_total", model="ensemble", type=kind) for kind in ("input", "output")
+    }
+    assert {"input": sum(one for one, _ in told), "output": sum(other for _, other in told)} == tokens
+    assert counts(embedded)[0] == found.sum("triton_openai_tokens_total", model="text_embedding")
+    finished = {
+        reason: found.sum("triton_openai_answers_finished_total", model="ensemble", reason=reason)
+        for reason in ("stop", "length")
+    }
+    assert {"stop": 4, "length": 1} == finished
+    assert 4 == found.sum("gen_ai_server_time_to_first_token_seconds_count", gen_ai_request_model="ensemble")
+    assert 5 == found.sum("gen_ai_server_time_per_output_token_seconds_count", gen_ai_request_model="ensemble")
+    assert 0 < found.sum("triton_openai_tokens_total", model="vllm_model", type="output")
+    # The other names say the same.
+    assert tokens["output"] == found.sum("vllm:generation_tokens_total", model_name="ensemble")
+    assert 4 == found.sum("vllm:request_success_total", model_name="ensemble", finished_reason="stop")
+    assert 4 == found.sum("vllm:e2e_request_latency_seconds_count", model_name="ensemble")
+    assert 0 == found.sum("vllm:num_requests_running")
+    # Triton's own are there as well.
+    assert 0 < found.sum("nv_inference_request_success", model="preprocessing")
+    assert 1 == found.sum("triton_openai_triton_metrics_up")
+
+
+async def test_queued_and_refused(triton: TestTriton) -> None:
+    """With room for one, the second waits, the third is refused, and all three are seen."""
+    settings = changed(proxy_settings(triton, "http"), server={"max_running_requests": 1, "max_queued_requests": 1})
+    async with serving(settings, transport="http") as proxy:
+        await proxy.ready()
+        slow = steered(text="a ", repeat=2000, delay_ms=20)
+        body = request("chat", "vllm_model", slow, stream=True, max_tokens=2000)
+        async with proxy.client.post("/v1/chat/completions", json=body) as response:
+            await response.content.readany()
+            second = asyncio.create_task(ask(proxy, "chat", "ensemble", steered(text="one")))
+            while not (found := await scrape(proxy)).sum("triton_openai_requests_queued", model="ensemble"):  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+            third = await ask(proxy, "chat", "ensemble", steered(text="two"))
+            assert (1, 1) == tuple(found.sum(f"triton_openai_requests_{what}") for what in ("running", "queued"))
+            response.close()
+        assert (200, 503) == ((await second).status, third.status)
+        found = await asyncio.wait_for(settled(proxy), 10)
+
+    assert 0 == found.sum("triton_openai_requests_queued")
+    assert 1 == found.sum("triton_openai_requests_total", model="ensemble", status="503", outcome="refused")
+    assert 1 == found.sum("triton_openai_errors_total", model="ensemble", code="overloaded")
+    assert 0 < found.sum("triton_openai_queue_seconds_sum", model="ensemble")
+    assert 0 < found.sum("triton_openai_event_loop_lag_seconds_count")
+
+
+async def test_an_answer_in_one_piece(fresh: Proxy) -> None:
+    """It has a first token, at its end, and no time between tokens."""
+    await ask(fresh, "chat", "ensemble_nonstreaming", steered(text="one two three four"))
+    found = await scrape(fresh)
+    model = {"gen_ai_request_model": "ensemble_nonstreaming"}
+
+    assert 1 == found.sum("gen_ai_server_time_to_first_token_seconds_count", **model)
+    assert 0 == found.sum("gen_ai_server_time_per_output_token_seconds_count", **model)
+    assert 4 <= found.sum("triton_openai_tokens_total", model="ensemble_nonstreaming", type="output")
+
+
+class WorkerProcess:
+    """One worker, and ways to ask it."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int, index: int) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+        self.index = index
+
+    async def scrape(self, session: aiohttp.ClientSession) -> Scrape:
+        """Return what it says of all of them."""
+        async with session.get(f"{self.url}/metrics") as response:
+            assert 200 == response.status
+            return Scrape(await response.text())
+
+    async def ask(self, session: aiohttp.ClientSession, **orders: Any) -> int:
+        """Ask something, and return how many tokens the answer has."""
+        body = {"model": "ensemble", "prompt": steered(**orders)}
+        async with session.post(f"{self.url}/v1/completions", json=body) as response:
+            assert 200 == response.status, await response.text()
+            return int((await response.json())["usage"]["completion_tokens"])
+
+
+@contextlib.contextmanager
+def worker(index: int, folder: Path, url: str, environment: Mapping[str, str]) -> Iterator[WorkerProcess]:
+    """Run worker *index* of two."""
+    command = [sys.executable, "-m", "tests.worker_process", str(index), "2", str(folder), url]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        yield WorkerProcess(process, int(line or 0), index)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
+    """Each of them answers for all; one that is killed takes along what it had running, not what it had counted."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(tmp_path)), "PYTHONPATH": str(ROOT)}
+    url = triton.http_url
+    async with aiohttp.ClientSession() as session:
+        with worker(0, tmp_path, url, environment) as one:
+            with worker(1, tmp_path, url, environment) as other:
+                tokens = 0
+                for each in (one, other, other):
+                    tokens += await each.ask(session, text="one two three")
+                found = [await each.scrape(session) for each in (one, other)]
+                for seen in found:
+                    assert 3 == seen.sum("triton_openai_requests_total", model="ensemble", outcome="answered")
+                    assert tokens == seen.sum("triton_openai_tokens_total", type="output")
+                    assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_count")
+                    assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_bucket", le="+Inf")
+                    assert (0, 2) == (
+                        seen.sum("triton_openai_requests_running"),
+                        seen.sum("triton_openai_workers"),
+                    )
+                streams = [
+                    await session.post(
+                        f"{each.url}/v1/completions",
+                        json={
+                            "model": "ensemble",
+                            "prompt": steered(text="a ", repeat=2000, delay_ms=50),
+                            "max_tokens": 2000,
+                            "stream": True,
+                        },
+                    )
+                    for each in (one, other)
+                ]
+                for stream in streams:
+                    await stream.content.readany()
+                assert 2 == (await one.scrape(session)).sum("triton_openai_requests_running", model="ensemble")
+                other.process.kill()
+                other.process.wait()
+                forget_worker(tmp_path, 1)
+                assert 1 == (await one.scrape(session)).sum("triton_openai_requests_running", model="ensemble")
+                streams[0].close()
+            with worker(1, tmp_path, url, environment) as successor:
+                tokens += await successor.ask(session, text="one two three")
+                running = "triton_openai_requests_running"
+                while (seen := await successor.scrape(session)).sum(running):  # noqa: ASYNC110 - nothing tells of it
+                    await asyncio.sleep(0.02)
+                assert 4 == seen.sum("triton_openai_requests_total", model="ensemble", outcome="answered")
+                assert tokens <= seen.sum("triton_openai_tokens_total", type="output")
+                # One file of each kind for each worker, however often it was replaced.
+                assert 6 == len(list(metrics_folder(tmp_path).glob("*.db")))
+
+
+async def test_workers_without_the_variable(triton: TestTriton, tmp_path: Path) -> None:
+    """A worker that was started without it serves, shows its own numbers, and says so."""
+    environment = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
+    with worker(0, tmp_path, triton.http_url, {**environment, "PYTHONPATH": str(ROOT)}) as one:
+        async with aiohttp.ClientSession() as session:
+            await one.ask(session, text="one")
+            assert 1 == (await one.scrape(session)).sum("triton_openai_requests_total", model="ensemble")
+        one.process.kill()
+        said = "".join(one.process.communicate())
+    assert "PROMETHEUS_MULTIPROC_DIR is not set" in said
+
+
+def test_a_launched_triton(triton: TestTriton, tmp_path: Path) -> None:
+    """Its metrics are found without being told where they are."""
+    repository = tmp_path / "models"
+    repository.mkdir()
+    with service_process(tmp_path, "--model-repository", str(repository), "--relay-triton-metrics") as service:
+        found = Scrape(service.send("GET", "/metrics").body.decode())
+    assert 1 == found.sum("triton_openai_triton_metrics_up") == found.sum("triton_openai_triton_up")
+    assert "nv_cpu_memory_total_bytes" in found.names()

@@ -1,0 +1,222 @@
+"""The Helm chart: rendered by Helm's own library, valid for Kubernetes, whole, and shut in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy import generate
+from tests import deploy_files as files
+from tests.deploy_files import CHART, DEPLOY, FORMS
+
+VALUES: dict[str, Any] = files.load(CHART / "values.yaml")
+SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in sorted((CHART / "templates").rglob("*.*"))}
+# The oldest that the chart allows, and the newest that the schemas know.
+KUBERNETES = (re.search(r"1\.\d+", files.load(CHART / "Chart.yaml")["kubeVersion"])[0], "latest")  # type: ignore[index]
+# Kinds that Kubernetes itself does not know; what pods they have inside is checked as a pod.
+CUSTOM = {"ServiceMonitor", "ServingRuntime", "InferenceService"}
+
+
+def valid(manifest: Mapping[str, Any], version: str) -> None:
+    """Assert that Kubernetes of *version* knows every field of *manifest*."""
+    validate = pytest.importorskip("kubernetes_validate")
+    if manifest["kind"] not in CUSTOM:
+        validate.validate(manifest, validate.latest_version() if version == "latest" else version, strict=True)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@pytest.mark.parametrize("form", FORMS)
+def test_manifests_are_valid(form: str, version: str) -> None:
+    """Every field of what the chart makes is known to Kubernetes."""
+    manifests = files.chart_documents(form)
+
+    assert {"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"} <= {one["kind"] for one in manifests}
+    for manifest in manifests:
+        valid(manifest, version)
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_other_manifests_are_valid(version: str) -> None:
+    """So is what stands beside the chart; of KServe's kinds, the pod that they describe."""
+    for form in generate.FORMS:
+        for manifest in files.plain_documents(form):
+            valid(manifest, version)
+    spec = files.load(DEPLOY / "kserve/serving-runtime.yaml")["spec"]
+    pod = {key: spec[key] for key in ("containers", "volumes")}
+    assert {*pod, "annotations", "supportedModelFormats"} == set(spec)
+    valid({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "runtime"}, "spec": pod}, version)
+
+
+def test_a_mistake_is_noticed() -> None:
+    """The schemas are strict: a field that Kubernetes does not know fails."""
+    manifest = files.only(files.plain_documents("standalone"), "Deployment")
+    manifest["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+
+    with pytest.raises(Exception, match="livenesProbe"):
+        valid(manifest, "latest")
+
+
+def test_plain_manifests_are_current() -> None:
+    """`deploy/kubernetes` is what `python deploy/generate.py` writes."""
+    for form in generate.FORMS:
+        made = files.render(generate.values_of(form), name="triton-openai", namespace="default")
+
+        assert generate.plain(form, made) == (DEPLOY / "kubernetes" / f"{form}.yaml").read_text(encoding="utf-8")
+
+
+def pods(form: str) -> list[Any]:
+    """Return the pods among the chart's manifests, Deployments' included."""
+    manifests = files.chart_documents(form)
+    return [one["spec"] for one in manifests if one["kind"] == "Pod"] + [
+        one["spec"]["template"]["spec"] for one in manifests if one["kind"] == "Deployment"
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pods_are_shut_in(form: str) -> None:
+    """No container runs as root, gains rights, or has capabilities; ours cannot write outside its volumes."""
+    for pod in pods(form):
+        assert pod["automountServiceAccountToken"] is False
+        assert {"type": "RuntimeDefault"} == pod["securityContext"]["seccompProfile"]
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            context = container["securityContext"]
+            assert context["runAsNonRoot"]
+            assert context["runAsUser"] > 0
+            assert context["allowPrivilegeEscalation"] is False
+            assert ["ALL"] == context["capabilities"]["drop"]
+            assert context.get("readOnlyRootFilesystem") or container["name"] == "triton"
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            volumes = {one["name"] for one in pod.get("volumes", ())}
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_fit_together(form: str) -> None:
+    """Selectors find the pods and not those of `helm test`, and what scales or protects names the Deployment."""
+    manifests = files.chart_documents(form)
+    deployment = files.only(manifests, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    service = files.only(manifests, "Service")
+    selectors = [deployment["spec"]["selector"]["matchLabels"], service["spec"]["selector"]]
+    selectors += [one["spec"]["selector"]["matchLabels"] for one in manifests if one["kind"] == "PodDisruptionBudget"]
+    selectors += [one["spec"]["podSelector"]["matchLabels"] for one in manifests if one["kind"] == "NetworkPolicy"]
+    for constraint in deployment["spec"]["template"]["spec"]["topologySpreadConstraints"]:
+        selectors.append(constraint["labelSelector"]["matchLabels"])
+    test = files.only(manifests, "Pod")["metadata"]["labels"]
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+        assert not selector.items() <= test.items()
+    for monitor in (one for one in manifests if one["kind"] == "ServiceMonitor"):
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+        known = {port["name"] for port in service["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= known
+    for scaler in (one for one in manifests if one["kind"] == "HorizontalPodAutoscaler"):
+        assert deployment["metadata"]["name"] == scaler["spec"]["scaleTargetRef"]["name"]
+        assert "replicas" not in deployment["spec"]
+
+
+def test_triton_ends_after_the_service() -> None:
+    """In sidecar mode Triton is a container that Kubernetes ends last, within the time that the pod has."""
+    spec = files.only(files.chart_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]
+    (triton,) = spec["initContainers"]
+    values = VALUES["shutdown"]
+
+    assert "Always" == triton["restartPolicy"]
+    assert f"--exit-timeout-secs={values['tritonSeconds']}" in triton["args"]
+    assert sum(values.values()) + 5 <= spec["terminationGracePeriodSeconds"]
+
+
+def test_every_template_is_used() -> None:
+    """The file of values with everything makes something of each template."""
+    made = files.rendered("everything")
+
+    assert set(TEMPLATES) - {"_helpers.tpl"} == {path.rpartition("/")[2] for path in made}
+    assert all(text.strip() for text in made.values())
+
+
+def _keys(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    found = set()
+    for key, value in values.items():
+        found.add((*at, key))
+        if isinstance(value, dict):
+            found |= _keys(value, (*at, key))
+    return found
+
+
+def test_values_that_templates_use_exist() -> None:
+    """A misspelt `.Values.x` would be empty and nothing else."""
+    known = _keys(VALUES)
+    for name, text in TEMPLATES.items():
+        for path in re.findall(r"\.Values\.([\w.]+)", text):
+            assert tuple(path.split(".")) in known, f"{name}: {path}"
+
+
+def test_the_schema_has_every_value() -> None:
+    """Each value has its place in the schema, and each place a value; what is misspelt is refused everywhere."""
+
+    def places(schema: Mapping[str, Any], at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+        found = set()
+        for key, inner in schema.get("properties", {}).items():
+            found |= {(*at, key), *places(inner, (*at, key))}
+        assert not schema.get("properties") or schema["additionalProperties"] is False, at
+        return found
+
+    declared = places(SCHEMA)
+    free = {at for at in _keys(VALUES) if at[:-1] and any(at[:n] in declared for n in range(1, len(at)))} - declared
+    # Below a value that may hold anything.
+    for at in free:
+        parent = next(at[:n] for n in range(len(at) - 1, 0, -1) if at[:n] in declared)
+        node: Any = SCHEMA
+        for key in parent:
+            node = node["properties"][key]
+        assert {"type": "object"} == node, at
+    assert declared - _keys(VALUES) == {
+        ("global",),
+        *(
+            ("probes", probe, key)
+            for probe in ("liveness", "readiness")
+            for key in ("initialDelaySeconds", "successThreshold")
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "values, complaint",
+    [
+        ({"replicas": 3}, "replicas"),
+        ({"mode": "daemon"}, "mode"),
+        ({"mode": "sidecar"}, "volume"),
+        ({"triton": {"urls": ["triton:8000"]}}, "urls"),
+        ({"image": {"digest": "latest"}}, "digest"),
+        ({"autoscaling": {"enabled": True, "runningRequests": None}}, "runningRequests"),
+        ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
+    ],
+)
+def test_wrong_values_are_refused(values: dict[str, Any], complaint: str) -> None:
+    """They are named, instead of making manifests that do something else."""
+    with pytest.raises(ValueError, match=complaint):
+        files.render(values)
+
+
+def test_the_values_in_the_guide() -> None:
+    """What docs/deployment.md shows is accepted."""
+    text = (files.ROOT / "docs/deployment.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+    made = files.render(yaml.safe_load(block))
+    for manifest in (one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)):
+        valid(manifest, "latest")
+
+
+def test_settings_arrive_as_they_are() -> None:
+    """Whatever stands under `settings` is the service's settings file."""
+    settings = {"models": {"a/b": {"aliases": ["x: y", "#z"], "default_parameters": {"stop": ["\n", "{{ x }}"]}}}}
+    made = files.documents(files.render({"settings": settings})["templates/configmap.yaml"])
+
+    assert settings == yaml.safe_load(made[0]["data"]["settings.yaml"])

@@ -1,0 +1,301 @@
+"""What `deploy/` names exists: flags, variables, ports, paths, metrics and files; and every way to start works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tests import deploy_files as files
+from tests.deploy_files import DEPLOY, ROOT, Start
+from triton_openai.api.routes import add_routes
+from triton_openai.cli.arguments import parse
+from triton_openai.config import ENVIRONMENT_PREFIX, Settings, load_settings, options
+from triton_openai.config.sources import closest
+from triton_openai.telemetry.instruments import INSTRUMENTS
+from triton_openai.telemetry.state import LOOKED_UP
+
+STARTS = {start.where: start for start in files.starts()}
+TEXTS = {
+    path.relative_to(DEPLOY).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(DEPLOY.rglob("*"))
+    if path.is_file() and "__pycache__" not in path.parts
+}
+# What Triton answers, and what the programs around it listen on.
+TRITON_PATHS = {"/v2/health/live"}
+PORTS = {
+    "triton": {8000, 8001, 8002},
+    "otel-collector": {4317, 4318},
+    "jaeger": {16686, 4317},
+    "prometheus": {9090},
+    "grafana": {3000},
+    "open-webui": {8080},
+    "triton-openai": {9000},
+}
+
+
+def settings_of(start: Start, folder: Path) -> Settings:
+    """Read what *start* asks for, as the service would."""
+    environment = {name: value for name, value in start.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+    if "TRITON_OPENAI_CONFIG" in environment:
+        assert start.settings is not None
+        file = folder / "settings.yaml"
+        file.write_text(start.settings)
+        environment["TRITON_OPENAI_CONFIG"] = str(file)
+    parsed = parse(start.arguments)
+    assert "serve" == parsed.command
+    return load_settings(parsed.settings, environment)
+
+
+def check(start: Start, folder: Path) -> Settings:
+    """Assert what every way to start has to fulfil, and return its settings."""
+    settings = settings_of(start, folder)
+    server = settings.server
+    assert ("systemd" == start.where) == ("127.0.0.1" == server.host)
+    if start.stop_seconds is not None:
+        # A second for the farewell of what is still running then, and some for the end of the process.
+        assert start.stop_seconds >= start.delay + server.shutdown_grace + 5
+    ports = start.container.get("ports", [])
+    for port in ports:
+        assert server.port == (port["containerPort"] if isinstance(port, dict) else int(port.rpartition(":")[2]))
+    for kind, path in (("livenessProbe", "/health/live"), ("readinessProbe", "/health/ready")):
+        if kind in start.container:
+            asked = start.container[kind]["httpGet"]
+            assert path == asked["path"]
+            assert asked["port"] in (server.port, ports[0].get("name"))
+    return settings
+
+
+@pytest.mark.parametrize("where", STARTS)
+def test_every_way_to_start(where: str, tmp_path: Path) -> None:
+    """Flags, variables and settings are accepted; ports and probes fit them, and the time to stop suffices."""
+    check(STARTS[where], tmp_path)
+
+
+@pytest.mark.parametrize("form", files.FORMS)
+def test_every_way_of_the_chart(form: str, tmp_path: Path) -> None:
+    """The chart starts the service as well."""
+    settings = check(files.start_of_pod(form, files.chart_documents(form)), tmp_path)
+
+    assert "json" == settings.server.log_format
+    assert ("standalone" == form) == (settings.triton.http_url != "http://127.0.0.1:8000")
+
+
+def test_variables_that_are_named() -> None:
+    """A variable of the service that stands anywhere, comments included, is one."""
+    known = {option.variable for option in options()} | {f"{ENVIRONMENT_PREFIX}CONFIG", ENVIRONMENT_PREFIX}
+    for name, text in TEXTS.items():
+        for variable in re.findall(rf"{ENVIRONMENT_PREFIX}\w*", text):
+            assert variable in known, f"{name}: {variable}{closest(variable, known)}"
+
+
+def test_flags_that_are_named() -> None:
+    """A flag that a comment or a document names is one of the service, or of a program that is known here."""
+    ours = {option.flag for option in options()} | {"--config"}
+    # Triton's own are checked against a real one in tests/integration/test_image.py.
+    others = {
+        *("--build", "--build-arg", "--create-namespace", "--namespace", "--render", "--set", "--target", "--values"),
+        *("--from", "--install", "--mount", "--chown", "--port-forward"),
+        *("--no-cache-dir", "--no-deps", "--wheel-dir", "--without-pip", "--python", "--now"),
+        *("--interval", "--timeout", "--start-period", "--gid", "--uid", "--system", "--no-create-home"),
+        *("--config.file", "--storage.tsdb.path"),
+        *triton_flags(),
+    }
+    for name, text in TEXTS.items():
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]+", text):
+            assert flag in ours | others, f"{name}: {flag}{closest(flag, ours)}"
+
+
+def triton_flags() -> set[str]:
+    """Return the flags that `deploy/` gives to tritonserver."""
+    lists = [files.load(DEPLOY / "compose/compose.yaml")["services"]["triton"]["command"]]
+    lists.append(
+        files.only(files.plain_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]["initContainers"][0][
+            "args"
+        ]
+    )
+    lists.append(files.load(files.CHART / "ci/everything-values.yaml")["triton"]["extraArgs"])
+    return {one.partition("=")[0] for flags in lists for one in flags if one.startswith("--")}
+
+
+def test_paths_that_are_asked() -> None:
+    """Health checks and scrapes go to paths that are served."""
+    app = web.Application()
+    add_routes(app)
+    known = {resource.canonical for resource in app.router.resources()} | TRITON_PATHS
+    asked = set()
+    for name, text in TEXTS.items():
+        if name.endswith((".yaml", ".py", ".md", "NOTES.txt")):
+            asked |= set(re.findall(r"(?<=[\s\"'`0-9}])/(?:v\d/)?(?:health|metrics)(?:/\w+)?(?=[\s\"'`]|$)", text))
+
+    assert asked >= {"/health/live", "/health/ready", "/metrics"}
+    assert set() == asked - known
+
+
+def test_metrics_that_are_named() -> None:
+    """A metric that autoscaling or a document asks for is exported; dashboard and alerts have a test of their own."""
+    known = {one.name for one in (*INSTRUMENTS, *LOOKED_UP)}
+    named = {
+        name: set(re.findall(r"(?<![\w/])triton_openai_[a-z_]+", text))
+        for name, text in TEXTS.items()
+        if not name.startswith(("grafana/", "prometheus/alerts"))
+    }
+
+    assert "triton_openai_requests_running" in set().union(*named.values())
+    assert {} == {name: found - known for name, found in named.items() if found - known}
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "open-webui.yaml"])
+def test_compose_fits_together(name: str) -> None:
+    """Mounted files exist, services ask each other where they listen, and nothing is open to other machines."""
+    folder = DEPLOY / "compose"
+    compose = files.load(folder / name)
+    services = compose["services"]
+    for service in services.values():
+        for mount in service.get("volumes", ()):
+            source = mount.partition(":")[0]
+            assert source in compose["volumes"] or source.startswith("${") or (folder / source).is_dir(), source
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:")
+        assert set(service.get("depends_on", ())) <= set(services)
+        if build := service.get("build"):
+            assert (folder / build["context"] / build["dockerfile"]).is_file()
+            assert build["target"] == files.IMAGES[service["image"]]
+    around = (
+        [name]
+        if name != "compose.yaml"
+        else [name, *(path for path in TEXTS if path.startswith(("otel", "prom", "grafana/prov")))]
+    )
+    for path in around:
+        text = TEXTS[f"compose/{path}" if path == name else path]
+        for host, port in re.findall(r"(?<![\w.-])([a-z][a-z-]+):(\d{4,5})\b", text):
+            if host != "localhost":
+                assert host in services, f"{path}: {host}"
+                assert int(port) in PORTS[host], f"{path}: {host}:{port}"
+
+
+def test_what_compose_mounts_is_found() -> None:
+    """Prometheus's rules and Grafana's dashboards lie where their configurations look."""
+    services = files.load(DEPLOY / "compose/compose.yaml")["services"]
+    mounts = {
+        target: (DEPLOY / "compose" / source).resolve()
+        for service in services.values()
+        for source, target, *_ in (mount.split(":") for mount in service.get("volumes", ()))
+        if source.startswith("..")
+    }
+    (config,) = [flag.partition("=")[2] for flag in services["prometheus"]["command"] if flag.startswith("--config")]
+    prometheus = mounts[str(Path(config).parent)] / Path(config).name
+    (rules,) = files.load(prometheus)["rule_files"]
+    (provider,) = files.load(mounts["/etc/grafana/provisioning"] / "dashboards/dashboards.yaml")["providers"]
+    (collector,) = [flag.partition("=")[2] for flag in services["otel-collector"]["command"]]
+
+    assert (prometheus.parent / rules).is_file()
+    assert list(mounts[provider["options"]["path"]].glob("*.json"))
+    assert (mounts[str(Path(collector).parent)] / Path(collector).name).is_file()
+
+
+def test_the_collector_is_whole() -> None:
+    """Every part of its configuration is used, and what is used is there."""
+    config = files.load(DEPLOY / "otel-collector/config.yaml")
+    (pipeline,) = config["service"]["pipelines"].values()
+    for kind, names in pipeline.items():
+        assert set(names) == set(config[kind])
+
+
+def test_compose_files_have_the_form_of_compose() -> None:
+    """They are valid by the schema of the compose specification."""
+    validated("--builtin-schema", "vendor.compose-spec", *map(str, sorted((DEPLOY / "compose").glob("*.yaml"))))
+
+
+def validated(*arguments: str) -> None:
+    """Run check-jsonschema; skip where it is not installed."""
+    pytest.importorskip("check_jsonschema")
+    done = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_is_made_of_what_is_there() -> None:
+    """What is copied exists and is in the build's context; the last stage is the sidecar, and both run unprivileged."""
+    allowed = {line[1:] for line in TEXTS["Dockerfile.dockerignore"].splitlines() if line.startswith("!")}
+    for one in files.dockerfile():
+        if one.word == "COPY" and not one.text.startswith("--from"):
+            for source in one.text.split()[:-1]:
+                assert (ROOT / source).exists()
+                assert source in allowed
+    assert "sidecar" == files.dockerfile()[-1].stage
+    for stage in files.IMAGES.values():
+        (user,) = files.of_stage(stage, "USER")
+        assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
+        (check_command,) = files.of_stage(stage, "HEALTHCHECK")
+        assert "/opt/triton-openai/healthcheck.py" == json.loads(check_command.partition(" CMD ")[2])[1]
+        assert [str(Settings().server.port)] == files.of_stage(stage, "EXPOSE")
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """Its own checker has nothing to say, and calls it well shut in."""
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tmp_path / "triton-openai.service"
+    text = TEXTS["systemd/triton-openai.service"]
+    unit.write_text(text.replace("/opt/triton-openai/bin/triton-openai", sys.executable))
+
+    def run(*arguments: str) -> Any:
+        command = [analyze, *arguments, str(unit)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+    verified = run("verify", "--man=no")
+    if "Failed to" in verified.stderr and "bus" in verified.stderr:
+        pytest.skip("systemd-analyze does not work here")
+    assert (0, "") == (verified.returncode, verified.stderr)
+    shut_in = run("security", "--offline=true", "--threshold=15")
+    assert shut_in.returncode == 0, shut_in.stdout[-300:]
+
+
+@pytest.mark.parametrize("status", [200, 503])
+async def test_the_health_check_of_the_images(status: int) -> None:
+    """It ends with 0 when the service answers with 200, and else says what is wrong."""
+
+    async def answer(request: web.Request) -> web.Response:
+        assert "/health/live" == request.path
+        return web.Response(status=status)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    async with TestServer(app) as server:
+        ended, said = await health_check(TRITON_OPENAI_PORT=str(server.port), http_proxy="http://127.0.0.1:9")
+
+    assert (int(status != 200), status != 200) == (ended, "503" in said)
+
+
+async def test_the_health_check_without_a_service() -> None:
+    """Nobody listens: it ends with 1 and says where it asked."""
+    server = TestServer(web.Application())
+    await server.start_server()
+    url = str(server.make_url("/health/live"))
+    await server.close()
+
+    ended, said = await health_check(HEALTHCHECK_URL=url)
+
+    assert 1 == ended
+    assert url in said
+
+
+async def health_check(**environment: str) -> tuple[int | None, str]:
+    """Run the script with *environment*; return its exit status and what it said."""
+    import asyncio
+
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(DEPLOY / "healthcheck.py"), env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await process.communicate()
+    return process.returncode, said.decode()

@@ -1,0 +1,333 @@
+"""Counting requests: what of a record goes where, and that nobody can make up labels."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import serving
+from tests.scrape import Scrape, scrape
+from triton_openai.config import MetricsSettings, Settings, TritonSettings
+from triton_openai.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    ServiceError,
+    UpstreamError,
+    UpstreamUnavailable,
+)
+from triton_openai.generation import FinishReason, Usage
+from triton_openai.telemetry import instruments
+from triton_openai.telemetry.exposition import prefers_openmetrics
+from triton_openai.telemetry.metrics import Metrics, SharedNumbers, outcome_of
+from triton_openai.telemetry.observation import Observation
+from triton_openai.worker import Worker
+
+SERVED = {"model": "m", "adapter": "a"}
+
+
+class FakeAnswer(msgspec.Struct, kw_only=True):
+    """An answer with the times and counts that a test wants; times are seconds after the request came."""
+
+    sent: float | None = None
+    first: float | None = None
+    ended: float | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    partial: Usage | None = None
+    steps: int = 2
+
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """The counts up to now."""
+        return self.usage or self.partial
+
+
+def observed(metrics: Metrics, *answers: FakeAnswer, operation: str = "chat", **fields: Any) -> Observation:
+    """Have *metrics* see a request for the model ``m`` from beginning to end."""
+    observation = Observation(request_id="r", method="POST", path="/v1/chat/completions")
+    observation.began = 0.0
+    metrics.started(observation)
+    observation.of(operation, model=fields.pop("model", "m"), adapter="a")
+    metrics.identified(observation)
+    observation.answers = answers
+    observation.status, observation.ended = 200, 2.0
+    for name, value in fields.items():
+        setattr(observation, name, value)
+    metrics.ended(observation)
+    return observation
+
+
+def shown(metrics: Metrics) -> Scrape:
+    """Return what *metrics* have counted."""
+    return Scrape(generate_latest(metrics.registry).decode())
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """The metrics of a process alone."""
+    return Metrics(Worker())
+
+
+def test_an_answer(metrics: Metrics) -> None:
+    """Everything that its record tells is counted, in the buckets of the conventions."""
+    answer = FakeAnswer(
+        sent=0.2,
+        first=0.3,
+        ended=1.3,
+        finish_reason=FinishReason.STOP,
+        usage=Usage(prompt_tokens=7, completion_tokens=11),
+        steps=11,
+    )
+    observed(metrics, answer, queued_seconds=0.1)
+    found = shown(metrics)
+    gen_ai = {
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": instruments.PROVIDER,
+        "gen_ai_request_model": "m",
+        "adapter": "a",
+    }
+
+    assert (
+        1
+        == found.sum("triton_openai_requests_total", operation="chat", status="200", outcome="answered", **SERVED)
+        == found.sum("triton_openai_requests_total")
+    )
+    assert (7, 11) == tuple(
+        found.sum("triton_openai_tokens_total", type=kind, **SERVED) for kind in ("input", "output")
+    )
+    assert 1 == found.sum("triton_openai_answers_finished_total", reason="stop", **SERVED)
+    assert 2.0 == found.sum("gen_ai_server_request_duration_seconds_sum", error_type="", **gen_ai)
+    assert 0.3 == found.sum("gen_ai_server_time_to_first_token_seconds_sum", **gen_ai)
+    assert 0.1 == found.sum("gen_ai_server_time_per_output_token_seconds_sum", **gen_ai)
+    assert 0.1 == found.sum("triton_openai_queue_seconds_sum", **SERVED)
+    assert pytest.approx(0.1) == found.sum("triton_openai_preparation_seconds_sum", **SERVED)
+    # The bucket's bound belongs to it.
+    per_token = "gen_ai_server_time_per_output_token_seconds_bucket"
+    assert (0, 1) == (found.sum(per_token, le="0.075"), found.sum(per_token, le="0.1"))
+    first = "gen_ai_server_time_to_first_token_seconds_bucket"
+    assert (0, 1) == (found.sum(first, le="0.25"), found.sum(first, le="0.5"))
+    assert 0 == found.sum("triton_openai_errors_total")
+
+
+def test_several_answers(metrics: Metrics) -> None:
+    """A prompt counts once for all of its answers, and each answer for itself."""
+    usage = Usage(prompt_tokens=5, completion_tokens=3)
+    answers = [FakeAnswer(first=one, ended=one + 1, usage=usage, finish_reason=FinishReason.LENGTH) for one in (1, 2)]
+    observed(metrics, *answers, *answers, n=2)
+    found = shown(metrics)
+
+    assert (10, 12) == tuple(found.sum("triton_openai_tokens_total", type=kind) for kind in ("input", "output"))
+    assert (1, 10) == tuple(found.sum(f"triton_openai_input_tokens_{what}") for what in ("count", "sum"))
+    assert (4, 12) == tuple(found.sum(f"triton_openai_output_tokens_{what}") for what in ("count", "sum"))
+    assert 4 == found.sum("triton_openai_answers_finished_total", reason="length")
+    assert (1, 1.0) == tuple(
+        found.sum(f"gen_ai_server_time_to_first_token_seconds_{what}") for what in ("count", "sum")
+    )
+    assert 4 == found.sum("gen_ai_server_time_per_output_token_seconds_count")
+
+
+@pytest.mark.parametrize("steps, tokens", [(1, 9), (2, 1), (0, 0)])
+def test_no_time_between_tokens(metrics: Metrics, steps: int, tokens: int) -> None:
+    """An answer in one piece, or of one token, has no time between tokens: none is made up."""
+    usage = Usage(prompt_tokens=1, completion_tokens=tokens)
+    observed(metrics, FakeAnswer(first=1.0, ended=1.0, usage=usage, steps=steps))
+
+    assert 0 == shown(metrics).sum("gen_ai_server_time_per_output_token_seconds_count")
+
+
+def test_an_answer_that_was_cut_off(metrics: Metrics) -> None:
+    """What was generated for a client that left counts; the request is nobody's success."""
+    observed(
+        metrics,
+        FakeAnswer(sent=0.1, first=0.5, ended=1.5, partial=Usage(prompt_tokens=4, completion_tokens=6)),
+        client_left=True,
+    )
+    found = shown(metrics)
+
+    # The status was sent, and nobody was there to get the answer.
+    assert 1 == found.sum("triton_openai_requests_total", status="499", outcome="cancelled")
+    assert (4, 6) == tuple(found.sum("triton_openai_tokens_total", type=kind) for kind in ("input", "output"))
+    assert 0 == found.sum("triton_openai_output_tokens_count") == found.sum("triton_openai_errors_total")
+    assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", error_type="cancelled")
+
+
+def test_embeddings(metrics: Metrics) -> None:
+    """They have input tokens and nothing else to count."""
+    observed(metrics, operation="embeddings", input_tokens=12)
+    found = shown(metrics)
+
+    assert 12 == found.sum("triton_openai_tokens_total") == found.sum("triton_openai_tokens_total", type="input")
+    assert 0 == found.sum("triton_openai_answers_finished_total")
+
+
+@pytest.mark.parametrize(
+    "error, outcome",
+    [
+        (None, "answered"),
+        (InvalidRequest("x"), "invalid"),
+        (ModelNotFound("x"), "invalid"),
+        (Overloaded("x"), "refused"),
+        (UpstreamError("x"), "failed"),
+        (UpstreamUnavailable("x"), "failed"),
+        (ServiceError("x"), "failed"),
+    ],
+)
+def test_outcomes(metrics: Metrics, error: ServiceError | None, outcome: str) -> None:
+    """Each request has one, and each error its code."""
+    observation = observed(metrics, error=error, status=200 if error is None else error.status)
+    found = shown(metrics)
+
+    assert outcome == outcome_of(observation)
+    assert 1 == found.sum("triton_openai_requests_total", outcome=outcome) == found.sum("triton_openai_requests_total")
+    if error is not None:
+        assert 1 == found.sum("triton_openai_errors_total", code=error.code or "", outcome=outcome)
+        assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", error_type=error.code or "")
+
+
+def test_an_error_after_the_status(metrics: Metrics) -> None:
+    """A stream that fails has a good status and is a failure all the same."""
+    observed(metrics, error=UpstreamError("x"), status=200)
+
+    assert 1 == shown(metrics).sum("triton_openai_requests_total", status="200", outcome="failed")
+
+
+def test_running_and_queued(metrics: Metrics) -> None:
+    """A request runs or waits, never both, and leaves nothing behind, whatever order its end takes."""
+
+    def state() -> tuple[float, float]:
+        found = shown(metrics)
+        return found.sum("triton_openai_requests_running", **SERVED), found.sum(
+            "triton_openai_requests_queued", **SERVED
+        )
+
+    observation = Observation(request_id="r", method="POST", path="/")
+    metrics.started(observation)
+    observation.of("chat", model="m", adapter="a")
+    metrics.identified(observation)
+    metrics.identified(observation)
+    assert (1, 0) == state()
+    metrics.queued(observation)
+    assert (0, 1) == state()
+    metrics.admitted(observation)
+    metrics.admitted(observation)
+    assert (1, 0) == state()
+    metrics.queued(observation)
+    metrics.ended(observation)
+    assert (0, 0) == state()
+    metrics.admitted(observation)
+    assert (0, 0) == state()
+
+
+def test_labels_are_bounded(metrics: Metrics) -> None:
+    """Ten thousand made-up names and paths make one series."""
+    for number in range(10_000):
+        observation = Observation(request_id=str(number), method="POST", path=f"/v1/{number}")
+        metrics.started(observation)
+        observation.status, observation.error, observation.ended = 404, ModelNotFound(f"model-{number}"), 1.0
+        metrics.ended(observation)
+    found = shown(metrics)
+
+    assert 10_000 == found.sum("triton_openai_requests_total", operation="other", model="", status="404")
+    assert 1 == len([sample for sample in found.samples() if sample.name == "triton_openai_requests_total"])
+    assert not any("model-" in str(sample.labels) for sample in found.samples())
+
+
+def test_two_services_in_one_process() -> None:
+    """They do not count for each other."""
+    one, other = Metrics(Worker()), Metrics(Worker())
+    observed(one)
+
+    assert (1, 0) == tuple(shown(each).sum("triton_openai_requests_total") for each in (one, other))
+
+
+def test_files_of_workers(tmp_path: Path) -> None:
+    """One that is still empty, as a worker leaves it that is killed at the wrong moment, is passed over."""
+    (tmp_path / "counter_0.db").touch()
+    (tmp_path / "gauge_livesum_0.db").touch()
+    file = MmapedDict(str(tmp_path / "counter_1.db"))
+    file.write_value(mmap_key("a", "a_total", [], [], "Help."), 3.0, 0.0)
+    file.close()
+    found = {metric.name: metric.samples for metric in SharedNumbers(tmp_path).collect()}
+
+    assert ["a"] == list(found)
+    assert [3.0] == [sample.value for sample in found["a"]]
+
+
+def test_the_table_of_instruments() -> None:
+    """Names are unique, have their unit or kind at the end, and buckets rise."""
+    found = [one.name for one in instruments.INSTRUMENTS]
+    assert len(found) == len(set(found))
+    for one in instruments.INSTRUMENTS:
+        assert one.help.endswith(".")
+        assert one.name.endswith("_total") == (one.kind == "counter")
+        assert bool(one.buckets) == (one.kind == "histogram")
+        assert all(low < high for low, high in itertools.pairwise(one.buckets))
+
+
+@pytest.mark.parametrize(
+    "accept, wanted",
+    [
+        ("", False),
+        ("*/*", False),
+        ("text/plain", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", True),
+        ("text/plain;q=0.9, application/openmetrics-text;q=0.5", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;version=nonsense", True),
+        ("application/openmetrics-text;q=much", False),
+        (";;,=,q=", False),
+    ],
+)
+def test_negotiation(accept: str, wanted: bool) -> None:
+    """The format is the client's choice."""
+    assert wanted == prefers_openmetrics(accept)
+
+
+async def test_both_formats() -> None:
+    """Both say the same, each by its own rules; a service that has answered nothing has its gauges too."""
+    async with (
+        FakeTriton(config_of("m")) as triton,
+        serving(Settings(metrics=MetricsSettings(vllm_names=True), triton=TritonSettings(url=(triton.url,)))) as proxy,
+    ):
+        await proxy.ready()
+        plain = await scrape(proxy)
+        async with proxy.client.get("/metrics", headers={"Accept": "application/openmetrics-text"}) as response:
+            kind, text = response.headers["Content-Type"], await response.text()
+
+    assert "application/openmetrics-text; version=1.0.0; charset=utf-8" == kind
+    assert plain.families.keys() >= {"triton_openai_triton_up", "vllm:num_requests_running", "process_open_fds"}
+    assert {"triton_openai_requests_running", "vllm:num_requests_waiting"} <= {
+        family.name for family in openmetrics_families(text)
+    }
+    assert 0 == plain.sum("triton_openai_requests_running", **{**SERVED, "adapter": "vllm"})
+    assert {"model", "adapter"} == plain.label_names("triton_openai_requests_running")
+    assert 1 == plain.sum("triton_openai_triton_up") == plain.sum("triton_openai_models_served")
+    assert "_created" not in plain.text + text
+
+
+async def test_metrics_can_be_turned_off() -> None:
+    """Then there is no such path."""
+    settings = Settings(metrics=MetricsSettings(enabled=False), triton=TritonSettings(url=("http://127.0.0.1:1",)))
+    async with serving(settings) as proxy:
+        answer = await proxy.get("/metrics")
+
+    assert (404, "not_found") == (answer.status, answer.error["code"])
+
+
+async def test_triton_that_is_away() -> None:
+    """It is seen, and the rest goes on."""
+    async with serving(Settings(triton=TritonSettings(url=("http://127.0.0.1:1",)))) as proxy:
+        await proxy.ready()
+        found = await scrape(proxy)
+
+    assert 0 == found.sum("triton_openai_triton_up") == found.sum("triton_openai_models_served")

@@ -1,0 +1,79 @@
+"""
+Cross-encoders, in three of the ways in which people deploy them.
+
+Two texts come in and are answered as by NVIDIA's reranking NIM: the logits in falling order, with the place of each.
+Pairs in one tensor, and token ids as of an exported model, are answered in the order of the request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb
+
+from . import settings
+from .tensors import Recorder, array, as_text
+from .text import Vocabulary
+from .vectors import embed
+
+# So that logits lie on both sides of zero.
+_STEEPNESS = 8.0
+
+
+def logit(query: str, document: str) -> float:
+    """Return a score that grows with what the two texts share."""
+    return _STEEPNESS * (float(np.dot(embed(query), embed(document))) - 0.5)
+
+
+class TritonPythonModel:
+    """Scores every pair of every batch."""
+
+    def initialize(self, args: dict[str, Any]) -> None:
+        """Open the record."""
+        self._settings = settings.load(args)
+        self._recorder = Recorder(self._settings.record, self._settings.name)
+        self._vocabulary = Vocabulary(self._settings.tokenizer)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer each request; Triton has gathered them into one call."""
+        answers = []
+        for request in requests:
+            self._recorder.request(request)
+            outputs = self._outputs(request)
+            answers.append(pb.InferenceResponse([pb.Tensor(name, values) for name, values in outputs.items()]))
+            self._recorder.ended("finished", request.request_id(), 0)
+        return answers
+
+    def _outputs(self, request: Any) -> dict[str, Any]:
+        inputs = self._settings.inputs()
+        if "INPUT_PAIRS" in inputs:
+            pairs = [[as_text(text) for text in row] for row in array(request, "INPUT_PAIRS")]
+            return {"SCORES": np.array([logit(*pair) for pair in pairs], dtype=np.float32)}
+        if "input_ids" in inputs:
+            scores = [self._score_ids(ids, mask) for ids, mask in self._rows(request)]
+            return {"logits": np.array(scores, dtype=np.float32).reshape(-1, 1)}
+        texts = [[as_text(text) for text in array(request, name).reshape(-1)] for name in ("query", "passage")]
+        pairs = list(zip(*texts, strict=True))
+        scores = [logit(*pair) for pair in pairs]
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])
+        counts = [len(self._vocabulary.encode(query)) + len(self._vocabulary.encode(text)) for query, text in pairs]
+        return {
+            "index": np.array(order, dtype=np.int32).reshape(-1, 1),
+            "logit": np.array([scores[place] for place in order], dtype=np.float32).reshape(-1, 1),
+            "token_count": np.array(counts, dtype=np.int32),
+        }
+
+    def _rows(self, request: Any) -> Any:
+        ids, mask, segments = (array(request, name) for name in ("input_ids", "attention_mask", "token_type_ids"))
+        if not ids.shape == mask.shape == segments.shape:
+            raise pb.TritonModelException("the inputs differ in shape")
+        return zip(ids, mask, strict=True)
+
+    def _score_ids(self, ids: Any, mask: Any) -> float:
+        kept = [int(number) for number, wanted in zip(ids, mask, strict=True) if wanted]
+        # The demo's tokenizer puts the same token before both texts.
+        start = kept[0]
+        second = kept.index(start, 1)
+        decode = self._vocabulary.decode
+        return logit(decode(kept[1:second]), decode(kept[second + 1 :]))

@@ -1,0 +1,185 @@
+"""
+Connections whose clients have to hurry, and that say in OpenAI's form what was no HTTP.
+
+aiohttp gives a client as long for the head of its request as for the next one, and answers what it cannot read in
+plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from triton_openai.config import LimitSettings
+from triton_openai.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError
+from triton_openai.telemetry.logging import get_logger
+
+_log = get_logger(__name__)
+# Seconds between the end of the time and that of the connection.
+_PATIENCE = 0.05
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Connection(web.RequestHandler):
+    """One connection: while no request is being answered, a timer runs from the first byte of the next one's head."""
+
+    __slots__ = ("_answering", "_deadline", "_head_began", "_head_timeout")
+
+    def __init__(self, manager: web.Server, limits: LimitSettings, *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(
+            manager,
+            loop=loop,
+            # The service writes its own.
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=limits.keepalive_timeout,
+            max_field_size=limits.max_header_size,
+            max_line_size=limits.max_header_size,
+        )
+        # The settings
+        self._head_timeout = limits.header_timeout
+        # The request
+        self._answering = 0
+        self._head_began = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin to wait: a client that connects has something to ask."""
+        super().connection_made(transport)
+        self._wait_for_head()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Wait no longer."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take what has come, of a head or of a body."""
+        if not self._answering and data:
+            self._head_began = True
+            if self._deadline is None:
+                self._wait_for_head()
+        super().data_received(data)
+
+    def begin(self) -> None:
+        """Learn that a request's head has come."""
+        self._answering += 1
+        self._stop_waiting()
+
+    def end(self) -> None:
+        """Learn that it has been answered."""
+        self._answering -= 1
+        self._head_began = False
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return what a client is told whose request could not be read, or could not be answered by any handler."""
+        self._stop_waiting()
+        if request.writer.output_size > 0:
+            raise ConnectionError("The answer has begun: it cannot be an error any more.")
+        if isinstance(exc, LineTooLong):
+            error: ServiceError = HeadersTooLarge("The request line or a header is too long.")
+        elif isinstance(exc, HttpProcessingError):
+            # Not what the parser says: it repeats what it got.
+            error = InvalidRequest("The request is not valid HTTP.", code="invalid_http")
+        else:
+            self.logger.error("request failed", exc_info=exc)
+            error = ServiceError("The service failed to answer the request.")
+        _log.debug("request refused", status=error.status, code=error.code)
+        response = web.Response(
+            status=error.status, body=error.envelope(), content_type="application/json", headers=_headers()
+        )
+        response.force_close()
+        return response
+
+    def _wait_for_head(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(self._head_timeout, self._look_again)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _look_again(self) -> None:
+        # After a pause of the event loop, what has come by now may not have been looked at yet.
+        self._deadline = asyncio.get_running_loop().call_later(_PATIENCE, self._cut)
+
+    def _cut(self) -> None:
+        """End the connection of a client that has not said in time what it wants."""
+        self._deadline = None
+        transport = self.transport
+        if transport is None or self._answering:
+            return
+        if transport.get_write_buffer_size():
+            # It has not read its last answer yet, which is not for this timer to take from it.
+            self._wait_for_head()
+            return
+        if self._head_began:
+            transport.write(_as_http(RequestTimeout("The head of the request did not arrive in time.")))
+        _log.debug("connection closed", reason="no head of a request in time")
+        self.force_close()
+
+
+def _headers() -> dict[str, str]:
+    return {"Server": "triton-openai", "x-request-id": uuid.uuid4().hex}
+
+
+def _as_http(error: ServiceError) -> bytes:
+    body = error.envelope()
+    headers = {
+        **_headers(),
+        **error.headers(),
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+    }
+    head = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{head}\r\n".encode() + body
+
+
+@web.middleware
+async def mark_answering(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell the connection that its client has said what it wants, and when it may say the next thing."""
+    connection = request.protocol
+    if not isinstance(connection, Connection):
+        return await handler(request)
+    connection.begin()
+    try:
+        return await handler(request)
+    finally:
+        connection.end()
+
+
+class Site(web.SockSite):
+    """Serves a runner's application on a socket, over such connections."""
+
+    __slots__ = ("_limits",)
+
+    def __init__(self, runner: web.AppRunner, sock: socket.socket, *, limits: LimitSettings, **options: Any) -> None:
+        super().__init__(runner, sock, **options)
+        self._limits = limits
+
+    async def start(self) -> None:
+        """Listen."""
+        await web.BaseSite.start(self)
+        loop = asyncio.get_running_loop()
+        manager = self._runner.server
+        if manager is None:
+            raise RuntimeError("The runner is not set up.")
+        self._server = await loop.create_server(
+            partial(Connection, manager, self._limits, loop=loop),
+            sock=self._sock,
+            ssl=self._ssl_context,
+            backlog=self._backlog,
+        )

@@ -1,0 +1,44 @@
+"""
+Groups of paths that are open only to requests with a certain header, as NVIDIA's frontend has them.
+
+What a path belongs to is what its route says, so all spellings and aliases that lead to a handler are restricted
+alike. With an API for "inference" restricted, embeddings are too, unless they have a header of their own: NVIDIA's
+frontend counts them as inference, and its documentation as a group of their own.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+
+from multidict import CIMultiDictProxy
+
+from triton_openai.config import Group, RestrictedApi
+from triton_openai.errors import ApiRestricted
+from triton_openai.server.keys import sha256
+
+
+class Restrictions:
+    """The restricted groups, each with the header that opens it."""
+
+    def __init__(self, entries: Iterable[RestrictedApi] = ()) -> None:
+        self._headers: dict[Group, tuple[str, bytes]] = {}
+        self.replace(entries)
+
+    def replace(self, entries: Iterable[RestrictedApi]) -> None:
+        """Restrict what *entries* say, and nothing else."""
+        headers = {api: (entry.header, sha256(entry.value)) for entry in entries for api in entry.apis}
+        if "inference" in headers:
+            headers.setdefault("embedding", headers["inference"])
+        self._headers = headers
+
+    def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
+        """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""
+        wanted = self._headers.get(group)
+        if wanted is None:
+            return
+        name, digest = wanted
+        # Several headers of that name are none: whoever is in front may have looked at another one.
+        given = headers.getall(name, [])
+        if len(given) != 1 or not hmac.compare_digest(sha256(given[0].strip()), digest):
+            raise ApiRestricted("This API is restricted: the request lacks the header with the value that opens it.")

@@ -1,0 +1,222 @@
+"""
+What the workers of one service count together: requests and tokens of the last minute, and requests that run now.
+
+The counts of a key are its *account*: one record in a table of whole numbers. A service of one process has the table in
+its own memory; several processes map the same file, and a record is read and changed under a lock on its place in the
+file (``fcntl``), which the system takes from a process that dies. Everything here takes microseconds.
+
+A minute is counted in ticks of a second, of which the last 61 are kept: any minute begins and ends within ticks, and
+both count whole, so that no minute ever has more than a limit allows. Requests that run now are counted for each
+worker on its own, so that the counts of one that died are cleared by the one that takes its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+#: Seconds in which limits "per minute" are counted.
+WINDOW = 60
+# A minute that begins within a tick ends within the one that is 60 later.
+_TICKS = WINDOW + 1
+_WORD = 8
+_HEAD_WORDS = 2
+_ID_WORDS = 2
+#: Accounts that a table has room for.
+CAPACITY = 4096
+
+
+class Window(msgspec.Struct, frozen=True):
+    """The ticks of the last minute that have counts, oldest first."""
+
+    now: float
+    ticks: list[tuple[int, int]]
+
+    @property
+    def used(self) -> int:
+        """What was counted in the last minute."""
+        return sum([count for _, count in self.ticks])
+
+    @property
+    def empty_in(self) -> float:
+        """Seconds until nothing of it counts any more."""
+        return self._left(self.ticks[-1][0]) if self.ticks else 0.0
+
+    @property
+    def full_in(self) -> float:
+        """Seconds until what is counted now counts no more."""
+        return self._left(int(self.now))
+
+    def below_in(self, limit: int) -> float:
+        """Return the seconds until there are fewer than *limit*."""
+        used = self.used
+        wait = 0.0
+        for tick, count in self.ticks:
+            if used < limit:
+                break
+            used -= count
+            wait = self._left(tick)
+        return wait
+
+    def _left(self, tick: int) -> float:
+        return max(0.0, tick + _TICKS - self.now)
+
+
+class Account:
+    """The counts of one key. Use it within :meth:`held` only."""
+
+    def __init__(self, counts: Counts, start: int) -> None:
+        self._counts = counts
+        self._start = start
+        self._running = start + _ID_WORDS
+        self._requests = self._running + counts.workers
+        self._tokens = self._requests + 2 * _TICKS
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep all others from this account."""
+        self._counts.lock(self._start)
+        try:
+            yield
+        finally:
+            self._counts.unlock(self._start)
+
+    @property
+    def running(self) -> int:
+        """How many requests run now, in all workers."""
+        return sum(self._counts.words[self._running : self._running + self._counts.workers])
+
+    def enter(self) -> None:
+        """Count a request in."""
+        self._counts.words[self._running + self._counts.index] += 1
+
+    def leave(self) -> None:
+        """Count a request out."""
+        place = self._running + self._counts.index
+        if self._counts.words[place]:
+            self._counts.words[place] -= 1
+
+    def requests(self) -> Window:
+        """Return the requests of the last minute."""
+        return self._window(self._requests)
+
+    def tokens(self) -> Window:
+        """Return the tokens of the last minute."""
+        return self._window(self._tokens)
+
+    def add_request(self) -> None:
+        """Count one request."""
+        self._add(self._requests, 1)
+
+    def add_tokens(self, tokens: int) -> None:
+        """Count *tokens*."""
+        self._add(self._tokens, tokens)
+
+    def _window(self, at: int) -> Window:
+        words, now = self._counts.words, self._counts.clock()
+        oldest = int(now) - WINDOW
+        pairs = zip(words[at : at + _TICKS].tolist(), words[at + _TICKS : at + 2 * _TICKS].tolist(), strict=True)
+        return Window(now, sorted([(tick, count) for tick, count in pairs if count and tick >= oldest]))
+
+    def _add(self, at: int, number: int) -> None:
+        words, tick = self._counts.words, int(self._counts.clock())
+        place = at + tick % _TICKS
+        if words[place] != tick:
+            # In this order: a process that dies in between leaves nothing that counts.
+            words[place + _TICKS] = 0
+            words[place] = tick
+        words[place + _TICKS] += number
+
+
+class Counts:
+    """
+    The table, as worker *index* of *workers* sees it; *file* is shared by them, and ``None`` for one process alone.
+
+    *clock* has to be the same in all processes (``time.monotonic`` is, on one machine). Raises ``OSError``.
+    """
+
+    def __init__(
+        self,
+        file: Path | None = None,
+        *,
+        index: int = 0,
+        workers: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.index = index
+        self.workers = workers
+        self.clock = clock
+        self._record = _ID_WORDS + workers + 4 * _TICKS
+        self._accounts: dict[str, Account] = {}
+        size = (_HEAD_WORDS + CAPACITY * self._record) * _WORD
+        self._file: int | None = None
+        if file is None:
+            # Pages that nobody touches are none.
+            self._memory = mmap.mmap(-1, size)
+        else:
+            self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
+        self.words = memoryview(self._memory).cast("Q")
+        self._forget_predecessor()
+
+    def account(self, name: str) -> Account:
+        """Return the account *name*, a new one if need be. Raises ``OverflowError`` when there is no room for it."""
+        known = self._accounts.get(name)
+        if known is None:
+            known = self._accounts[name] = Account(self, self._find(name))
+        return known
+
+    def close(self) -> None:
+        """Let go of the table; accounts are of no use after that."""
+        self.words.release()
+        self._memory.close()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def lock(self, word: int) -> None:
+        """Wait until no other process has *word* locked, and lock it."""
+        if self._file is not None:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, word * _WORD)
+
+    def unlock(self, word: int) -> None:
+        """Let others have *word*."""
+        if self._file is not None:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, word * _WORD)
+
+    def _find(self, name: str) -> int:
+        first, second = struct.unpack_from("=QQ", hashlib.sha256(name.encode()).digest())
+        self.lock(0)
+        try:
+            used = self.words[0]
+            for number in range(used):
+                start = self._start(number)
+                if self.words[start] == first and self.words[start + 1] == second:
+                    return start
+            if used == CAPACITY:
+                raise OverflowError(f"There is no room for more than {CAPACITY} accounts.")
+            start = self._start(used)
+            self.words[start], self.words[start + 1] = first, second
+            # Only now: a process that died before has left a place that is taken again.
+            self.words[0] = used + 1
+            return start
+        finally:
+            self.unlock(0)
+
+    def _start(self, number: int) -> int:
+        return _HEAD_WORDS + number * self._record
+
+    def _forget_predecessor(self) -> None:
+        """Clear what a worker that died in this one's place had running."""
+        for number in range(self.words[0]):
+            self.words[self._start(number) + _ID_WORDS + self.index] = 0
