@@ -133,6 +133,16 @@ def service_container(pod: Mapping[str, Any]) -> Any:
     return found
 
 
+def triton_flags() -> set[str]:
+    """Return the flags that `deploy/` gives to tritonserver."""
+    lists = [load(DEPLOY / "compose/compose.yaml")["services"]["triton"]["command"]]
+    lists.append(
+        only(plain_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]["initContainers"][0]["args"]
+    )
+    lists.append(load(CHART / "ci/everything-values.yaml")["triton"]["extraArgs"])
+    return {one.partition("=")[0] for flags in lists for one in flags if one.startswith("--")}
+
+
 def starts() -> Iterator[Start]:
     """Yield every way to start the service that does not need Helm."""
     for image, stage in IMAGES.items():

@@ -22,6 +22,8 @@ from triton_openai.media.addresses import is_public, is_public_or_private
 from triton_openai.media.fetch import ImageFetcher
 from triton_openai.media.hosts import AllowedHosts
 from triton_openai.media.images import ImageLoader
+from triton_openai.model_control import ModelControl
+from triton_openai.model_gates import MODEL_GATES, ModelGates
 from triton_openai.models import Models
 from triton_openai.server.admission import Admission
 from triton_openai.server.connections import mark_answering
@@ -61,12 +63,18 @@ def create_app(
     metrics = Metrics(worker) if settings.metrics.enabled else None
     observers = Observers(AccessLog()) if metrics is None else Observers(AccessLog(), metrics)
     lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
+    draining = Draining()
+    gates = ModelGates(draining, worker.directory)
+    models = Models(settings, connection, version=lambda: gates.version)
     service = Service(
         live=LiveSettings(settings),
-        models=Models(settings, connection),
+        models=models,
+        control=ModelControl(settings, models, connection, gates),
         client=connection,
         background=Background(),
-        admission=Admission(settings.server, lambda: lag.sustained, workers=worker.count, observer=observers),
+        admission=Admission(
+            settings.server, lambda: lag.sustained, workers=worker.count, gates=gates, observer=observers
+        ),
         images=images or _image_loader(settings),
     )
     app = web.Application(
@@ -76,7 +84,8 @@ def create_app(
     app[SERVICE] = service
     app[WORKER] = worker
     app[LOOP_LAG] = lag
-    app[DRAINING] = Draining()
+    app[DRAINING] = draining
+    app[MODEL_GATES] = gates
     app[OBSERVERS] = observers
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
@@ -164,14 +173,21 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     service.live.current = settings
 
 
+def control_of(app: web.Application) -> ModelControl:
+    """Return what loads and unloads the models of *app*."""
+    return app[SERVICE].control
+
+
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
-    tasks = [asyncio.create_task(service.models.catalog.run()), asyncio.create_task(app[LOOP_LAG].run())]
+    work = (service.models.catalog.run(), app[LOOP_LAG].run(), app[MODEL_GATES].watch())
+    tasks = [asyncio.create_task(one) for one in work]
     yield
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await service.control.close()
     await service.models.catalog.close()
     await service.background.close()
     await service.images.close()

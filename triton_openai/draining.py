@@ -1,6 +1,6 @@
 """
-The end of the service: it says so first, what runs may finish for a while, and what then still runs is told so, not cut
-off.
+The end of the service, or of a model: it says so first, what runs may finish for a while, and what then still runs is
+told so, not cut off.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Draining:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._none = asyncio.Event()
-        self._stopping = False
         #: Whether the end has begun: not ready any more, and every connection is closed after its next answer.
         self.begun = False
+        self._told: dict[asyncio.Task[Any], ServiceError] = {}
 
     def enter(self) -> asyncio.Task[Any] | None:
         """Count the running request in; returns what :meth:`leave` takes."""
@@ -38,6 +38,7 @@ class Draining:
         """Count a request out."""
         if task is not None:
             self._tasks.discard(task)
+            self._told.pop(task, None)
             if not self._tasks:
                 self._none.set()
 
@@ -45,11 +46,16 @@ class Draining:
         """Say from now on that the service is ending; it goes on serving."""
         self.begun = True
 
+    def cancel(self, task: asyncio.Task[Any], error: ServiceError) -> None:
+        """End a request that runs; *error* is what its client is told."""
+        if task in self._tasks and task not in self._told:
+            self._told[task] = error
+            task.cancel()
+
     def reason(self) -> ServiceError | None:
         """Return what a request that is being cancelled tells its client; ``None`` when it is the client that left."""
-        if not self._stopping:
-            return None
-        return UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1)
+        task = asyncio.current_task()
+        return None if task is None else self._told.get(task)
 
     async def drain(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Wait until every request has ended, for *grace* seconds at most or until *hurried*; then cancel the rest."""
@@ -58,9 +64,8 @@ class Draining:
             self._none.clear()
             ends = [self._none, *([hurried] if hurried is not None else [])]
             await first_of(ends, timeout=grace)
-        self._stopping = True
         for task in self._tasks:
-            task.cancel()
+            self.cancel(task, UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_FAREWELL_SECONDS)
 

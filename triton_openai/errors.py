@@ -10,10 +10,12 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     │   ├── InvalidApiKey              401  invalid_api_key
     │   ├── ApiRestricted              401  invalid_auth
     │   ├── OriginNotAllowed           403  origin_not_allowed
+    │   ├── ManagementDisabled         403  management_disabled
     │   ├── ModelNotFound              404  model_not_found
     │   ├── EndpointNotFound           404  not_found
     │   ├── MethodNotAllowed           405  method_not_allowed
     │   ├── RequestTimeout             408  request_timeout
+    │   ├── ModelConflict              409  model_conflict
     │   ├── PayloadTooLarge            413  request_too_large
     │   ├── UnsupportedMediaType       415  unsupported_media_type
     │   └── HeadersTooLarge            431  headers_too_large
@@ -22,6 +24,7 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     ├── ServiceOverloaded              503  overloaded
     ├── UpstreamError                  502  upstream_error
     │   ├── UpstreamUnavailable        503  upstream_unavailable
+    │   │   └── ModelUnloading         503  model_unloading
     │   ├── UpstreamTimeout            504  upstream_timeout
     │   └── LoraNotLoaded              502  lora_not_loaded
     ├── NotImplementedUpstream         501  not_supported
@@ -150,6 +153,13 @@ class HeadersTooLarge(InvalidRequest):
     code = "headers_too_large"
 
 
+class ManagementDisabled(InvalidRequest):
+    """What manages Triton, such as loading models, is off unless the operator allows it."""
+
+    status = 403
+    code = "management_disabled"
+
+
 class ModelNotFound(InvalidRequest):
     """No served model has this name."""
 
@@ -173,6 +183,17 @@ class MethodNotAllowed(InvalidRequest):
 
     status = 405
     code = "method_not_allowed"
+
+
+class ModelConflict(InvalidRequest):
+    """The model is not in the state that loading or unloading it needs, or another call is about to change it."""
+
+    status = 409
+    code = "model_conflict"
+
+    def headers(self) -> Mapping[str, str]:
+        """Return headers that tell the official clients not to retry: the answer would be another refusal."""
+        return {"x-should-retry": "false"}
 
 
 class PayloadTooLarge(InvalidRequest):
@@ -229,6 +250,15 @@ class UpstreamUnavailable(UpstreamError):
 
     status = 503
     code = "upstream_unavailable"
+
+
+class ModelUnloading(UpstreamUnavailable):
+    """The model is being unloaded: new requests are refused, and those that run may finish until a deadline."""
+
+    code = "model_unloading"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model '{name}' is being unloaded.", param="model", retry_after=2)
 
 
 class UpstreamTimeout(UpstreamError):

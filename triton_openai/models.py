@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -19,7 +19,7 @@ from triton_openai.chat.parsers import Parsers
 from triton_openai.chat.prompts import Prompter, may_have_tokenizer
 from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings
-from triton_openai.errors import ConfigurationError, ModelNotFound, ServiceError, UpstreamUnavailable
+from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.loras.delivery import LoraDelivery
 from triton_openai.loras.discovery import FoundLora, find_loras, served_names
@@ -29,6 +29,9 @@ from triton_openai.triton.client import TritonClient
 from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
+
+# What a request that names no model has in its place.
+_DEFAULT_NAMES = frozenset({"", "default"})
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +79,11 @@ class Unserved(msgspec.Struct, frozen=True, kw_only=True):
 class Models:
     """Finds the served model of a name, and keeps up with what Triton has."""
 
-    def __init__(self, settings: Settings, client: TritonClient) -> None:
+    def __init__(self, settings: Settings, client: TritonClient, *, version: Callable[[], int] = lambda: 0) -> None:
+        """*version* gives another number when another process of the service has changed what Triton has."""
         self._settings = settings
+        self._version = version
+        self._seen = version()
         self._registry = Registry()
         self._aliases = settings.aliases()
         self._created: dict[str, int] = {}
@@ -100,13 +106,37 @@ class Models:
         """Whether Triton answers and at least one served model is ready."""
         return self.catalog.snapshot.reachable and bool(self._served)
 
+    def owner(self, name: str) -> str:
+        """Return the Triton model that *name* stands for, loaded or not: an alias's, or *name* itself."""
+        return name if self._exists(name) else self._aliases.get(name, name)
+
+    def _exists(self, name: str) -> bool:
+        return any(entry.name == name for entry in self.catalog.snapshot.index)
+
+    def wanted(self, name: str) -> str:
+        """Return the name of the model that a request for *name* wants. Raises :class:`InvalidRequest` if none."""
+        if name not in _DEFAULT_NAMES or name in self._served or self._exists(name):
+            return name
+        default = self._settings.api.default_model
+        if default is None and not name:
+            raise InvalidRequest(
+                "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
+            )
+        return default or name
+
     async def find(self, name: str) -> ServedModel:
         """
         Return the served model called *name*, asking Triton again if it is not known.
 
-        Raises :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or the model is
-        there and not ready.
+        An empty name, and ``default`` unless a model has that name, is the default model where one is configured.
+        Raises :class:`InvalidRequest` for an empty name where none is, :class:`ModelNotFound`, or
+        :class:`UpstreamUnavailable` when Triton does not answer or the model is there and not ready.
         """
+        version = self._version()
+        if version != self._seen:
+            await self.catalog.renew()
+            self._seen = version
+        name = self.wanted(name)
         found = self._served.get(name)
         if found is not None and self.catalog.snapshot.reachable:
             return found
@@ -127,7 +157,7 @@ class Models:
         """Return the public names and the times since when they are served, for the list of models."""
         names = [(model.name, model.created) for model in self._served.values()]
         if self._settings.api.list_all_models:
-            names += [(entry.name, self._since(entry.name)) for entry in self.unserved]
+            names += [(entry.name, self.since(entry.name)) for entry in self.unserved]
         return names
 
     async def take_over(self, settings: Settings, *, renew: bool) -> None:
@@ -148,7 +178,8 @@ class Models:
                 self._settings, self._aliases, self._prompters = before
                 raise
 
-    def _since(self, name: str) -> int:
+    def since(self, name: str) -> int:
+        """Return when this service first saw the model *name*: now, if it never has."""
         return self._created.setdefault(name, int(time.time()))
 
     async def _rebind(self, snapshot: Snapshot) -> None:
@@ -256,7 +287,7 @@ class Models:
             adapter=adapter,
             reason=reason,
             settings=settings,
-            created=self._since(config.name),
+            created=self.since(config.name),
             lazy_prompter=self._prompters.of(config.name, settings, hint),
             priorities=_priorities(adapter.config, repository),
         )

@@ -120,7 +120,13 @@ class LaunchedTriton:
     """A Triton to be launched on ports that are known before it runs, so that the service can listen meanwhile."""
 
     def __init__(
-        self, repositories: Sequence[Path], environment: Mapping[str, str], *, backends: Path | None = None
+        self,
+        repositories: Sequence[Path],
+        environment: Mapping[str, str],
+        *,
+        backends: Path | None = None,
+        model_control_mode: str = "none",
+        load_models: Sequence[str] = (),
     ) -> None:
         found = shutil.which("tritonserver", path=environment.get("PATH"))
         http_port, grpc_port, metrics_port = _free_ports(3)
@@ -132,6 +138,8 @@ class LaunchedTriton:
             environment=environment,
             backends=backends,
             binary=Path(found) if found else None,
+            model_control_mode=model_control_mode,
+            load_models=load_models,
             http_port=http_port,
             grpc_port=grpc_port,
             metrics_port=metrics_port,

@@ -195,7 +195,7 @@ def test_duplicate_keys(service: Service) -> None:
         # Types
         (CHAT, {"model": None}, "invalid_type", "model"),
         (CHAT, {"model": 1}, "invalid_type", "model"),
-        (CHAT, {"model": ""}, "invalid_value", "model"),
+        (CHAT, {"model": ""}, "missing_required_parameter", "model"),
         (CHAT, {"messages": None}, "invalid_type", "messages"),
         (CHAT, {"messages": "Hello"}, "invalid_type", "messages"),
         (CHAT, {"messages": {}}, "invalid_type", "messages"),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tritonclient.grpc import InferenceServerClient
 
 from triton_openai.demo.repository import build_repository
 
@@ -168,6 +169,44 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
         assert process.wait(30) == 0
         assert first != second
         _until(lambda: not Path(f"/proc/{second}").exists())
+
+
+def test_models_at_run_time(tmp_path: Path) -> None:
+    """A Triton started here has the models that are named, loads others when asked, and is relayed."""
+    repository = build_repository(tmp_path, models=["text_embedding", "text_rerank"])
+    arguments = ("--model-repository", str(repository.path), "--model-control-mode", "explicit")
+    relays = ("--enable-kserve-frontends", "--kserve-http-port", "0", "--kserve-grpc-port", "0")
+    with _serving(*arguments, "--load-model", "text_embedding", *relays) as (process, banner):
+        # The other one is there, and waits.
+        states = {model["name"]: model["state"].partition(":")[0] for model in banner["models"]}
+        assert {"text_embedding": "ready", "text_rerank": "not ready"} == states
+        load = urllib.request.Request(f"{banner['base_url']}/models/text_rerank/load", method="POST")
+        with urllib.request.urlopen(load, timeout=30) as response:
+            assert "text_rerank" == json.load(response)["id"]
+        over_http, over_grpc = banner["kserve"]
+        assert _status(f"{over_http}/v2/models/text_rerank/ready") == 200
+        with InferenceServerClient(over_grpc.removeprefix("grpc://")) as client:
+            assert client.is_model_ready("text_rerank")
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+
+    assert (0, "", "") == (process.returncode, out, err)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--load-model", "m"), "--load-model is for a Triton that is started here: it needs --model-repository."),
+        (("--load-model", "m", "--model-repository", "."), "--load-model needs --model-control-mode explicit."),
+        (
+            ("--load-model", "m,*", "--model-repository", ".", "--model-control-mode", "explicit"),
+            "--load-model: '*' stands for all models, and takes no other name beside it.",
+        ),
+    ],
+)
+def test_models_to_load_that_make_no_sense(arguments: tuple[str, ...], message: str) -> None:
+    """What cannot be meant is said before anything starts."""
+    assert (2, "", f"triton-openai: {message}\n") == _run("serve", "--port", "0", *arguments)
 
 
 def test_demo() -> None:

@@ -24,10 +24,9 @@ from typing import Any
 
 import pytest
 
-from tests.deploy_files import ROOT, dockerfile, image_environment, of_stage
-from tests.integration.wheel_building import _environment
+from tests.deploy_files import ROOT, dockerfile, image_environment, of_stage, triton_flags
+from tests.integration.wheel_building import clean_environment
 from tests.triton_fixture import TestTriton
-from tests.unit.test_deploy import triton_flags
 
 # Building and installing take longer than a test usually may.
 pytestmark = pytest.mark.timeout(400)
@@ -69,7 +68,7 @@ class Image:
                 shutil.copy(ROOT / source, aim)
 
     def _run(self, line: str) -> None:
-        environment = {**_environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        environment = {**clean_environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["/bin/sh", "-ec", line], cwd=self.source, env=environment, capture_output=True, text=True, check=False
         )
@@ -81,7 +80,7 @@ class Image:
         (entry_point,), (command,) = of_stage("sidecar", "ENTRYPOINT"), of_stage("sidecar", "CMD")
         inside = image_environment("sidecar")
         environment = {
-            **_environment(),
+            **clean_environment(),
             **{name: value for name, value in inside.items() if name != "PATH"},
             "PATH": inside["PATH"].replace(PREFIX, str(self.prefix)).replace("${PATH}", os.environ["PATH"]),
             "HF_HOME": str(self.root / "cache"),

@@ -111,14 +111,14 @@ def run_isolated(python: Path, code: str) -> str:
 
 def _run(*command: str, cwd: Path) -> str:
     done = subprocess.run(
-        command, cwd=cwd, env=_environment(), capture_output=True, text=True, check=False, timeout=280
+        command, cwd=cwd, env=clean_environment(), capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def _environment() -> dict[str, str]:
-    # What another Python, or settings of the service, would leave behind does not reach the one under test.
+def clean_environment() -> dict[str, str]:
+    """Return the variables of this process without what another Python, or settings of the service, left behind."""
     return {
         name: value for name, value in os.environ.items() if not re.match(r"PYTHON|VIRTUAL_ENV|TRITON_OPENAI_", name)
     }
@@ -135,7 +135,7 @@ def serving(python: Path, triton_url: str) -> Iterator[dict[str, Any]]:
         process = subprocess.Popen(
             [*command, "--triton-url", triton_url, "--tokenizer", tokenizer],
             cwd=_scratch(),
-            env=_environment(),
+            env=clean_environment(),
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

@@ -43,6 +43,12 @@ class FakeClient:
             raise UpstreamUnavailable(f"no config of {model}")
         return self.configs[model]
 
+    async def load_model(self, model: str) -> None:
+        raise NotImplementedError
+
+    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
+        raise NotImplementedError
+
     async def live(self) -> bool:
         return True
 

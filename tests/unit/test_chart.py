@@ -129,7 +129,7 @@ def test_triton_ends_after_the_service() -> None:
 
     assert "Always" == triton["restartPolicy"]
     assert f"--exit-timeout-secs={values['tritonSeconds']}" in triton["args"]
-    assert sum(values.values()) + 5 <= spec["terminationGracePeriodSeconds"]
+    assert sum(values.values()) + 10 <= spec["terminationGracePeriodSeconds"]
 
 
 def test_every_template_is_used() -> None:

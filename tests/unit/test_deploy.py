@@ -61,8 +61,8 @@ def check(start: Start, folder: Path) -> Settings:
     server = settings.server
     assert ("systemd" == start.where) == ("127.0.0.1" == server.host)
     if start.stop_seconds is not None:
-        # A second for the farewell of what is still running then, and some for the end of the process.
-        assert start.stop_seconds >= start.delay + server.shutdown_grace + 5
+        # Workers get ten seconds more before their parent ends them.
+        assert start.stop_seconds >= start.delay + server.shutdown_delay + server.shutdown_grace + 10
     ports = start.container.get("ports", [])
     for port in ports:
         assert server.port == (port["containerPort"] if isinstance(port, dict) else int(port.rpartition(":")[2]))
@@ -107,23 +107,11 @@ def test_flags_that_are_named() -> None:
         *("--no-cache-dir", "--no-deps", "--wheel-dir", "--without-pip", "--python", "--now"),
         *("--interval", "--timeout", "--start-period", "--gid", "--uid", "--system", "--no-create-home"),
         *("--config.file", "--storage.tsdb.path"),
-        *triton_flags(),
+        *files.triton_flags(),
     }
     for name, text in TEXTS.items():
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z.-]+", text):
             assert flag in ours | others, f"{name}: {flag}{closest(flag, ours)}"
-
-
-def triton_flags() -> set[str]:
-    """Return the flags that `deploy/` gives to tritonserver."""
-    lists = [files.load(DEPLOY / "compose/compose.yaml")["services"]["triton"]["command"]]
-    lists.append(
-        files.only(files.plain_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]["initContainers"][0][
-            "args"
-        ]
-    )
-    lists.append(files.load(files.CHART / "ci/everything-values.yaml")["triton"]["extraArgs"])
-    return {one.partition("=")[0] for flags in lists for one in flags if one.startswith("--")}
 
 
 def test_paths_that_are_asked() -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from aiohttp import web
 
 from triton_openai.api.service import service_of
 from triton_openai.errors import ModelNotFound
 from triton_openai.models import ServedModel
 from triton_openai.server.keys import ApiKey
+
+
+class NamesModel(Protocol):
+    """A request that says for which model it is."""
+
+    model: str
+
 
 #: The key that let the request in; there is none where keys are not asked for.
 KEY: web.RequestKey[ApiKey] = web.RequestKey("api_key", ApiKey)
@@ -21,11 +30,20 @@ def may_use(request: web.Request, model: str) -> bool:
 
 async def find_model(request: web.Request, name: str) -> ServedModel:
     """
-    Return the served model called *name*.
+    Return the served model called *name*, or the default one where that is empty.
 
     Raises :class:`ModelNotFound`, also for a model that the request's key does not open, which for it is not there;
     and :class:`UpstreamUnavailable` when Triton does not answer or the model is not ready.
     """
+    models = service_of(request).models
+    name = models.wanted(name)
     if not may_use(request, name):
         raise ModelNotFound(name, hidden=True)
-    return await service_of(request).models.find(name)
+    return await models.find(name)
+
+
+async def model_of(request: web.Request, body: NamesModel) -> ServedModel:
+    """Return the model that *body* is for, and put its name there where it has none. Raises as :func:`find_model`."""
+    model = await find_model(request, body.model)
+    body.model = model.name
+    return model

@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.adapters.parameters import Rule
-from triton_openai.api.access import find_model
+from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.chat_prompt import ImageSpot, PromptOptions, as_sent, rendered
 from triton_openai.api.chat_response import (
@@ -111,7 +111,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
     service = service_of(request)
     body = await read_json(request, ChatRequest, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await model_of(request, body)
     adapter = model.adapter.name
     observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
     async with service.admission.enter(model.owner, observation):

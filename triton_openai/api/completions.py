@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.access import find_model
+from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.guides import guide_of
 from triton_openai.api.logprobs import (
@@ -172,7 +172,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Continue one or several prompts; the choices are numbered prompt by prompt."""
     service = service_of(request)
     body = await read_json(request, CompletionRequest, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await model_of(request, body)
     adapter = model.adapter.name
     observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
     async with service.admission.enter(model.owner, observation):

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.access import find_model
+from triton_openai.api.access import model_of
 from triton_openai.api.batches import answers_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.service import Service, new_id, service_of
@@ -40,7 +40,7 @@ _MAX_INPUTS = 2048
 class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     """The request; ``input`` is a text, texts, token ids, or lists of token ids."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
@@ -75,7 +75,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Embed texts."""
     service = service_of(request)
     body = await read_json(request, EmbeddingsRequest, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await model_of(request, body)
     observation = observe(request, "embeddings", model=body.model, adapter=model.adapter.name)
     capabilities = model.adapter.capabilities
     if not capabilities.embed:

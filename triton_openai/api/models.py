@@ -41,7 +41,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 async def list_models(request: web.Request) -> web.Response:
     """List what is served now, and open to who asks."""
     models = service_of(request).models
-    data = [_describe(models, name, created) for name, created in models.listed() if may_use(request, name)]
+    data = [describe(models, name, created) for name, created in models.listed() if may_use(request, name)]
     return web.Response(body=msgspec.json.encode(ModelList(data=data)), content_type="application/json")
 
 
@@ -52,11 +52,12 @@ async def get_model(request: web.Request) -> web.Response:
     created = dict(models.listed()).get(name) if may_use(request, name) else None
     if created is None:
         created = (await find_model(request, name)).created
-    body = msgspec.json.encode(_describe(models, name, created))
+    body = msgspec.json.encode(describe(models, name, created))
     return web.Response(body=body, content_type="application/json")
 
 
-def _describe(models: Models, name: str, created: int) -> ModelObject:
+def describe(models: Models, name: str, created: int) -> ModelObject:
+    """Return what is told of the model *name*, served since *created*."""
     served = models.served.get(name)
     if served is None:
         return ModelObject(id=name, created=created)

@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class SamplingRequest(msgspec.Struct, kw_only=True):
     """Base of the requests that generate text. Every field may be null, as clients send it."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.access import find_model
+from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.parameters import refuse
 from triton_openai.api.scoring import REFUSED as SHARED_REFUSED
@@ -79,7 +79,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Order documents by how well they fit a query."""
     service = service_of(request)
     body = await read_json(request, RerankRequest, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await model_of(request, body)
     observation = observe(request, "rerank", model=body.model, adapter=model.adapter.name)
     refuse(body, REFUSED)
     query, documents = text_of(body.query, "query"), texts_of(body.documents, "documents")

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from triton_openai.api import chat, completions, embeddings, health, metrics, models, rerank, score, tokenize
+from triton_openai.api import (
+    chat,
+    completions,
+    embeddings,
+    health,
+    metrics,
+    model_control,
+    models,
+    rerank,
+    score,
+    tokenize,
+)
 from triton_openai.api.groups import Routes
 
 
@@ -24,6 +35,8 @@ def add_routes(app: web.Application) -> None:
         routes.post("embedding", f"{prefix}/rerank", rerank.handle)
         routes.post("embedding", f"{prefix}/score", score.handle)
         routes.get("model-repository", f"{prefix}/models/{{model:.+}}", models.get_model)
+        routes.post("model-repository", f"{prefix}/models/{{model:.+}}/load", model_control.load)
+        routes.post("model-repository", f"{prefix}/models/{{model:.+}}/unload", model_control.unload)
     # Where the second version of Cohere's client asks.
     routes.post("embedding", "/v2/rerank", rerank.handle)
     routes.get("health", "/health/live", health.live)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from triton_openai.api.access import find_model
+from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.parameters import refuse
 from triton_openai.api.scoring import REFUSED, ScoringRequest, ScoringUsage, score, texts_of, usage_of
@@ -58,7 +58,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Score one text against each of several, or texts pair by pair."""
     service = service_of(request)
     body = await read_json(request, ScoreRequest, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await model_of(request, body)
     observation = observe(request, "score", model=body.model, adapter=model.adapter.name)
     refuse(body, REFUSED)
     pairs, second = _pairs(body)

@@ -42,7 +42,7 @@ Pairs = Sequence[tuple[str, str]]
 class ScoringRequest(msgspec.Struct, kw_only=True):
     """Base of both requests, with what vLLM's server takes beside the texts."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     use_activation: bool | None = None
     user: Any = None

@@ -21,6 +21,7 @@ from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
 from triton_openai.media.images import ImageLoader
+from triton_openai.model_control import ModelControl
 from triton_openai.models import Models, ServedModel
 from triton_openai.running import Run
 from triton_openai.scoring import Scoring, score_prompts
@@ -70,6 +71,7 @@ class Service(msgspec.Struct, frozen=True):
 
     live: LiveSettings
     models: Models
+    control: ModelControl
     client: TritonClient
     background: Background
     admission: Admission

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.access import find_model
+from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.chat_prompt import PromptOptions, rendered
 from triton_openai.api.service import service_of
@@ -32,7 +32,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     Special tokens are added to a prompt unless told otherwise, and not to messages, whose template writes its own.
     """
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
@@ -57,7 +57,7 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Token ids."""
 
-    model: Annotated[str, Meta(min_length=1)]
+    model: str = ""
     tokens: list[Annotated[int, Meta(ge=0)]]
 
 
@@ -71,7 +71,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
     service = service_of(request)
     body = await read_json(request, TokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await model_of(request, body)
     prompter = await model.prompter()
     tokenizer = _tokenizer(prompter)
     if (body.prompt is None) == (body.messages is None):
@@ -101,7 +101,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
     service = service_of(request)
     body = await read_json(request, DetokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await model_of(request, body)
     tokenizer = _tokenizer(await model.prompter())
     unknown = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
     if unknown is not None:

@@ -32,7 +32,7 @@ DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
 # What a command has no use for: the demo brings its own Triton, and inspecting serves nothing.
 _LEFT_OUT = {
     "serve": frozenset[str](),
-    "demo": frozenset({"triton-url", "model-repository", "workers"}),
+    "demo": frozenset({"triton-url", "model-repository", "workers", "load-model"}),
     "inspect": frozenset(
         {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
@@ -40,7 +40,8 @@ _LEFT_OUT = {
             *("first-token-timeout", "idle-timeout", "request-timeout", "stream-timeout"),
             *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),
-            *("model-repository", "strict-parameters"),
+            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "kserve-allow"),
+            *("model-repository", "strict-parameters", "model-control-mode", "load-model", "unload-grace"),
             *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
             *(option.name for option in options() if option.section in ("access", "limits")),
         }

@@ -34,6 +34,7 @@ class Banner(msgspec.Struct, frozen=True, kw_only=True):
     triton: tuple[str, ...]
     triton_answers: bool
     models: tuple[ModelLine, ...]
+    kserve: tuple[str, ...] = ()
 
 
 def render_banner(banner: Banner, log_format: str) -> str:
@@ -43,8 +44,10 @@ def render_banner(banner: Banner, log_format: str) -> str:
     lines = [
         f"triton-openai {banner.version} listens at {banner.address}",
         f"Triton at {' and '.join(banner.triton)}",
-        "",
     ]
+    if banner.kserve:
+        lines.append(f"Triton's own protocol at {' and '.join(banner.kserve)}")
+    lines.append("")
     if banner.models:
         lines += table(
             ["MODEL", "ADAPTER", "STATE", "ALSO AS"],

@@ -35,7 +35,19 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
         if settings.defaults.tokenizer is None:
             defaults = msgspec.structs.replace(settings.defaults, tokenizer=str(repository.tokenizer))
             settings = msgspec.structs.replace(settings, defaults=defaults)
-        launched = LaunchedTriton([repository.path], environ, backends=repository.backends)
+        mode = settings.triton.model_control_mode
+        if mode == "explicit":
+            # All are there at first, and can be unloaded.
+            settings = msgspec.structs.replace(
+                settings, triton=msgspec.structs.replace(settings.triton, load_model=("*",))
+            )
+        launched = LaunchedTriton(
+            [repository.path],
+            environ,
+            backends=repository.backends,
+            model_control_mode=mode,
+            load_models=settings.triton.load_model,
+        )
         talk = _ask_one_question(_headers(settings.access), once=once)
         return run_loop(serve_until_stopped(settings, sockets, launched, talk))
 

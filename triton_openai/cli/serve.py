@@ -7,11 +7,13 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
 from triton_openai.api.service import SERVICE
-from triton_openai.app import create_app, models_of, take_over
+from triton_openai.app import control_of, create_app, models_of, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner
 from triton_openai.cli.launching import supervised
 from triton_openai.cli.reloading import reloading
@@ -19,10 +21,11 @@ from triton_openai.cli.sockets import address_of, listening_sockets
 from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, first_of
+from triton_openai.kserve import FRONTENDS, start_frontends
 from triton_openai.reload import Reloader, Source
 from triton_openai.server.connections import Site
 from triton_openai.supervisor import LaunchedTriton
-from triton_openai.worker import Worker
+from triton_openai.worker import WORKER, Worker
 
 # What happens after the banner, and what the process's exit status then is; None: go on serving.
 Talk = Callable[[Banner], Awaitable[int | None]]
@@ -36,7 +39,13 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
     with listening_sockets(settings.server) as sockets:
         launched = None
         if settings.triton.model_repository:
-            launched = LaunchedTriton(settings.triton.model_repository, environ)
+            triton = settings.triton
+            launched = LaunchedTriton(
+                triton.model_repository,
+                environ,
+                model_control_mode=triton.model_control_mode,
+                load_models=triton.load_model,
+            )
         return run_loop(serve_until_stopped(settings, sockets, launched, source=source))
 
 
@@ -107,7 +116,12 @@ async def _greet(
 ) -> int | None:
     if started is not None:
         await started.wait()
-    banner = await banner_of(settings, models_of(app), address, wait_for_model=started is not None)
+    # In explicit mode a Triton may well start without any model.
+    has_models = settings.triton.model_control_mode == "none" or bool(settings.triton.load_model)
+    banner = await banner_of(settings, models_of(app), address, wait_for_model=started is not None and has_models)
+    host = urlsplit(address).netloc.rpartition(":")[0]
+    relays = tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app[FRONTENDS])
+    banner = msgspec.structs.replace(banner, kserve=relays)
     print(render_banner(banner, settings.server.log_format), flush=True)
     return await talk(banner) if talk is not None else None
 
@@ -118,6 +132,7 @@ async def listening(
 ) -> AsyncIterator[web.Application]:
     """Yield the application, running and listening; end it in order, as *stop* says."""
     app = create_app(settings, worker=worker)
+    frontends = app[FRONTENDS] = []
     runner = web.AppRunner(
         app,
         # A client that leaves must stop the work that was begun for it.
@@ -127,6 +142,9 @@ async def listening(
     )
     await runner.setup()
     try:
+        frontends += await start_frontends(
+            settings, changed=control_of(app).changed_elsewhere, reuse_port=app[WORKER].count > 1
+        )
         for one in sockets:
             await Site(runner, one, limits=settings.limits, backlog=settings.server.backlog).start()
         yield app
@@ -150,5 +168,6 @@ async def _end(runner: web.AppRunner, app: web.Application, stop: Stop) -> None:
         await first_of([stop.hurried], timeout=_LAST_REQUESTS_SECONDS)
         # Connections over which nothing is being answered; the others close after their answer.
         runner.server.pre_shutdown()
-    await draining.drain(server.shutdown_grace, stop.hurried)
+    grace = server.shutdown_grace
+    await asyncio.gather(draining.drain(grace, stop.hurried), *(frontend.close(grace) for frontend in app[FRONTENDS]))
     await runner.cleanup()

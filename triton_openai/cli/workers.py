@@ -32,7 +32,13 @@ def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str,
     with listening_sockets(settings.server) as sockets, private_directory(environ) as directory:
         launched = None
         if settings.triton.model_repository:
-            launched = LaunchedTriton(settings.triton.model_repository, environ)
+            triton = settings.triton
+            launched = LaunchedTriton(
+                triton.model_repository,
+                environ,
+                model_control_mode=triton.model_control_mode,
+                load_models=triton.load_model,
+            )
         # prometheus_client looks for it when it is imported.
         environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
         return run_loop(_serve(settings, source, sockets, launched, directory, environ))

@@ -277,10 +277,23 @@ def _check(found: _Layer) -> None:
         raise ConfigurationError(
             f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
         )
+    _check_load(found, repository)
     _check_aliases(found)
     _check_loras(found)
     _check_templates(found)
     _check_access(found)
+
+
+def _check_load(found: _Layer, repository: _Found | None) -> None:
+    names, origin = found.get(("triton", "load_model"), ((), ""))
+    if not names:
+        return
+    if not (repository and repository[0]):
+        raise ConfigurationError(f"{origin} is for a Triton that is started here: it needs --model-repository.")
+    if found.get(("triton", "model_control_mode"), ("none", ""))[0] != "explicit":
+        raise ConfigurationError(f"{origin} needs --model-control-mode explicit.")
+    if "*" in names and len(names) > 1:
+        raise ConfigurationError(f"{origin}: '*' stands for all models, and takes no other name beside it.")
 
 
 def _check_templates(found: _Layer) -> None:

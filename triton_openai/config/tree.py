@@ -113,6 +113,23 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             extra={"metavar": "SECONDS", "live": True},
         ),
     ] = 0.0
+    enable_kserve_frontends: Annotated[
+        bool, Meta(description="Serve Triton's own protocol too, by relaying it, over HTTP and gRPC.")
+    ] = False
+    kserve_http_port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port for Triton's HTTP protocol; 0 takes a free one.")
+    ] = 8000
+    kserve_grpc_port: Annotated[
+        int, Meta(ge=0, le=65_535, description="Port for Triton's gRPC protocol; 0 takes a free one.")
+    ] = 8001
+    kserve_allow: Annotated[
+        tuple[Literal["shared-memory", "trace", "logging"], ...],
+        Meta(
+            description="What of Triton's protocol that manages the server is relayed too; loading models is, in "
+            "explicit mode.",
+            extra={"metavar": "GROUP"},
+        ),
+    ] = ()
     shutdown_grace: Annotated[
         Seconds,
         Meta(
@@ -148,6 +165,24 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             extra={"metavar": "DIR"},
         ),
     ] = ()
+    model_control_mode: Annotated[
+        Literal["none", "explicit"],
+        Meta(
+            description="'explicit' lets clients load and unload models. A Triton that is started here gets the same "
+            "mode, one that runs already has to have it."
+        ),
+    ] = "none"
+    load_model: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="A model that the Triton started here has from the beginning, in explicit mode; * is all. "
+            "May be given several times.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ()
+    unload_grace: Annotated[
+        Seconds, Meta(description="Time that running requests are given to finish before their model is unloaded.")
+    ] = 30.0
     connect_timeout: Annotated[Seconds, Meta(description="Longest wait for a connection to Triton.")] = 5.0
     first_token_timeout: Annotated[
         Seconds, Meta(description="Longest wait for a stream's first token, queueing included.", extra={"live": True})
@@ -201,6 +236,13 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 class ApiSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What clients see."""
 
+    default_model: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="The model, alias or LoRA adapter of requests that name no model, or 'default'.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = None
     default_max_tokens: Annotated[
         int,
         Meta(

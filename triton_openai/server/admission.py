@@ -14,7 +14,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from triton_openai.config.tree import ServerSettings
+from triton_openai.draining import Draining
 from triton_openai.errors import ServiceOverloaded
+from triton_openai.model_gates import ModelGates
 from triton_openai.telemetry.observation import Observation, Observer
 
 
@@ -35,7 +37,8 @@ class _Waiting:
 
 class Admission:
     """
-    The gate of one process of *workers*. *lag* tells the seconds by which its event loop is late.
+    The entry of one process of *workers*. *lag* tells the seconds by which its event loop is late; *gates* which models
+    take no requests now.
 
     The queue is first come, first served, but a request whose model is full does not hold up those for others.
     """
@@ -46,10 +49,12 @@ class Admission:
         lag: Callable[[], float],
         *,
         workers: int = 1,
+        gates: ModelGates | None = None,
         observer: Observer | None = None,
     ) -> None:
         self._lag = lag
         self._workers = workers
+        self._gates = gates or ModelGates(Draining())
         self._observer = observer or Observer()
         # Kept in the order of arrival
         self._queue: dict[_Waiting, None] = {}
@@ -81,8 +86,9 @@ class Admission:
         Be let in for *model*, wait for it if need be, and leave at the end.
 
         Raises :class:`ServiceOverloaded` at once where the queue is full or the process cannot follow, and when the
-        wait was too long.
+        wait was too long; and :class:`ModelUnloading` where the model is being unloaded.
         """
+        self._gates.check(model)
         limit = self._settings.max_loop_lag
         if limit is not None and self._lag() > limit:
             raise ServiceOverloaded("The service has more to do than it can.", retry_after=1)
@@ -91,7 +97,8 @@ class Admission:
         else:
             await self._wait(model, observation)
         try:
-            yield
+            with self._gates.entered(model):
+                yield
         finally:
             self._leave(model)
 

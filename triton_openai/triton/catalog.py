@@ -113,6 +113,14 @@ class Catalog:
         # Shielded: one waiting request that is cancelled must not take the refresh from all others.
         await asyncio.shield(self._refreshing)
 
+    async def renew(self) -> None:
+        """Take a snapshot that begins now, configs included: for who has just changed what Triton has."""
+        if self._refreshing is not None and not self._refreshing.done():
+            # It may have looked before the change.
+            await self.refresh()
+        self._configs_read = float("-inf")
+        await self.refresh()
+
     async def refresh_on_miss(self) -> None:
         """
         Refresh because a model was not found; at most twice a second, so that made-up names cost Triton nothing.

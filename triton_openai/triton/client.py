@@ -67,6 +67,18 @@ class TritonClient(Protocol):
         """Return the configuration of a ready model."""
         ...
 
+    async def load_model(self, model: str) -> None:
+        """Load a model, or load it again; returns when it is ready, however long that takes."""
+        ...
+
+    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
+        """
+        Begin to unload a model, with *dependents* also the models that it is an ensemble of.
+
+        Triton answers at once, also for a model that it does not know: the repository index tells when it is gone.
+        """
+        ...
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers exactly once (one that is not decoupled)."""
         ...

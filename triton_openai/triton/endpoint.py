@@ -61,6 +61,14 @@ class Endpoint:
         """Return a model's configuration."""
         return await self._control.model_config(model)
 
+    async def load_model(self, model: str) -> None:
+        """Load a model."""
+        await self._control.load_model(model)
+
+    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
+        """Begin to unload a model."""
+        await self._control.unload_model(model, dependents=dependents)
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers once: over gRPC where there is one (it can be cancelled there), else over HTTP."""
         return await (self._grpc or self._control).infer(request)

@@ -261,21 +261,27 @@ class GrpcClient:
         self._left: set[asyncio.Task[None]] = set()
 
     @property
-    def _stub(self) -> Any:
+    def channel(self) -> grpc.aio.Channel:
+        """The connection, for calls of which nothing is known here."""
         # Made on first use: a channel belongs to the running loop.
-        if self._lazy_stub is None:
+        if self._channel is None:
             if self._credentials is not None:
                 self._channel = grpc.aio.secure_channel(self._target, self._credentials, options=_OPTIONS)
             else:
                 self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
-            self._lazy_stub = stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        return self._channel
+
+    @property
+    def _stub(self) -> Any:
+        if self._lazy_stub is None:
+            self._lazy_stub = stub = service_pb2_grpc.GRPCInferenceServiceStub(self.channel)
             # The same calls, for messages that are bytes already as well.
-            stub.ModelInfer = self._channel.unary_unary(
+            stub.ModelInfer = self.channel.unary_unary(
                 f"{_SERVICE}/ModelInfer",
                 request_serializer=serialize,
                 response_deserializer=service_pb2.ModelInferResponse.FromString,
             )
-            stub.ModelStreamInfer = self._channel.stream_stream(
+            stub.ModelStreamInfer = self.channel.stream_stream(
                 f"{_SERVICE}/ModelStreamInfer",
                 request_serializer=serialize,
                 response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
@@ -307,6 +313,17 @@ class GrpcClient:
         """Return a model's configuration."""
         answer = await self._unary("ModelConfig", service_pb2.ModelConfigRequest(name=model), model=model)
         return decode_config(answer.config)
+
+    async def load_model(self, model: str) -> None:
+        """Load a model; returns when it is ready, however long that takes."""
+        message = service_pb2.RepositoryModelLoadRequest(model_name=model)
+        await self._unary("RepositoryModelLoad", message, model=model, timeout=None)
+
+    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
+        """Begin to unload a model."""
+        message = service_pb2.RepositoryModelUnloadRequest(model_name=model)
+        message.parameters["unload_dependents"].bool_param = dependents
+        await self._unary("RepositoryModelUnload", message, model=model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request; how long it may take is the caller's business."""

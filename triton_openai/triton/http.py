@@ -181,6 +181,21 @@ class HttpClient:
         async with self._call("GET", f"/v2/models/{quote(model, safe='')}/config", model=model) as response:
             return parse_model_config(await response.read())
 
+    async def load_model(self, model: str) -> None:
+        """Load a model; returns when it is ready, however long that takes."""
+        await self._control(model, "load", b"{}", aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout))
+
+    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
+        """Begin to unload a model."""
+        body = msgspec.json.encode({"parameters": {"unload_dependents": dependents}})
+        await self._control(model, "unload", body, None)
+
+    async def _control(self, model: str, action: str, body: bytes, timeout: aiohttp.ClientTimeout | None) -> None:
+        path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        async with self._call("POST", path, model=model, data=body, **options) as response:
+            await response.read()
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request with binary tensors; how long it may take is the caller's business."""
         body, header_length = infer_body(request)

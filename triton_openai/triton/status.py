@@ -17,6 +17,7 @@ from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,
     LoraNotLoaded,
+    ModelConflict,
     ModelNotFound,
     NotImplementedUpstream,
     Overloaded,
@@ -99,6 +100,16 @@ def _failed(failure: Failure) -> ServiceError:
     )
 
 
+def _not_loaded(failure: Failure, match: re.Match[str]) -> ServiceError:
+    reason = public_reason(match.group("reason"))
+    message = f"Triton could not load the model '{failure.model}'"
+    return UpstreamError(
+        f"{message}: {reason}" if reason else f"{message}; its log says why.",
+        code="model_load_failed",
+        detail=failure.text,
+    )
+
+
 def _unavailable(failure: Failure, match: re.Match[str]) -> ServiceError:
     return UpstreamUnavailable("The model is not available at the moment.", detail=failure.text, retry_after=2)
 
@@ -119,6 +130,24 @@ RULES: tuple[Rule, ...] = (
     ),
     _rule(r"Request for unknown model|has no available versions", lambda f, _: ModelNotFound(f.model)),
     _rule(r"is not ready|Stub process .* is not healthy|unhealthy|shutting down|EngineCore encountered", _unavailable),
+    # Its model repository.
+    _rule(
+        r"explicit model load / unload is not allowed",
+        lambda f, _: NotImplementedUpstream(
+            "Triton does not load or unload models by request: it was not started with --model-control-mode=explicit.",
+            detail=f.text,
+        ),
+    ),
+    _rule(
+        r"currently loading or unloading",
+        lambda f, _: ModelConflict(
+            f"Another model that '{f.model}' needs, or that needs it, is being loaded or unloaded.",
+            param="model",
+            code="model_busy",
+            detail=f.text,
+        ),
+    ),
+    _rule(r"(?:failed to load|load failed for model) '[^']*'[,:]? (?P<reason>.*)", _not_loaded),
     _rule(
         r"doesn't support models with decoupled transaction policy|Streaming is only supported",
         lambda f, _: NotImplementedUpstream("The model's deployment does not stream.", detail=f.text),

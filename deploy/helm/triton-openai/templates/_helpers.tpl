@@ -60,9 +60,9 @@ http://127.0.0.1:8000,grpc://127.0.0.1:8001
 {{- end }}
 {{- end }}
 
-{{/* The delay, the service's grace and its farewell, Triton's time, and what Kubernetes itself takes. */}}
+{{/* The delay, the service's grace, what its workers get beyond that, Triton's time, and some for Kubernetes itself. */}}
 {{- define "triton-openai.terminationGracePeriod" -}}
-{{- $seconds := add .Values.shutdown.delaySeconds .Values.shutdown.graceSeconds 10 }}
+{{- $seconds := add .Values.shutdown.delaySeconds .Values.shutdown.graceSeconds 15 }}
 {{- if include "triton-openai.sidecar" . }}
 {{- $seconds = add $seconds .Values.shutdown.tritonSeconds }}
 {{- end }}
