@@ -40,7 +40,7 @@ $(VENV)/.service: $(METADATA) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.demo: $(METADATA) | $(BIN)/python
-	$(INSTALL) '.[demo]'
+	$(INSTALL) '.[demo,otlp]'
 	@touch $@ $(VENV)/.service
 
 $(VENV)/.develop: $(METADATA) | $(BIN)/python

@@ -22,7 +22,7 @@ from bench.messages import Outcome
 from bench.parsers import ParserRow, measure_parsers
 from bench.processes import BenchError
 from bench.repository import build_repository
-from bench.subjects import SUBJECTS, Subject, control, nginx_path
+from bench.subjects import SUBJECTS, Subject, can_trace, control, nginx_path
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.embedded import EmbeddedTriton
 
@@ -69,6 +69,9 @@ def _run(options: argparse.Namespace) -> bool:
     if "nginx" in names and nginx_path() is None:
         print("nginx is not installed, so it is left out and nothing is compared with it.")
         names.remove("nginx")
+    if "ours-traced" in names and not can_trace():
+        print("The extra otlp is not installed, so traces are left out.")
+        names.remove("ours-traced")
     streams = options.streams or (_QUICK_STREAMS if options.quick else _STREAMS)
     seconds = options.seconds or (2.0 if options.quick else 3.0)
     rounds = options.rounds or (1 if options.quick else 2)
@@ -84,7 +87,7 @@ def _run(options: argparse.Namespace) -> bool:
             subjects = [stack.enter_context(SUBJECTS[name](name, triton, folder)) for name in names]
         stack.enter_context(_blaming(triton))
         for plan in plans(options.cases, streams, seconds, rounds, quick=options.quick):
-            taking_part = [subject for subject in subjects if not plan.subjects or subject.name in plan.subjects]
+            taking_part = [subject for subject in subjects if subject.name in plan.subjects]
             _measure_all(plan, taking_part, triton, cores, rows)
     if "parsers" in options.cases:
         for parser in measure_parsers(quick=options.quick):

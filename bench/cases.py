@@ -11,7 +11,7 @@ from bench.messages import CHOICES, Form
 from bench.parsers import QUICK_SIZES, SIZES
 from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, TOKEN
 
-CASES = ("paced", "flood", "latency", "burst", "tools", "choices", "long", "parsers")
+CASES = ("paced", "flood", "latency", "burst", "tools", "choices", "long", "traces", "parsers")
 
 # More than any measured window has time for.
 _ENDLESS = 1_000_000
@@ -19,6 +19,8 @@ _ENDLESS = 1_000_000
 _FLOOD_TOKENS = 1000
 _BURST_CLIENTS = 256
 _OURS = ("ours-http", "ours-grpc")
+_ALL = ("triton-http", "triton-grpc", "nginx", *_OURS)
+_TRACED = ("ours-http", "ours-traced")
 # Where a case is compared with text, it is at this number of streams.
 COMPARED = 128
 
@@ -37,8 +39,8 @@ class Plan:
     answers: int | None = None
     rounds: int = 1
     form: Form = "text"
-    # Who takes part; nobody named: all.
-    subjects: tuple[str, ...] = ()
+    # Who takes part
+    subjects: tuple[str, ...] = _ALL
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -98,6 +100,11 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
             for size in QUICK_SIZES if quick else SIZES:
                 tokens = size // len(TOKEN)
                 yield Plan(case, FLOOD_CALL, 1, tokens, answers=1, rounds=rounds, form="tools", subjects=_OURS)
+        elif case == "traces":
+            # Once more without them, in turns: what is added to a request is less than what a noisy minute adds.
+            answers = 100 if quick else 500
+            yield Plan(case, FLOOD, 1, 1, answers=answers, rounds=2 * rounds, subjects=_TRACED)
+            yield _compared(case, PACED, COMPARED, seconds, rounds, form="text", subjects=_TRACED)
 
 
 def _compared(

@@ -13,6 +13,8 @@ from bench.parsers import KB, ParserRow
 _PROTOCOLS = {"ours-http": "HTTP", "ours-grpc": "gRPC"}
 # A cost that grows with the length gives 1, and one that grows with its square the ratio of the lengths, about 16.
 _LINEAR = 1.5
+# As much as two measurements of one thing differ.
+_SAME = 1.1
 # Above this share of its core the load generator may be what limits the numbers.
 _CLIENT_LIMIT = 0.9
 
@@ -43,6 +45,7 @@ _NOT_SHOWN = {
     "long": {"first_p50_ms", "first_p99_ms", "first_max_ms", "stalls", *_GAPS},
     "latency": {"stalls", *_OF_TOKENS},
     "burst": _OF_TOKENS,
+    "traces": {"tokens", "first_max_ms", "stalls"},
 }
 
 
@@ -110,6 +113,7 @@ def aims(rows: Sequence[Row], parsers: Sequence[ParserRow] = ()) -> list[Aim]:
         *(_beside_text(rows, "tools", COMPARED, subject, 1.5) for subject in ("ours-http", "ours-grpc")),
         *(_beside_text(rows, "choices", COMPARED // CHOICES, subject, 1.1) for subject in ("ours-http", "ours-grpc")),
         *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
+        _traced(rows),
         Aim(
             "Tool parsers: CPU per character of the longest call / of the shortest, the worst of all",
             _LINEAR,
@@ -127,6 +131,16 @@ def _beside_text(rows: Sequence[Row], case: str, streams: int, subject: str, lim
         return Aim(text, limit, None)
     rounds = _ratios(found.round_cpu_us_per_token, plain.round_cpu_us_per_token)
     return Aim(text, limit, ratio(found.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
+
+
+def _traced(rows: Sequence[Row]) -> Aim:
+    """Return what a token costs with traces, beside what it costs without: they are a matter of requests."""
+    text = f"HTTP with traces, {COMPARED} paced streams: CPU per token / without"
+    traced, plain = (find(rows, "traces", COMPARED, subject) for subject in ("ours-traced", "ours-http"))
+    if traced is None or plain is None:
+        return Aim(text, _SAME, None)
+    rounds = _ratios(traced.round_cpu_us_per_token, plain.round_cpu_us_per_token)
+    return Aim(text, _SAME, ratio(traced.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
 
 
 def _growth(rows: Sequence[Row], subject: str) -> Aim:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
@@ -89,13 +90,25 @@ def _ours_grpc(name: str, triton: EmbeddedTriton, folder: Path) -> contextlib.Ab
 
 
 @contextlib.contextmanager
-def _ours(name: str, url: str, folder: Path) -> Iterator[Subject]:
+def _ours_traced(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Subject]:
+    port = free_port()
+    log = folder / "collector.log"
+    with running([sys.executable, "-m", "bench.collector", str(port)], log):
+        wait_until_answers(port, "/", log)
+        # Within the shortest measurement, so that sending is in it.
+        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{HOST}:{port}", "OTEL_BSP_SCHEDULE_DELAY": "200"}
+        with _ours(name, triton.http_url, folder, environment) as subject:
+            yield subject
+
+
+@contextlib.contextmanager
+def _ours(name: str, url: str, folder: Path, environment: dict[str, str] | None = None) -> Iterator[Subject]:
     port = free_port()
     log = folder / f"{name}.log"
     options = ["--host", HOST, "--port", str(port), "--triton-url", url, "--chat-template", "chatml"]
     for model in (PACED_CALL, FLOOD_CALL):
         options += ["--chat-template", f"{model}={_TOOLS}"]
-    with running([sys.executable, "-m", "triton_openai", "serve", *options], log) as pid:
+    with running([sys.executable, "-m", "triton_openai", "serve", *options], log, environment) as pid:
         wait_until_answers(port, "/health/ready", log)
         yield Subject(name, Target(protocol="chat", host=HOST, port=port), (pid,), log)
 
@@ -115,6 +128,15 @@ def nginx_path() -> str | None:
     return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
 
 
+def can_trace() -> bool:
+    """Say whether what sends spans is installed (the extra ``otlp``)."""
+    try:
+        metadata.version("opentelemetry-exporter-otlp-proto-http")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 Starter = Callable[[str, EmbeddedTriton, Path], contextlib.AbstractContextManager[Subject]]
 
 # In the order of the report.
@@ -125,5 +147,6 @@ SUBJECTS: Mapping[str, Starter] = MappingProxyType(
         "nginx": _nginx,
         "ours-http": _ours_http,
         "ours-grpc": _ours_grpc,
+        "ours-traced": _ours_traced,
     }
 )

@@ -210,6 +210,7 @@ _titles = {
     "metrics": "Metrics",
     "access": "Access",
     "limits": "Limits",
+    "traces": "Traces",
     "defaults": "Models",
     "models": "Single models",
 }

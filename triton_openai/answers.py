@@ -39,7 +39,12 @@ class Answers:
     async def start(self) -> None:
         """Send the requests. Raises :class:`ServiceError`."""
         if len(self.runs) == 1:
-            await self.runs[0].start()
+            run = self.runs[0]
+            try:
+                await run.start()
+            except ServiceError as error:
+                run.error = error
+                raise
             return
         gate = asyncio.Semaphore(_PARALLEL_RUNS)
         self._tasks = [asyncio.create_task(self._pump(number, run, gate)) for number, run in enumerate(self.runs)]
@@ -50,7 +55,11 @@ class Answers:
         """
         if not self._tasks:
             run = self.runs[0]
-            deltas = await run.read()
+            try:
+                deltas = await run.read()
+            except ServiceError as error:
+                run.error = error
+                raise
             return Step(0, deltas, run.finished)
         item = await self._queue.get()
         if isinstance(item, Exception):
@@ -86,4 +95,6 @@ class Answers:
                     deltas = await run.read()
                     await self._queue.put(Step(number, deltas, run.finished))
         except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
+            if isinstance(error, ServiceError):
+                run.error = error
             await self._queue.put(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
 
@@ -34,13 +34,17 @@ from triton_openai.telemetry.access_log import AccessLog
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
 from triton_openai.telemetry.metrics import Metrics
-from triton_openai.telemetry.observation import OBSERVERS, Observers
+from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
+from triton_openai.telemetry.propagation import Propagation
 from triton_openai.text.reasoning import registry as reasoning_parsers
 from triton_openai.text.tools import registry as tool_parsers
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.metrics import TritonMetrics
 from triton_openai.worker import WORKER, Worker
+
+# Longest time that the last spans have to leave when the service ends.
+_LAST_SPANS_SECONDS = 3.0
 
 
 def create_app(
@@ -61,7 +65,8 @@ def create_app(
     connection = client or Endpoint(settings.triton.url, connect_timeout=settings.triton.connect_timeout)
     worker = worker or Worker()
     metrics = Metrics(worker) if settings.metrics.enabled else None
-    observers = Observers(AccessLog()) if metrics is None else Observers(AccessLog(), metrics)
+    tracing, send_spans = _traces(settings, connection)
+    observers = Observers(*(one for one in (AccessLog(), metrics, tracing) if one is not None))
     lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
     draining = Draining()
     gates = ModelGates(draining, worker.directory)
@@ -91,12 +96,38 @@ def create_app(
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access)
     app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
+    if send_spans is not None:
+        # First, so that it ends last: when everything else has ended, so have all spans.
+        app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, guard.run])
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
     check_groups(app)
     return app
+
+
+def _traces(
+    settings: Settings, connection: TritonClient
+) -> tuple[Observer | None, Callable[[web.Application], AsyncIterator[None]] | None]:
+    """Return what makes spans, or hands on those of clients, and what sends them while the application runs."""
+    traces = settings.traces
+    if traces.otlp_endpoint is None:
+        return (Propagation() if traces.continue_traces else None), None
+    # Imported here: most services send no traces, and OpenTelemetry's SDK takes a quarter of a second.
+    from triton_openai.telemetry.otlp import check_installed, tracer
+    from triton_openai.telemetry.tracing import Tracing
+
+    check_installed(traces)
+    locate = connection.address_of if isinstance(connection, Endpoint) else None
+    tracing = Tracing(locate, continue_traces=traces.continue_traces)
+
+    async def send(app: web.Application) -> AsyncIterator[None]:
+        timeout = min(_LAST_SPANS_SECONDS, settings.server.shutdown_grace)
+        async with tracer(traces, flush_timeout=timeout) as tracing.tracer:
+            yield
+
+    return tracing, send
 
 
 def _add_metrics(app: web.Application, metrics: Metrics) -> None:

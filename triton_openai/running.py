@@ -23,6 +23,7 @@ from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, Up
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
+from triton_openai.telemetry.upstream import UPSTREAM
 from triton_openai.text.held import HeldLogprobs
 from triton_openai.text.logits import INLINE_NUMBERS, log_probabilities
 from triton_openai.text.naming import TokenNames
@@ -86,6 +87,8 @@ class Run:
         # The result
         self.finish_reason: FinishReason | None = None
         self.usage: Usage | None = None
+        self.error: ServiceError | None = None
+        self.cancelled = False
         # When: sent to Triton, answered with a first token, and at its end
         self.sent: float | None = None
         self.first: float | None = None
@@ -129,6 +132,7 @@ class Run:
         request = self.model.adapter.encode(generation)
         if generation.priority:
             request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
+        request = UPSTREAM.get().begin(request, self, lora=None if lora is None else lora.name)
         self._last = self._loop.time()
         # A LoRA adapter's weights may make a second attempt of it; the client has waited since the first.
         self.sent = self._last if self.sent is None else self.sent
@@ -212,6 +216,7 @@ class Run:
             self._ended = True
             return
         self._ended = True
+        self.cancelled = self.finish_reason is None
         self.ended = self._loop.time()
         self._stream.close()
         if self._settings.stop_requests:
@@ -221,15 +226,16 @@ class Run:
 
     async def _send(self, order: InferRequest) -> None:
         try:
-            if not order.stream:
-                await self._client.infer(order)
-                return
-            stream = await self._client.stream(order)
-            try:
-                while await stream.read():
-                    pass
-            finally:
-                stream.close()
+            with UPSTREAM.get().call(order) as sent:
+                if not sent.stream:
+                    await self._client.infer(sent)
+                    return
+                stream = await self._client.stream(sent)
+                try:
+                    while await stream.read():
+                        pass
+                finally:
+                    stream.close()
         except ServiceError as error:
             # The engine of a model that is not decoupled has no way to answer, and stops all the same.
             _log.debug("stop request failed", model=order.model, reason=error.detail or error.message)

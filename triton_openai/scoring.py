@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from triton_openai.adapters.base import Adapter
 from triton_openai.chat.offload import run as offloaded
 from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import Generation, Logits, TokenLogprob
 from triton_openai.models import ServedModel
+from triton_openai.telemetry.upstream import UPSTREAM
 from triton_openai.text.logits import INLINE_NUMBERS, log_probabilities
 from triton_openai.text.naming import TokenNames
 from triton_openai.triton.client import TritonClient
+from triton_openai.triton.tensors import InferRequest
 
 # A prompt's scores may be hundreds of megabytes.
 _PARALLEL = 2
@@ -82,8 +85,12 @@ async def _score(
 
 
 async def _ask(model: ServedModel, generation: Generation, param: str, client: TritonClient) -> Logits:
-    adapter = model.adapter
-    request = msgspec.structs.replace(adapter.encode_prompt_logits(generation), needed_for=param)
+    request = msgspec.structs.replace(model.adapter.encode_prompt_logits(generation), needed_for=param)
+    with UPSTREAM.get().call(request) as sent:
+        return await _scores(model.adapter, sent, client)
+
+
+async def _scores(adapter: Adapter, request: InferRequest, client: TritonClient) -> Logits:
     found: Logits | None = None
     if not request.stream:
         found = adapter.decode_prompt_logits(await client.infer(request))

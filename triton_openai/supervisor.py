@@ -127,6 +127,7 @@ class LaunchedTriton:
         backends: Path | None = None,
         model_control_mode: str = "none",
         load_models: Sequence[str] = (),
+        extra_args: Sequence[str] = (),
     ) -> None:
         found = shutil.which("tritonserver", path=environment.get("PATH"))
         http_port, grpc_port, metrics_port = _free_ports(3)
@@ -137,6 +138,7 @@ class LaunchedTriton:
             model_repository=repositories,
             environment=environment,
             backends=backends,
+            extra_args=extra_args,
             binary=Path(found) if found else None,
             model_control_mode=model_control_mode,
             load_models=load_models,

@@ -21,6 +21,7 @@ from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Sampling
 from triton_openai.inspection import inspect
+from triton_openai.telemetry.observation import Observation
 from triton_openai.time_limits import TimeLimits
 
 pytestmark = in_session_loop
@@ -234,6 +235,11 @@ async def test_text_offsets_count_characters(direct: Proxy) -> None:
     assert [0, 1, 2, 2, 2] == answer.json["choices"][0]["logprobs"]["text_offset"][:5]
 
 
+def unobserved() -> Observation:
+    """Return a record that nobody looks at."""
+    return Observation(request_id="r", method="POST", path="/")
+
+
 async def test_token_ids_go_through_unchanged(
     token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer
 ) -> None:
@@ -242,7 +248,8 @@ async def test_token_ids_go_through_unchanged(
     model = await service.models.find("tensorrt_llm")
     ids = [*ids_of(vocabulary, "a"), *ids_of(vocabulary, "b"), *ids_of(vocabulary, steered(text=" yes"))]
 
-    (run,) = await service.runs(model, [ids], Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9)), limits=LIMITS)
+    task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
+    (run,) = await service.runs(model, [ids], task, limits=LIMITS, observation=unobserved())
     await run.start()
     texts = []
     while not run.finished:
@@ -256,11 +263,10 @@ async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:
     """An engine would read beyond its table."""
     service = token_proxies["http"].client.app[SERVICE]
     model = await service.models.find("tensorrt_llm")
+    task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
 
     with pytest.raises(InvalidRequest, match="10000000"):
-        await service.runs(
-            model, [[1, 10_000_000]], Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9)), limits=LIMITS
-        )
+        await service.runs(model, [[1, 10_000_000]], task, limits=LIMITS, observation=unobserved())
 
 
 async def test_bad_words_go_as_ids(token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer) -> None:

@@ -249,6 +249,8 @@ class TestReport:
         _row("choices", 32, "ours-http", cpu_us_per_token=100.0),
         _row("long", 1, "ours-http", tokens=100, cpu_us_per_token=40.0),
         _row("long", 1, "ours-http", tokens=1000, cpu_us_per_token=80.0),
+        _row("traces", 128, "ours-http", cpu_us_per_token=50.0),
+        _row("traces", 128, "ours-traced", cpu_us_per_token=52.0),
     )
     PARSERS = (
         ParserRow(parser="good", characters=(64_000, 1_000_000), ns_per_character=(100.0, 100.0)),
@@ -269,6 +271,7 @@ class TestReport:
             (None, None),
             (2.0, False),
             (None, None),
+            (1.04, True),
             (16.0, False),
         ] == found
 

@@ -105,7 +105,7 @@ def test_settings_and_codes_that_are_named(document: str) -> None:
     """A flag or an error code that a document names exists."""
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "triton_openai").rglob("*.py"))
     flags = {option.flag for option in options()}
-    commands = {"--config", "--json", "--once", "--no-strict-parameters"}
+    commands = {"--config", "--json", "--once", "--no-strict-parameters", "--no-continue-traces"}
     # Triton's own, and those of the benchmark and of other programs.
     foreign = (
         {"--http-max-input-size"} if document != "docs/benchmarks.md" else set(re.findall(r"--[a-z-]+", read(document)))

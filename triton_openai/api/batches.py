@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from triton_openai.api.service import Service
 from triton_openai.errors import UpstreamTimeout
 from triton_openai.models import ServedModel
-from triton_openai.triton.client import ResponseStream
+from triton_openai.telemetry.upstream import UPSTREAM
+from triton_openai.triton.client import ResponseStream, TritonClient
 from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
@@ -41,12 +42,16 @@ async def _answer(
     service: Service, model: ServedModel, request: InferRequest, gate: asyncio.Semaphore
 ) -> InferResponse:
     async with gate:
-        stream: ResponseStream
-        stream = await service.client.stream(request) if request.stream else SingleAnswer(service.client, request)
-        try:
-            responses = await stream.read()
-            if not responses:
-                raise no_answer(model.name)
-            return responses[0]
-        finally:
-            stream.close()
+        with UPSTREAM.get().call(request) as sent:
+            return await _first_answer(service.client, model, sent)
+
+
+async def _first_answer(client: TritonClient, model: ServedModel, request: InferRequest) -> InferResponse:
+    stream: ResponseStream = await client.stream(request) if request.stream else SingleAnswer(client, request)
+    try:
+        responses = await stream.read()
+        if not responses:
+            raise no_answer(model.name)
+        return responses[0]
+    finally:
+        stream.close()

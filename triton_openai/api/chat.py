@@ -7,6 +7,7 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -114,6 +115,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     model = await model_of(request, body)
     adapter = model.adapter.name
     observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
+    observation.parameters = body
     async with service.admission.enter(model.owner, observation):
         return await _answer(request, service, model, body, observation)
 
@@ -137,21 +139,23 @@ async def _answer(
         parsers = await model.parsers()
         task = _task(service, model, body, completion_id, plan, parsers)
         pictures = images_of(model, body.messages)
-        prompt = await rendered(
-            prompter,
-            body.messages,
-            PromptOptions.of(body),
-            tools=plan.prompt,
-            images=ImageSpot(model.settings.image_placeholder, pictures[0].place) if pictures else None,
-            trust_template=service.settings.api.trust_request_chat_template,
-        )
-        prompt = as_sent(model, prompter, prompt)
+        with observation.stage("render prompt"):
+            prompt = await rendered(
+                prompter,
+                body.messages,
+                PromptOptions.of(body),
+                tools=plan.prompt,
+                images=ImageSpot(model.settings.image_placeholder, pictures[0].place) if pictures else None,
+                trust_template=service.settings.api.trust_request_chat_template,
+            )
+            prompt = as_sent(model, prompter, prompt)
         if pictures:
-            loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
+            with observation.stage("load images"):
+                loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
             task = msgspec.structs.replace(task, images=loaded)
-        runs = observation.answers = await service.runs(model, [prompt], task, limits=limits)
-        observation.n = task.n
+        runs = await service.runs(model, [prompt], task, limits=limits, observation=observation)
         answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
+        observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
         if body.stream:
             chunks = ChatChunks(
                 completion_id, body.model, parsers=answer_parsers, plan=plan, field=field, options=options

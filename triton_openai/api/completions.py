@@ -175,6 +175,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     model = await model_of(request, body)
     adapter = model.adapter.name
     observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
+    observation.parameters = body
     async with service.admission.enter(model.owner, observation):
         return await _answer(request, service, model, body, observation)
 
@@ -188,12 +189,12 @@ async def _answer(
     n = body.n or 1
     try:
         task = _task(service, model, body, completion_id)
-        if body.suffix:
-            given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo))
-        else:
-            given = await prompts_of(model, body.prompt)
-        runs = observation.answers = await service.runs(model, given, task, limits=limits)
-        observation.n = task.n
+        with observation.stage("render prompt"):
+            if body.suffix:
+                given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo))
+            else:
+                given = await prompts_of(model, body.prompt)
+        runs = await service.runs(model, given, task, limits=limits, observation=observation)
         echo = Echo(body.logprobs) if body.echo else None
         if body.stream:
             chunks = CompletionChunks(completion_id, body.model, runs=runs, n=n, echo=echo, options=options)

@@ -77,6 +77,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     body = await read_json(request, EmbeddingsRequest, strict=service.settings.api.strict_parameters)
     model = await model_of(request, body)
     observation = observe(request, "embeddings", model=body.model, adapter=model.adapter.name)
+    observation.parameters = body
     capabilities = model.adapter.capabilities
     if not capabilities.embed:
         raise InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
@@ -89,6 +90,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         )
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
+    observation.response_id = job.id
     try:
         async with service.admission.enter(model.owner, observation):
             result = await embed(service, model, job, timeout=limits.total)

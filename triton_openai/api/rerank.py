@@ -81,11 +81,12 @@ async def handle(request: web.Request) -> web.StreamResponse:
     body = await read_json(request, RerankRequest, strict=service.settings.api.strict_parameters)
     model = await model_of(request, body)
     observation = observe(request, "rerank", model=body.model, adapter=model.adapter.name)
+    observation.parameters = body
     refuse(body, REFUSED)
     query, documents = text_of(body.query, "query"), texts_of(body.documents, "documents")
     if not query:
         raise InvalidRequest("'query' must not be empty.", param="query", code="invalid_value")
-    rerank_id = new_id("rerank")
+    rerank_id = observation.response_id = new_id("rerank")
     pairs = [(query, document) for document in documents]
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     async with service.admission.enter(model.owner, observation):

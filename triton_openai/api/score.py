@@ -60,9 +60,10 @@ async def handle(request: web.Request) -> web.StreamResponse:
     body = await read_json(request, ScoreRequest, strict=service.settings.api.strict_parameters)
     model = await model_of(request, body)
     observation = observe(request, "score", model=body.model, adapter=model.adapter.name)
+    observation.parameters = body
     refuse(body, REFUSED)
     pairs, second = _pairs(body)
-    score_id = new_id("score")
+    score_id = observation.response_id = new_id("score")
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     async with service.admission.enter(model.owner, observation):
         result = await score(service, model, body, score_id, pairs, param=second, timeout=limits.total)

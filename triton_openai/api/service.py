@@ -26,6 +26,7 @@ from triton_openai.models import Models, ServedModel
 from triton_openai.running import Run
 from triton_openai.scoring import Scoring, score_prompts
 from triton_openai.server.admission import Admission
+from triton_openai.telemetry.observation import Observation
 from triton_openai.time_limits import TimeLimits
 from triton_openai.triton.client import TritonClient
 
@@ -83,7 +84,13 @@ class Service(msgspec.Struct, frozen=True):
         return self.live.current
 
     async def runs(
-        self, model: ServedModel, prompts: Sequence[str | Sequence[int]], task: Task, *, limits: TimeLimits
+        self,
+        model: ServedModel,
+        prompts: Sequence[str | Sequence[int]],
+        task: Task,
+        *,
+        limits: TimeLimits,
+        observation: Observation,
     ) -> list[Run]:
         """
         Return the runs that answer *prompts*, not yet started: *n* for each, numbered prompt by prompt.
@@ -91,7 +98,8 @@ class Service(msgspec.Struct, frozen=True):
         Each answer of a prompt has a seed of its own. With the client's seed they follow from it, so the same request
         gives the same answers; without one they are drawn, because a backend's own default may be the same every time.
         A prompt may be token ids where the model takes them (``capabilities.tokens``): they go through unchanged.
-        Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model that needs a tokenizer and has none.
+        They stand in *observation* too. Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model
+        that needs a tokenizer and has none.
         """
         count = task.n
         if len(prompts) * count > _MAX_RUNS:
@@ -106,19 +114,21 @@ class Service(msgspec.Struct, frozen=True):
         tokenizer = (await model.prompter()).tokenizer
         single = len(prompts) * count == 1
         runs = []
-        for place, prompt in enumerate(prompts):
-            prepared = await prepare(model, tokenizer, prompt, task)
-            fitted = await _fitted(model, tokenizer, prepared, task)
-            # Thousands of short prompts are as much work as a long one: others get their turn in between.
-            await asyncio.sleep(0)
-            for number in range(count):
-                sampling = fitted
-                if count > 1 and first is not None:
-                    sampling = msgspec.structs.replace(sampling, seed=nth_seed(first, number))
-                generation = msgspec.structs.replace(
-                    prepared, id=task.id if single else f"{task.id}-{place * count + number}", sampling=sampling
-                )
-                runs.append(self._run(model, generation, tokenizer, limits))
+        with observation.stage("tokenize prompt"):
+            for place, prompt in enumerate(prompts):
+                prepared = await prepare(model, tokenizer, prompt, task)
+                fitted = await _fitted(model, tokenizer, prepared, task)
+                # Thousands of short prompts are as much work as a long one: others get their turn in between.
+                await asyncio.sleep(0)
+                for number in range(count):
+                    sampling = fitted
+                    if count > 1 and first is not None:
+                        sampling = msgspec.structs.replace(sampling, seed=nth_seed(first, number))
+                    generation = msgspec.structs.replace(
+                        prepared, id=task.id if single else f"{task.id}-{place * count + number}", sampling=sampling
+                    )
+                    runs.append(self._run(model, generation, tokenizer, limits))
+        observation.answers, observation.n, observation.response_id = runs, count, task.id
         if task.scoring is not None and tokenizer is not None:
             prepared_prompts = [run.generation for run in runs[::count]]
             scores = await score_prompts(model, tokenizer, prepared_prompts, task.scoring, self.client)

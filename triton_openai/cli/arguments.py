@@ -44,6 +44,7 @@ _LEFT_OUT = {
             *("model-repository", "strict-parameters", "model-control-mode", "load-model", "unload-grace"),
             *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
             *(option.name for option in options() if option.section in ("access", "limits")),
+            *("otlp-endpoint", "otlp-protocol", "continue-traces"),
         }
     ),
 }

@@ -19,6 +19,7 @@ from triton_openai.config import AccessSettings, Settings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
 from triton_openai.supervisor import LaunchedTriton
+from triton_openai.triton.trace_options import trace_options
 
 _QUESTION = "What is the Triton Inference Server?"
 _PREFERRED_MODEL = "ensemble"
@@ -47,6 +48,7 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
             backends=repository.backends,
             model_control_mode=mode,
             load_models=settings.triton.load_model,
+            extra_args=trace_options(settings.traces),
         )
         talk = _ask_one_question(_headers(settings.access), once=once)
         return run_loop(serve_until_stopped(settings, sockets, launched, talk))

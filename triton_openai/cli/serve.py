@@ -25,6 +25,7 @@ from triton_openai.kserve import FRONTENDS, start_frontends
 from triton_openai.reload import Reloader, Source
 from triton_openai.server.connections import Site
 from triton_openai.supervisor import LaunchedTriton
+from triton_openai.triton.trace_options import trace_options
 from triton_openai.worker import WORKER, Worker
 
 # What happens after the banner, and what the process's exit status then is; None: go on serving.
@@ -45,6 +46,7 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
                 environ,
                 model_control_mode=triton.model_control_mode,
                 load_models=triton.load_model,
+                extra_args=trace_options(settings.traces),
             )
         return run_loop(serve_until_stopped(settings, sockets, launched, source=source))
 

@@ -21,6 +21,7 @@ from triton_openai.config import Settings
 from triton_openai.reload import Reloader, Source
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
+from triton_openai.triton.trace_options import trace_options
 from triton_openai.worker import Worker
 from triton_openai.workers.directory import private_directory
 from triton_openai.workers.pool import Pool
@@ -38,6 +39,7 @@ def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str,
                 environ,
                 model_control_mode=triton.model_control_mode,
                 load_models=triton.load_model,
+                extra_args=trace_options(settings.traces),
             )
         # prometheus_client looks for it when it is imported.
         environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}

@@ -13,6 +13,7 @@ import msgspec
 import yaml
 
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, metadata, options_by_name
+from triton_openai.config.traces import StandardVariables, TracesSettings, check_endpoint
 from triton_openai.config.tree import LoraSettings, Settings
 from triton_openai.errors import ConfigurationError
 
@@ -59,6 +60,7 @@ def load_settings(
     found: _Layer = {}
     for layer in layers:
         found.update(layer)
+    _add_standard_variables(found, environ)
     _check(found)
     tree: dict[str, Any] = {}
     for path, (value, _) in found.items():
@@ -108,6 +110,21 @@ def _read_environment(environ: Mapping[str, str]) -> _Layer:
         if value:
             found.update(_read_text(known[variable], value, variable))
     return found
+
+
+def _add_standard_variables(found: _Layer, environ: Mapping[str, str]) -> None:
+    """Let OpenTelemetry's variables say what no setting does, and switch everything off."""
+    endpoint, protocol = ("traces", "otlp_endpoint"), ("traces", "otlp_protocol")
+    standard = StandardVariables.of(environ)
+    if standard.disabled:
+        found[endpoint] = (None, "OTEL_SDK_DISABLED")
+        return
+    if standard.endpoint is not None:
+        found.setdefault(endpoint, standard.endpoint)
+    if standard.protocol is not None and found.get(endpoint, (None, ""))[0] is not None:
+        value, origin = standard.protocol
+        annotation = msgspec.structs.fields(TracesSettings)[1].type
+        found.setdefault(protocol, (_convert(value, annotation, origin, strict=True), origin))
 
 
 def _read_text(option: Option, value: Any, origin: str) -> _Layer:
@@ -278,6 +295,9 @@ def _check(found: _Layer) -> None:
             f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
         )
     _check_load(found, repository)
+    collector, collector_origin = found.get(("traces", "otlp_endpoint"), (None, ""))
+    if collector is not None:
+        check_endpoint(collector, collector_origin)
     _check_aliases(found)
     _check_loras(found)
     _check_templates(found)

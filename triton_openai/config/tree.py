@@ -22,6 +22,7 @@ from triton_openai.config.access import AccessSettings, LimitSettings
 from triton_openai.config.media import MediaSettings
 from triton_openai.config.metrics import MetricsSettings
 from triton_openai.config.models import DefaultParameters, LoraSettings, ModelDefaults, ModelSettings
+from triton_openai.config.traces import TracesSettings
 from triton_openai.config.units import Seconds
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "ModelSettings",
     "ServerSettings",
     "Settings",
+    "TracesSettings",
     "TritonSettings",
 ]
 
@@ -285,6 +287,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     api: Annotated[ApiSettings, Meta(extra={"live": True})] = ApiSettings()
     media: MediaSettings = MediaSettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TracesSettings = TracesSettings()
     access: Annotated[AccessSettings, Meta(extra={"live": True})] = AccessSettings()
     limits: LimitSettings = LimitSettings()
     defaults: Annotated[ModelDefaults, Meta(extra={"live": True})] = ModelDefaults()

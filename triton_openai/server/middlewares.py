@@ -25,6 +25,7 @@ from triton_openai.errors import (
     ServiceError,
 )
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation
+from triton_openai.telemetry.upstream import UPSTREAM
 
 _log = structlog.get_logger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,13 +36,16 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
     """Give the request its id and its record, and tell the observers of its beginning and its end."""
     name = request_id(request)
     request[REQUEST_ID] = name
-    observation = request[OBSERVATION] = Observation(request_id=name, method=request.method, path=request.path)
+    observation = request[OBSERVATION] = Observation(
+        request_id=name, method=request.method, path=request.path, request=request
+    )
     observers = request.app[OBSERVERS]
     draining = request.app[DRAINING]
     task = draining.enter()
     observers.started(observation)
     # In every line that is written on behalf of this request, by work that outlives it too.
-    bound = structlog.contextvars.bind_contextvars(request_id=name)
+    bound = structlog.contextvars.bind_contextvars(**observation.log_fields)
+    upstream = UPSTREAM.set(observation.upstream)
     try:
         response = await handler(request)
         observation.status = response.status
@@ -52,6 +56,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
         draining.leave(task)
         observation.ended = time.monotonic()
         observers.ended(observation)
+        UPSTREAM.reset(upstream)
         structlog.contextvars.reset_contextvars(**bound)
     return response
 

@@ -37,6 +37,9 @@ class AccessLog(Observer):
             (_log.info if refused else _log.debug)("request", **fields)
             return
         fields |= {"model": observation.model, "adapter": observation.adapter, "stream": observation.stream}
+        if observation.response_id is not None:
+            # What the ids of its requests to Triton begin with.
+            fields["response_id"] = observation.response_id
         usage = observation.usage
         if usage is not None:
             fields |= {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}

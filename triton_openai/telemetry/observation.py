@@ -8,16 +8,27 @@ which is also the event loop's clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Protocol
 
 from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
+from triton_openai.telemetry.upstream import Upstream
 
 #: Status of a request whose client left before it was answered, as nginx writes it.
 CLIENT_CLOSED_REQUEST = 499
+
+
+_NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
+
+
+def _not_counted() -> int | None:
+    """Count nothing: most models do not reason."""
+    return None
 
 
 class Answering(Protocol):
@@ -40,6 +51,27 @@ class Answering(Protocol):
         ...
 
 
+class Stage:
+    """A part of the work on a request: its *name*, when it began, when it ended, and whether by an exception."""
+
+    __slots__ = ("began", "ended", "failed", "name")
+
+    def __init__(self, name: str, *, began: float | None = None) -> None:
+        self.name = name
+        self.began = time.monotonic() if began is None else began
+        self.ended: float | None = None
+        self.failed = False
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.ended = time.monotonic()
+        self.failed = kind is not None
+
+
 class Observation:
     """
     One request.
@@ -50,10 +82,16 @@ class Observation:
     prompt. ``key`` is the name of the API key that let it in. ``error`` is what went wrong, also after the status had
     left; ``client_left`` is whether nobody was there any more to be told.
     ``queued_seconds`` is how long the request had to wait for others.
+
+    ``parameters`` is the request's body, which has what the client asked for in fields of the API's names;
+    ``response_id`` is the id of the answer, with which those of the requests to Triton begin; ``reasoning_tokens``
+    counts those of the answers when it is called. ``upstream`` is what goes along to Triton, and ``log_fields`` what
+    stands in every line that is logged for the request.
     """
 
-    def __init__(self, *, request_id: str, method: str, path: str) -> None:
+    def __init__(self, *, request_id: str, method: str, path: str, request: web.BaseRequest | None = None) -> None:
         # The request
+        self.request = request
         self.request_id = request_id
         self.method = method
         self.path = path
@@ -64,7 +102,13 @@ class Observation:
         self.adapter: str | None = None
         self.stream = False
         self.n = 1
+        self.parameters: object = None
+        self.upstream = Upstream({"x-request-id": request_id})
+        self.log_fields: Mapping[str, str] = {"request_id": request_id}
         # The answer
+        self.response_id: str | None = None
+        self.reasoning_tokens: Callable[[], int | None] = _not_counted
+        self.stages: list[Stage] = []
         self.answers: Sequence[Answering] = ()
         self.input_tokens: int | None = None
         self.queued_seconds = 0.0
@@ -76,6 +120,17 @@ class Observation:
     def of(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
         """Say what is asked for, and of whom."""
         self.operation, self.model, self.adapter, self.stream = operation, model, adapter, stream
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The request's headers."""
+        return _NO_HEADERS if self.request is None else self.request.headers
+
+    def stage(self, name: str) -> Stage:
+        """Return what is to be entered and left around a part of the work."""
+        stage = Stage(name)
+        self.stages.append(stage)
+        return stage
 
     @property
     def duration(self) -> float:
@@ -92,13 +147,17 @@ class Observation:
     def usage(self) -> Usage | None:
         """The tokens of all answers, a prompt counted once; ``None`` where they are not known for each of them."""
         prompt = completion = 0
+        cached: int | None = 0
         for number, answer in enumerate(self.answers):
             if answer.usage is None:
                 return None
             completion += answer.usage.completion_tokens
-            prompt += 0 if number % self.n else answer.usage.prompt_tokens
+            if number % self.n == 0:
+                prompt += answer.usage.prompt_tokens
+                known = answer.usage.cached_tokens
+                cached = None if cached is None or known is None else cached + known
         if self.answers:
-            return Usage(prompt_tokens=prompt, completion_tokens=completion)
+            return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
         return None if self.input_tokens is None else Usage(prompt_tokens=self.input_tokens, completion_tokens=0)
 
     @property

@@ -21,6 +21,7 @@ class Endpoint:
         self.urls = tuple(urls)
         self._http: TritonClient | None = None
         self._grpc: TritonClient | None = None
+        self._addresses: dict[TritonClient | None, str] = {}
         for url in urls:
             scheme = url.partition("://")[0]
             if scheme in ("http", "https"):
@@ -36,6 +37,7 @@ class Endpoint:
                 raise ConfigurationError(
                     f"'{url}' is not a Triton address: use http://, https://, grpc:// or grpcs://.", param="triton_url"
                 )
+            self._addresses[self._http if scheme.startswith("http") else self._grpc] = url
         control = self._http or self._grpc
         if control is None:
             raise ConfigurationError("No Triton address is given.", param="triton_url")
@@ -48,6 +50,11 @@ class Endpoint:
         raise ConfigurationError(
             f"{what} needs Triton's gRPC address, and only its HTTP address is configured.", param=request.needed_for
         )
+
+    def address_of(self, request: InferRequest) -> str:
+        """Return the address to which *request* goes."""
+        client = self._for(request) if request.stream else self._grpc or self._control
+        return self._addresses[client]
 
     async def live(self) -> bool:
         """Return whether the server answers."""

@@ -12,7 +12,8 @@ Source of the facts: ``grpc_service.proto`` and the decoupled and error document
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -289,10 +290,16 @@ class GrpcClient:
         return self._lazy_stub
 
     async def _unary(
-        self, method: str, message: Any, *, model: str = "", timeout: float | None = _CONTROL_TIMEOUT
+        self,
+        method: str,
+        message: Any,
+        *,
+        model: str = "",
+        timeout: float | None = _CONTROL_TIMEOUT,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         try:
-            return await getattr(self._stub, method)(message, timeout=timeout)
+            return await getattr(self._stub, method)(message, timeout=timeout, metadata=tuple(headers.items()))
         except grpc.RpcError as error:
             raise translate(error, model) from error
 
@@ -328,12 +335,13 @@ class GrpcClient:
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request; how long it may take is the caller's business."""
         message = await message_of(request)
-        answer = await self._unary("ModelInfer", message, model=request.model, timeout=None)
+        answer = await self._unary("ModelInfer", message, model=request.model, timeout=None, headers=request.headers)
         return decode_response(answer)
 
     async def stream(self, request: InferRequest) -> GrpcStream:
         """Start a ``ModelStreamInfer`` call. Nothing is awaited here: the first read reports what goes wrong."""
-        return GrpcStream(self._stub.ModelStreamInfer(), request, self._left)
+        call = self._stub.ModelStreamInfer(metadata=tuple(request.headers.items()))
+        return GrpcStream(call, request, self._left)
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""

@@ -202,6 +202,7 @@ class HttpClient:
         headers: Mapping[str, str] = {
             _HEADER_LENGTH: str(header_length),
             "Content-Type": "application/octet-stream",
+            **request.headers,
         }
         path = f"/v2/models/{quote(request.model, safe='')}/infer"
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
@@ -215,11 +216,13 @@ class HttpClient:
     async def stream(self, request: InferRequest) -> HttpStream:
         """Start a ``generate_stream`` call."""
         body = generate_body(request)
+        further = "".join([f"{name}: {value}\r\n" for name, value in request.headers.items()])
         head = (
             f"POST {self._prefix}/v2/models/{quote(request.model, safe='')}/generate_stream HTTP/1.1\r\n"
             f"Host: {self._host_header}\r\n"
             "Content-Type: application/json\r\n"
             "Accept: text/event-stream\r\n"
+            f"{further}"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode("ascii")
         connection = await self._pool.acquire()

@@ -157,7 +157,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     whether cancelling ends the work on the backend; where it does not, a transport may read the rest and drop it.
     ``priority`` is that of Triton's queues, 1 first and 0 for the default; the generate extension cannot say it.
     ``json_expressible`` is whether the generate extension's JSON can carry it and its answers; *needed_for* is the
-    request's parameter that makes it more than that, where one does.
+    request's parameter that makes it more than that, where one does. ``headers`` go along as HTTP's headers or gRPC's
+    metadata: names in lower case, values printable ASCII. No adapter sets them.
     """
 
     model: str
@@ -169,6 +170,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     json_expressible: bool = True
     priority: int = 0
     needed_for: str | None = None
+    headers: Mapping[str, str] = {}
 
 
 class InferResponse(Protocol):

@@ -1,0 +1,474 @@
+"""Spans from the records of requests, and what of a client's trace goes on to Triton."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import HttpVersion11
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multidict import CIMultiDict, CIMultiDictProxy
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Sampler
+from opentelemetry.trace import SpanKind, StatusCode
+
+from triton_openai.api.chat import ChatRequest
+from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.embeddings import EmbeddingsRequest
+from triton_openai.app import create_app
+from triton_openai.config import Settings
+from triton_openai.config.traces import TracesSettings
+from triton_openai.errors import ConfigurationError, InvalidRequest, ServiceError, UpstreamError
+from triton_openai.generation import FinishReason, Usage
+from triton_openai.telemetry import otlp
+from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation
+from triton_openai.telemetry.propagation import Propagation, is_recorded, trace_context
+from triton_openai.telemetry.tracing import Tracing
+from triton_openai.triton.tensors import InferRequest
+
+PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
+REQUEST = InferRequest(model="engine", id="chatcmpl-1", inputs=())
+_HEADER_VALUE = re.compile(r"[ -~]*")
+
+
+@dataclass
+class FakeAnswer:
+    """An answer that has ended, unless it is said otherwise."""
+
+    sent: float | None = None
+    first: float | None = None
+    ended: float | None = None
+    finish_reason: FinishReason | None = FinishReason.STOP
+    usage: Usage | None = None
+    error: ServiceError | None = None
+    cancelled: bool = False
+    steps: int = 2
+
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """The counts up to now."""
+        return self.usage
+
+
+class Recorder:
+    """Tracing with its spans at hand."""
+
+    def __init__(self, sampler: Sampler | None = None, **options: Any) -> None:
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracing = Tracing(lambda request: "grpc://triton:8001", **options)
+        self.tracing.tracer = provider.get_tracer("test")
+
+    def begin(self, *, method: str = "POST", headers: Any = None) -> Observation:
+        """Let a request come."""
+        observation = Observation(request_id="r", method=method, path="/v1/chat/completions", request=_request(headers))
+        self.tracing.started(observation)
+        return observation
+
+    def identify(self, observation: Observation, body: object = None, *, operation: str = "chat") -> None:
+        """Say what it asks for."""
+        observation.of(operation, model="m", adapter="a", stream=True)
+        self.tracing.identified(observation)
+        observation.parameters = body
+
+    def end(self, observation: Observation, **fields: Any) -> dict[str, ReadableSpan]:
+        """End it, and return its spans by their names."""
+        for name, value in {"status": 200, **fields}.items():
+            setattr(observation, name, value)
+        observation.ended = time.monotonic()
+        self.tracing.ended(observation)
+        # What cannot be encoded would take its whole batch with it.
+        encode_spans(self.exporter.get_finished_spans()).SerializeToString()
+        return {span.name: span for span in self.exporter.get_finished_spans()}
+
+
+def _request(headers: Mapping[str, str] | None) -> Any:
+    """Return what the record keeps of a request: a real one cannot be made with headers that are no text."""
+    head = CIMultiDictProxy(CIMultiDict(headers or {}))
+    return SimpleNamespace(headers=head, scheme="http", version=HttpVersion11)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    """Tracing that records everything."""
+    return Recorder()
+
+
+def values(span: ReadableSpan) -> dict[str, Any]:
+    """Return the attributes of *span*."""
+    return dict(span.attributes or {})
+
+
+def test_what_was_asked_and_answered(recorder: Recorder) -> None:
+    """Everything that the record tells, in the names of the conventions."""
+    observation = recorder.begin(headers={"Host": "api.example.com:8443", "User-Agent": "curl"})
+    body = ChatRequest(
+        model="m",
+        messages=[],
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        frequency_penalty=1,
+        presence_penalty=-1,
+        seed=5,
+        stop=["a", "b"],
+        n=2,
+        max_tokens=3,
+        max_completion_tokens=4,
+    )
+    recorder.identify(observation, body)
+    usage = Usage(prompt_tokens=7, completion_tokens=11, cached_tokens=5)
+    answers = [FakeAnswer(first=observation.began + 0.25, usage=usage) for _ in range(2)]
+    spans = recorder.end(
+        observation, answers=answers, n=2, response_id="chatcmpl-1", reasoning_tokens=lambda: 6, queued_seconds=0.5
+    )
+
+    span = spans["chat m"]
+    assert (SpanKind.SERVER, None, StatusCode.UNSET) == (span.kind, span.parent, span.status.status_code)
+    assert {
+        "http.request.method": "POST",
+        "http.response.status_code": 200,
+        "network.protocol.version": "1.1",
+        "server.address": "api.example.com",
+        "server.port": 8443,
+        "url.path": "/v1/chat/completions",
+        "url.scheme": "http",
+        "user_agent.original": "curl",
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "triton",
+        "gen_ai.request.model": "m",
+        "gen_ai.request.stream": True,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 0.5,
+        "gen_ai.request.top_k": 3,
+        "gen_ai.request.frequency_penalty": 1.0,
+        "gen_ai.request.presence_penalty": -1.0,
+        "gen_ai.request.seed": 5,
+        "gen_ai.request.stop_sequences": ("a", "b"),
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.response.id": "chatcmpl-1",
+        "gen_ai.response.finish_reasons": ("stop", "stop"),
+        "gen_ai.response.time_to_first_chunk": pytest.approx(0.25),
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 22,
+        "gen_ai.usage.cache_read.input_tokens": 5,
+        "gen_ai.usage.reasoning.output_tokens": 6,
+        "triton_openai.adapter": "a",
+        "triton_openai.queued_seconds": 0.5,
+        "triton_openai.request_id": "r",
+    } == values(span)
+
+
+def test_what_was_not_said_is_not_there(recorder: Recorder) -> None:
+    """Defaults of ours or of a backend are nothing that a client asked for."""
+    observation = recorder.begin()
+    recorder.identify(
+        observation, CompletionRequest(model="m", prompt="secret", stop="zz"), operation="text_completion"
+    )
+    found = values(recorder.end(observation)["text_completion m"])
+
+    asked = {name for name in found if name.startswith("gen_ai.request.")}
+    assert {"gen_ai.request.model", "gen_ai.request.stop_sequences", "gen_ai.request.stream"} == asked
+    assert ("zz",) == found["gen_ai.request.stop_sequences"]
+    assert not {name for name in found if name.startswith(("gen_ai.response.", "gen_ai.usage."))}
+    assert "secret" not in str(found)
+
+
+def test_embeddings(recorder: Recorder) -> None:
+    """They have a dimension and no output."""
+    observation = recorder.begin()
+    body = EmbeddingsRequest(model="m", input="secret", encoding_format="base64", dimensions=64)
+    recorder.identify(observation, body, operation="embeddings")
+    found = values(recorder.end(observation, input_tokens=3)["embeddings m"])
+
+    assert (("base64",), 64, 3) == (
+        found["gen_ai.request.encoding_formats"],
+        found["gen_ai.embeddings.dimension.count"],
+        found["gen_ai.usage.input_tokens"],
+    )
+    assert "gen_ai.usage.output_tokens" not in found
+
+
+def test_numbers_beyond_64_bits_cost_no_batch(recorder: Recorder) -> None:
+    """OTLP has no place for them."""
+    observation = recorder.begin()
+    recorder.identify(observation, SimpleNamespace(seed=2**64 - 1, max_tokens=2**63, temperature=0.5))
+    found = values(recorder.end(observation)["chat m"])
+
+    assert {"gen_ai.request.temperature": 0.5} == {
+        name: value for name, value in found.items() if name in ("gen_ai.request.seed", "gen_ai.request.temperature")
+    }
+
+
+def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
+    """With their own times, and Triton is told the call's span as its parent."""
+    observation = recorder.begin(headers={"traceparent": PARENT, "tracestate": "x=1"})
+    recorder.identify(observation)
+    with observation.stage("render prompt"):
+        pass
+    with pytest.raises(InvalidRequest), observation.stage("tokenize prompt"):
+        raise InvalidRequest("no")
+    recorder.tracing.queued(observation)
+    recorder.tracing.admitted(observation)
+    answer = FakeAnswer()
+    sent = observation.upstream.begin(REQUEST, answer, lora="sql")
+    answer.first, answer.ended = observation.began + 1, observation.began + 2
+    spans = recorder.end(observation, answers=[answer])
+
+    server, call = spans["chat m"], spans["infer engine"]
+    assert {"chat m", "render prompt", "tokenize prompt", "wait in queue", "infer engine"} == set(spans)
+    assert server.parent is not None
+    assert ("b" * 16, "a" * 32) == (f"{server.parent.span_id:016x}", f"{server.context.trace_id:032x}")
+    assert {server.context.span_id} == {
+        span.parent.span_id for span in spans.values() if span is not server and span.parent is not None
+    }
+    assert StatusCode.ERROR is spans["tokenize prompt"].status.status_code
+    assert ({"x-request-id", "traceparent", "tracestate"}, "x=1") == (set(sent.headers), sent.headers["tracestate"])
+    assert f"00-{'a' * 32}-{call.context.span_id:016x}-01" == sent.headers["traceparent"]
+    assert {
+        "triton.model_name": "engine",
+        "triton.request_id": "chatcmpl-1",
+        "network.protocol.name": "grpc",
+        "server.address": "triton",
+        "server.port": 8001,
+        "triton_openai.lora": "sql",
+    } == values(call)
+    (event,) = call.events
+    assert call.end_time is not None
+    assert server.start_time is not None
+    assert "first_token" == event.name
+    assert abs(event.timestamp - server.start_time - 1e9) < 1e8
+    assert abs(call.end_time - server.start_time - 2e9) < 1e8
+
+
+def test_an_answer_that_was_asked_for_twice(recorder: Recorder) -> None:
+    """The first attempt ends where the second begins."""
+    observation = recorder.begin()
+    recorder.identify(observation)
+    answer = FakeAnswer(first=time.monotonic(), ended=time.monotonic())
+    for _ in range(2):
+        observation.upstream.begin(REQUEST, answer)
+    recorder.end(observation, answers=[answer])
+
+    first, second = (span for span in recorder.exporter.get_finished_spans() if span.kind is SpanKind.CLIENT)
+    assert first.end_time is not None
+    assert second.start_time is not None
+    assert abs(first.end_time - second.start_time) < 1e8
+    assert ([], 1, StatusCode.ERROR) == (list(first.events), len(second.events), first.status.status_code)
+
+
+@pytest.mark.parametrize(
+    "fields, found",
+    [
+        ({"error": UpstreamError("secret"), "status": 200}, ("upstream_error", True)),
+        ({"error": InvalidRequest("secret"), "status": 400}, ("invalid_request", False)),
+        ({"client_left": True, "status": 200}, ("cancelled", False)),
+        ({"client_left": True, "status": CLIENT_CLOSED_REQUEST, "error": UpstreamError("")}, ("cancelled", False)),
+        ({}, (None, False)),
+    ],
+    ids=["failed", "refused", "left", "left-first", "answered"],
+)
+def test_how_it_ended(recorder: Recorder, fields: dict[str, Any], found: tuple[str | None, bool]) -> None:
+    """An error of ours, one of the client's, and nobody there: with a word from a list, and no message."""
+    observation = recorder.begin()
+    recorder.identify(observation)
+    span = recorder.end(observation, **fields)["chat m"]
+
+    assert found == (values(span).get("error.type"), span.status.status_code is StatusCode.ERROR)
+    assert (fields.get("status") == CLIENT_CLOSED_REQUEST) is ("http.response.status_code" not in values(span))
+    assert "secret" not in span.to_json()
+
+
+@pytest.mark.parametrize(
+    "answer, error",
+    [
+        (FakeAnswer(error=UpstreamError("secret")), ("upstream_error", True)),
+        (FakeAnswer(cancelled=True, finish_reason=None), ("cancelled", False)),
+        (FakeAnswer(), (None, False)),
+    ],
+    ids=["failed", "cancelled", "answered"],
+)
+def test_how_a_call_ended(recorder: Recorder, answer: FakeAnswer, error: tuple[str | None, bool]) -> None:
+    """Each call says it for itself."""
+    observation = recorder.begin()
+    recorder.identify(observation)
+    observation.upstream.begin(REQUEST, answer)
+    span = recorder.end(observation, answers=[answer])["infer engine"]
+
+    assert error == (values(span).get("error.type"), span.status.status_code is StatusCode.ERROR)
+    assert "secret" not in span.to_json()
+
+
+@pytest.mark.parametrize("error", [UpstreamError("secret"), TimeoutError()], ids=["failed", "cancelled"])
+def test_how_a_call_without_a_stream_ended(recorder: Recorder, error: Exception) -> None:
+    """So do those that end where they begin."""
+    observation = recorder.begin()
+    with pytest.raises(type(error)), observation.upstream.call(REQUEST):
+        raise error
+    span = recorder.end(observation)["infer engine"]
+
+    assert ("upstream_error" if isinstance(error, UpstreamError) else "cancelled") == values(span)["error.type"]
+
+
+def test_reads_have_no_spans(recorder: Recorder) -> None:
+    """Health checks, lists and metrics ask for no work."""
+    assert {} == recorder.end(recorder.begin(method="GET"))
+
+
+def test_what_is_not_recorded_is_not_carried() -> None:
+    """Triton would record it all the same."""
+    recorder = Recorder(ALWAYS_OFF)
+    observation = recorder.begin(headers={"traceparent": PARENT})
+    recorder.identify(observation)
+    sent = observation.upstream.begin(REQUEST, FakeAnswer())
+
+    assert {} == recorder.end(observation)
+    assert {"x-request-id": "r"} == sent.headers
+    # Other services of the trace may have recorded theirs.
+    assert "a" * 32 == observation.log_fields["trace_id"]
+
+
+def test_clients_may_not_choose_their_trace() -> None:
+    """Where they are not trusted."""
+    recorder = Recorder(continue_traces=False)
+    span = recorder.end(recorder.begin(headers={"traceparent": PARENT}))["POST"]
+
+    assert span.parent is None
+
+
+def test_headers_are_handed_on() -> None:
+    """Those of a trace that is recorded, and the request's id always."""
+    observation = Observation(
+        request_id="r",
+        method="POST",
+        path="/",
+        request=_request({"traceparent": PARENT, "tracestate": "x=1"}),
+    )
+    assert {"x-request-id": "r"} == observation.upstream.begin(REQUEST, FakeAnswer()).headers
+    Propagation().started(observation)
+
+    with observation.upstream.call(REQUEST) as sent:
+        assert {"x-request-id": "r", "traceparent": PARENT, "tracestate": "x=1"} == sent.headers
+
+
+@pytest.mark.parametrize(
+    "parent, goes_on",
+    [
+        (PARENT, True),
+        (PARENT[:-2] + "03", True),
+        (f"cc{PARENT[2:]}-more", True),
+        (PARENT[:-2] + "00", False),
+        (f"{PARENT}-more", False),
+        (f"cc{PARENT[2:]}-{'x' * 512}", False),
+        (f"ff{PARENT[2:]}", False),
+        (PARENT.upper(), False),
+        (f"00-{'0' * 32}-{'b' * 16}-01", False),
+        (f"00-{'a' * 32}-{'0' * 16}-01", False),
+        (f"{PARENT}\n", False),
+        ("", False),
+    ],
+)
+def test_what_continues_a_trace(parent: str, goes_on: bool) -> None:
+    """As W3C's recommendation has it, and only what is recorded."""
+    context = trace_context(CIMultiDict(traceparent=parent))
+
+    assert goes_on == is_recorded(context)
+
+
+@pytest.mark.parametrize(
+    "states, found",
+    [
+        (["a=1"], "a=1"),
+        (["a=1,,  b=2 ,"], "a=1,b=2"),
+        (["a=1", "1@b=x y"], "a=1,1@b=x y"),
+        (["a=1,a=2"], None),
+        (["a"], None),
+        (["A=1"], None),
+        (["a=\u00e9"], None),
+        ([f"a={'1' * 512}"], None),
+        ([",".join(f"a{number}=1" for number in range(33))], None),
+    ],
+)
+def test_states(states: list[str], found: str | None) -> None:
+    """One that is no list of names and values is left out, and the trace goes on without it."""
+    headers = CIMultiDict([("traceparent", PARENT), *(("TraceState", state) for state in states)])
+
+    assert {"traceparent": PARENT, **({} if found is None else {"tracestate": found})} == trace_context(headers)
+
+
+def test_two_parents_are_none() -> None:
+    """Nobody can say which it is."""
+    assert {} == trace_context(CIMultiDict([("traceparent", PARENT), ("Traceparent", PARENT)]))
+
+
+_hex = st.text("0123456789abcdefABCDEFg", max_size=40)
+_parents = st.one_of(
+    st.text(max_size=80),
+    st.builds("{}-{}-{}-{}".format, _hex, _hex, _hex, _hex),
+    st.builds(f"{{}}-{'a' * 32}-{'b' * 16}-{{}}".format, _hex, _hex),
+)
+# What aiohttp makes of the bytes of a header.
+_header = st.binary(max_size=60).map(lambda data: data.decode("utf-8", "surrogateescape"))
+
+
+_states = st.one_of(st.text("a1=, @;", max_size=20), st.text(max_size=80), _header)
+
+
+@settings(deadline=None)
+@given(parent=st.one_of(st.just(PARENT), _parents, _header), state=_states, agent=_header, host=_header)
+def test_no_header_fails_a_request(parent: str, state: str, agent: str, host: str) -> None:
+    """Whatever stands in them: the request goes on, what goes to Triton is a header, and the spans can be sent."""
+    headers = {"traceparent": parent, "tracestate": state, "User-Agent": agent, "Host": host}
+    recorder = Recorder()
+    observation = recorder.begin(headers=headers)
+    recorder.identify(observation, SimpleNamespace(stop=[agent]))
+    traced = observation.upstream.begin(REQUEST, FakeAnswer()).headers
+    recorder.end(observation)
+
+    for sent in (traced, trace_context(CIMultiDict(headers))):
+        assert all(_HEADER_VALUE.fullmatch(value) for value in sent.values())
+        # Both transports have to take them.
+        "".join(sent.values()).encode("ascii")
+
+
+def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how to install it, or to do without."""
+    for protocol in ("grpc", "http"):
+        monkeypatch.setitem(sys.modules, f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter", None)
+    for port in (4317, 4318):
+        settings = Settings(traces=TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}"))
+        with pytest.raises(ConfigurationError, match=r"triton-openai\[otlp\]"):
+            create_app(settings)
+
+
+def test_names_of_the_environment_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's own name is for who has not chosen one."""
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES", raising=False)
+    assert "triton-openai" == otlp.resource().attributes["service.name"]
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine,service.version=7")
+    assert ("mine", "7") == tuple(otlp.resource().attributes[name] for name in ("service.name", "service.version"))
+
+
+def test_without_traces_nothing_of_opentelemetry_is_imported() -> None:
+    """What is off costs nothing."""
+    program = (
+        "import sys; from triton_openai.app import create_app; from triton_openai.config import Settings; "
+        "create_app(Settings()); print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert "[]" == found.stdout.strip()

@@ -1,0 +1,103 @@
+"""Where traces go: our settings, and OpenTelemetry's own variables where those say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from triton_openai.config import load_settings
+from triton_openai.config.traces import TracesSettings
+from triton_openai.errors import ConfigurationError
+
+
+def read(environ: Mapping[str, str], **flags: str) -> TracesSettings:
+    """Return the settings of the traces."""
+    return load_settings({name.replace("_", "-"): value for name, value in flags.items()}, environ).traces
+
+
+@pytest.mark.parametrize(
+    "environ, url, protocol",
+    [
+        ({}, None, None),
+        ({"OTEL_SERVICE_NAME": "x", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, None, None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, "http://c:4317", "grpc"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318/"}, "http://c:4318/v1/traces", "http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "https://c/otlp/"}, "https://c/otlp/v1/traces", "http/protobuf"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://c/x"}, "https://c/x", "http/protobuf"),
+        (
+            {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://t/x", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"},
+            "http://t/x",
+            "http/protobuf",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "c:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "https://c:1",
+            "grpc",
+        ),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "c:1",
+                "OTEL_EXPORTER_OTLP_INSECURE": "true",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            },
+            "http://c:1",
+            "grpc",
+        ),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, "http://localhost:4318/v1/traces", "http/protobuf"),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "http://localhost:4317",
+            "grpc",
+        ),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}, None, None),
+        ({"OTEL_SDK_DISABLED": "True", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"}, None, None),
+        ({"OTEL_SDK_DISABLED": "true", "TRITON_OPENAI_OTLP_ENDPOINT": "http://c"}, None, None),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, None, None),
+    ],
+)
+def test_standard_variables(environ: dict[str, str], url: str | None, protocol: str | None) -> None:
+    """They mean what OpenTelemetry's specification says."""
+    settings = read(environ)
+
+    assert url == settings.exporter_url
+    assert protocol in (None, settings.protocol)
+
+
+def test_settings_win() -> None:
+    """What was said to this service counts more than what is said to all."""
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://all:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    settings = read({**environ, "OTEL_TRACES_EXPORTER": "none"}, otlp_endpoint="http://own", otlp_protocol="grpc")
+
+    assert ("http://own", "grpc") == (settings.exporter_url, settings.protocol)
+    assert ("http://own/v1/traces", True) == (
+        read(environ, otlp_endpoint="http://own").exporter_url,
+        settings.continue_traces,
+    )
+
+
+@pytest.mark.parametrize(
+    "environ, flags, names",
+    [
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, {}, "OTEL_TRACES_EXPORTER"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c"},
+            {},
+            "OTEL_EXPORTER_OTLP_PROTOCOL: 'http/json' is not accepted: expected grpc or http/protobuf",
+        ),
+        ({}, {"otlp_endpoint": "c:4317"}, "--otlp-endpoint"),
+        ({}, {"otlp_endpoint": "grpc://c:4317"}, "http://"),
+        ({}, {"otlp_endpoint": "http://:4317"}, "no host"),
+        ({}, {"otlp_endpoint": "http://c:x"}, "not an address"),
+        ({}, {"otlp_endpoint": "http://me:secret@c"}, "OTEL_EXPORTER_OTLP_HEADERS"),
+    ],
+)
+def test_mistakes_are_named(environ: dict[str, str], flags: dict[str, Any], names: str) -> None:
+    """With what was wrong, and no password."""
+    with pytest.raises(ConfigurationError) as raised:
+        read(environ, **flags)
+
+    assert names in raised.value.message
+    assert "secret" not in raised.value.message

@@ -1,0 +1,136 @@
+"""Settings of the traces, and what OpenTelemetry's own environment variables say in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from triton_openai.errors import ConfigurationError
+
+Protocol = Literal["grpc", "http/protobuf"]
+
+#: Ports that OTLP has for itself, by protocol.
+OTLP_PORTS: Mapping[Protocol, int] = {"grpc": 4317, "http/protobuf": 4318}
+#: What is behind the address of a collector that is spoken to over HTTP.
+_TRACES_PATH = "/v1/traces"
+
+
+class TracesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """
+    Spans of each request, for OpenTelemetry. The SDK's environment variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER,
+    OTEL_EXPORTER_OTLP_HEADERS and so on) say the rest.
+    """
+
+    otlp_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Send traces to this collector: http(s)://HOST:PORT. By default what "
+            "OTEL_EXPORTER_OTLP_ENDPOINT says; without either there are none.",
+            extra={"metavar": "URL"},
+        ),
+    ] = None
+    otlp_protocol: Annotated[
+        Protocol | None,
+        Meta(
+            description="How the collector is spoken to. By default what OTEL_EXPORTER_OTLP_PROTOCOL says, else grpc "
+            "on port 4317 and http/protobuf on every other."
+        ),
+    ] = None
+    continue_traces: Annotated[
+        bool,
+        Meta(
+            description="Continue the trace that a client's traceparent header names, and carry it to Triton, also "
+            "where no traces are sent from here."
+        ),
+    ] = True
+
+    @property
+    def protocol(self) -> Protocol:
+        """How the collector is spoken to."""
+        if self.otlp_protocol is not None:
+            return self.otlp_protocol
+        port = urlsplit(self.otlp_endpoint or "").port
+        return "grpc" if port == OTLP_PORTS["grpc"] else "http/protobuf"
+
+    @property
+    def exporter_url(self) -> str | None:
+        """Where spans are sent, as the exporter of :attr:`protocol` takes it: over HTTP with a path."""
+        url = self.otlp_endpoint
+        if url is None or self.protocol == "grpc" or urlsplit(url).path.strip("/"):
+            return url
+        # A URL that ends with its port, or with a slash after it, is a whole collector's, whichever variable has it.
+        return url.rstrip("/") + _TRACES_PATH
+
+
+class StandardVariables(msgspec.Struct, frozen=True, kw_only=True):
+    """What OpenTelemetry's variables say, each with the name of the variable; ``None`` where none of them does."""
+
+    disabled: bool = False
+    endpoint: tuple[str, str] | None = None
+    protocol: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> StandardVariables:
+        """
+        Read them; an empty variable counts as one that is not set.
+
+        Source: OpenTelemetry's specification, "Environment Variable Specification" and "OpenTelemetry Protocol
+        Exporter". Raises :class:`ConfigurationError` for an exporter that is not here.
+        """
+        exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+        if exporter not in ("", "otlp", "none"):
+            raise ConfigurationError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not accepted: expected otlp or none.")
+        protocol = _first(environ, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+        endpoint = None if exporter == "none" else _endpoint(environ, None if protocol is None else protocol[0])
+        if endpoint is None and exporter == "otlp":
+            port = OTLP_PORTS["grpc" if protocol is not None and protocol[0] == "grpc" else "http/protobuf"]
+            endpoint = (f"http://localhost:{port}", "OTEL_TRACES_EXPORTER")
+        return cls(
+            disabled=environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true",
+            endpoint=endpoint,
+            protocol=protocol,
+        )
+
+
+def _endpoint(environ: Mapping[str, str], protocol: str | None) -> tuple[str, str] | None:
+    """Return the address, in the form of :attr:`TracesSettings.otlp_endpoint`."""
+    found = _first(environ, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if found is None:
+        return None
+    url, variable = found
+    if "://" not in url:
+        # Allowed for gRPC, whose own addresses have no scheme.
+        insecure = _first(environ, "OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
+        url = f"{'http' if insecure is not None and insecure[0].lower() == 'true' else 'https'}://{url}"
+    if variable == "OTEL_EXPORTER_OTLP_ENDPOINT" and urlsplit(url).path.strip("/") and protocol != "grpc":
+        # The address of a whole collector: each kind of data has its path below it.
+        url = url.rstrip("/") + _TRACES_PATH
+    return url, variable
+
+
+def _first(environ: Mapping[str, str], *names: str) -> tuple[str, str] | None:
+    return next(((value, name) for name in names if (value := environ.get(name, "").strip())), None)
+
+
+def check_endpoint(url: str, origin: str) -> None:
+    """Raise :class:`ConfigurationError` for what cannot be a collector's address."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{origin}: {url!r} is not an address: {error}.") from error
+    if parts.scheme not in {"http", "https"} or "://" not in url:
+        raise ConfigurationError(
+            f"{origin}: {url!r} is not accepted: it has to begin with http:// or https://, for gRPC too."
+        )
+    if not host:
+        raise ConfigurationError(f"{origin}: {url!r} names no host.")
+    if parts.username or parts.password or parts.fragment:
+        raise ConfigurationError(
+            f"{origin}: {parts.scheme}://{host} takes no user, password or fragment; OTEL_EXPORTER_OTLP_HEADERS can "
+            "hold a token."
+        )
