@@ -152,6 +152,21 @@ def settings() -> str:
     return "\n".join(lines[:-1])
 
 
+def live() -> str:
+    """Return the settings that a running service takes over, in the words of the YAML file."""
+    single = [option for option in options() if option.live and option.section in {"server", "triton"}]
+    groups = sorted({option.section for option in options() if option.live} - {"server", "triton"})
+    return "\n".join(
+        [
+            f"- all of {_list(groups)};",
+            *(
+                f"- of `{section}`: {_list(option.path[-1] for option in single if option.section == section)}{end}"
+                for section, end in (("server", ";"), ("triton", "."))
+            ),
+        ]
+    )
+
+
 def errors() -> str:
     """Return the table of everything that a request can be answered with but an answer."""
     rows = [(error.status, f"`{error.code}`", _first_sentence(error)) for error in _below(ServiceError)]
@@ -241,6 +256,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"parameters": parameters, "errors": errors},
     "docs/configuration.md": {"settings": settings},
+    "docs/operations.md": {"live": live},
     "docs/observability.md": {"metrics": metrics, "vllm metrics": vllm_metrics},
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.service import Reply, serving
+from tests.clients.service import Reply, Service, serving, until
 from tests.triton_fixture import TestTriton
 
 ENDLESS = {"text": "one two three", "eos": False, "delay_ms": 50}
@@ -47,10 +47,74 @@ def test_what_still_runs_is_told(triton: TestTriton, tmp_path: Path, transport: 
     )
 
 
-def asked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the requests of this test among *events*."""
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_balancers_can_notice(triton: TestTriton, tmp_path: Path, workers: str) -> None:
+    """
+    During the delay the service says that it is not ready, and serves; every answer closes its connection.
+
+    Then nobody can connect, and a stream that runs is answered to its end.
+    """
+    several = ("--workers", workers, "--shutdown-delay", "2", "--shutdown-grace", "60")
+    text = {"text": "one two three ", "repeat": 20, "delay_ms": 120}
+    body = {"model": "ensemble", "prompt": f"<<steer {json.dumps(text)}>>", "max_tokens": 71, "stream": True}
+    replies: list[Reply] = []
+    before = len(asked(triton.record.events(), 71))
+    with serving(tmp_path, "--triton-url", triton.http_url, *several, XDG_RUNTIME_DIR=str(tmp_path)) as service:
+        thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", body)))
+        thread.start()
+        triton.record.wait_for(lambda events: len(asked(events, 71)) > before, 10)
+        assert "Connection" not in service.send("GET", "/health/live").headers
+        service.process.send_signal(signal.SIGTERM)
+        until(lambda: service.status("/health/ready") == 503)
+        served = service.post("/v1/completions", {"model": "ensemble", "prompt": "Hello", "max_tokens": 1})
+        until(lambda: not _can_connect(service))
+        assert not replies
+        thread.join(30)
+        status = service.process.wait(30)
+
+    assert (200, "close", 0) == (served.status, served.headers["Connection"], status)
+    assert "[DONE]" == replies[0].events[-1]
+
+
+def _can_connect(service: Service) -> bool:
+    try:
+        return service.status("/health/live") == 200
+    except OSError:
+        return False
+
+
+def test_nobody_at_a_terminal_waits_for_balancers(triton: TestTriton, tmp_path: Path) -> None:
+    """SIGINT ends it without the delay."""
+    with serving(tmp_path, "--triton-url", triton.http_url, "--shutdown-delay", "600") as service:
+        service.process.send_signal(signal.SIGINT)
+        assert 0 == service.process.wait(30)
+
+
+def test_a_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> None:
+    """What runs is told so at once, and the service ends in order."""
+    replies: list[Reply] = []
+    before = len(asked(triton.record.events()))
+    patience = ("--shutdown-delay", "600", "--shutdown-grace", "600")
+    with serving(tmp_path, "--triton-url", triton.http_url, *patience) as service:
+        stream = {**BODY, "stream": True}
+        thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", stream)))
+        thread.start()
+        triton.record.wait_for(lambda events: len(asked(events)) > before, 10)
+        service.process.send_signal(signal.SIGTERM)
+        until(lambda: service.status("/health/ready") == 503)
+        service.process.send_signal(signal.SIGTERM)
+        thread.join(30)
+        assert 0 == service.process.wait(30)
+        assert [] == service.complaints()
+
+    # As an event of the stream, or as the whole answer where it had not begun.
+    assert b'"service_stopping"' in replies[0].body
+
+
+def asked(events: list[dict[str, Any]], length: int = 2000) -> list[dict[str, Any]]:
+    """Return the requests for answers of *length* tokens among *events*."""
     return [
         event
         for event in events
-        if event["event"] == "request" and [2000] == event["inputs"].get("request_output_len", {}).get("value")
+        if event["event"] == "request" and [length] == event["inputs"].get("request_output_len", {}).get("value")
     ]

@@ -241,3 +241,22 @@ async def test_lag_is_measured() -> None:
         await asyncio.sleep(0)
     task.cancel()
     assert lag.latest > 0
+
+
+async def test_new_limits_hold_at_once() -> None:
+    """A higher limit lets those in who wait; a lower one sends nobody away."""
+    admission = gate(max_running_requests=1)
+    first, second, third = (Visitor(admission) for _ in range(3))
+    await settled()
+    assert [True, False, False] == [visitor.inside for visitor in (first, second, third)]
+
+    admission.replace(ServerSettings(max_running_requests=2))
+    await settled()
+    assert [True, True, False] == [visitor.inside for visitor in (first, second, third)]
+
+    admission.replace(ServerSettings(max_running_requests=1))
+    await first.leave()
+    assert [True, False] == [visitor.inside for visitor in (second, third)]
+    await second.leave()
+    assert third.inside
+    await third.leave()

@@ -42,6 +42,16 @@ def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert ("careful now", "theirs", "warning") == tuple(theirs[name] for name in ("event", "logger", "level"))
 
 
+def test_workers_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line of a worker has its number, unless it is about another one."""
+    configure_logging(ServerSettings(log_format="json"), worker=3)
+    get_logger("ours").info("done")
+    logging.getLogger("theirs").warning("careful")
+    get_logger("ours").info("gone", worker=1)
+
+    assert [3, 3, 1] == [line["worker"] for line in _lines(capsys)]
+
+
 def test_level(capsys: pytest.CaptureFixture[str]) -> None:
     """Less severe lines are left out, whoever writes them."""
     configure_logging(ServerSettings(log_format="json", log_level="error"))

@@ -177,7 +177,7 @@ async def test_the_first_who_can_greets() -> None:
     """Once; a worker that listens only later is asked too, as long as nobody has answered."""
     factory = Factory()
     async with running(factory) as pool:
-        pool.greet(wait_for_model=True)
+        pool.greet(launched=True)
         factory.members[0].end(-9)
         await until(lambda: len(factory.members) == 3)
         late = factory.members[2]
@@ -186,7 +186,7 @@ async def test_the_first_who_can_greets() -> None:
         pool.heard(factory.members[1], Greeting("hello again"))
 
         assert "hello" == await pool.greeting
-        assert [Greet(wait_for_model=True)] == late.told == factory.members[1].told
+        assert [Greet(launched=True)] == late.told == factory.members[1].told
 
 
 async def test_new_settings_reach_everybody() -> None:

@@ -121,14 +121,19 @@ async def _greet(
 ) -> int | None:
     if started is not None:
         await started.wait()
-    # In explicit mode a Triton may well start without any model.
-    has_models = settings.triton.model_control_mode == "none" or bool(settings.triton.load_model)
-    banner = await banner_of(settings, models_of(app), address, wait_for_model=started is not None and has_models)
-    host = urlsplit(address).netloc.rpartition(":")[0]
-    relays = tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app[FRONTENDS])
-    banner = msgspec.structs.replace(banner, kserve=relays)
+    banner = await banner_for(settings, app, address, launched=started is not None)
     print(render_banner(banner, settings.server.log_format), flush=True)
     return await talk(banner) if talk is not None else None
+
+
+async def banner_for(settings: Settings, app: web.Application, address: str, *, launched: bool) -> Banner:
+    """Return the banner of *app*, when it can be made; *launched* is whether its Triton was started here."""
+    # In explicit mode a Triton may well start without any model.
+    has_models = settings.triton.model_control_mode == "none" or bool(settings.triton.load_model)
+    banner = await banner_of(settings, models_of(app), address, wait_for_model=launched and has_models)
+    host = urlsplit(address).netloc.rpartition(":")[0]
+    relays = tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app[FRONTENDS])
+    return msgspec.structs.replace(banner, kserve=relays)
 
 
 @contextlib.asynccontextmanager

@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
-from triton_openai.app import models_of, take_over
-from triton_openai.cli.banner import banner_of, render_banner
-from triton_openai.cli.serve import listening
+from triton_openai.app import take_over
+from triton_openai.cli.banner import render_banner
+from triton_openai.cli.serve import banner_for, listening
 from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.errors import ConfigurationError
 from triton_openai.telemetry.logging import configure_logging, get_logger
@@ -122,9 +122,7 @@ class _Ears:
 
     async def _greet(self, message: Greet) -> None:
         settings = self._order.settings
-        banner = await banner_of(
-            settings, models_of(self._app), self._order.address, wait_for_model=message.wait_for_model
-        )
+        banner = await banner_for(settings, self._app, self._order.address, launched=message.launched)
         self._channel.send(Greeting(render_banner(banner, settings.server.log_format)))
 
 

@@ -101,5 +101,5 @@ async def _serve(
 async def _greet(pool: Pool, started: asyncio.Event | None) -> None:
     if started is not None:
         await started.wait()
-    pool.greet(wait_for_model=started is not None)
+    pool.greet(launched=started is not None)
     print(await pool.greeting, flush=True)

@@ -33,9 +33,9 @@ class HandOver(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Greet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Say what is served; with *wait_for_model*, when there is a model."""
+    """Say what is served; *launched* is whether the Triton was started with the service, and is known to be ready."""
 
-    wait_for_model: bool
+    launched: bool
 
 
 class NewSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -103,9 +103,9 @@ class Pool:
         if self._greet is not None and not self.greeting.done():
             member.send(self._greet)
 
-    def greet(self, *, wait_for_model: bool) -> None:
+    def greet(self, *, launched: bool) -> None:
         """Have a worker say what is served: whichever can first."""
-        self._greet = Greet(wait_for_model=wait_for_model)
+        self._greet = Greet(launched=launched)
         for member in self._members.values():
             if member.listening:
                 member.send(self._greet)

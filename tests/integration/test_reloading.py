@@ -1,0 +1,183 @@
+"""New settings for a service that runs: on SIGHUP and from a changed file, with one process and with several."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.service import Reply, Service, serving, steered, until
+from tests.triton_fixture import TestTriton
+
+_ECHO = {"model": "ensemble", "messages": [{"role": "user", "content": "Hello"}]}
+
+
+@dataclass(frozen=True)
+class Configured:
+    """A service, the file with its settings, and how many processes it has."""
+
+    service: Service
+    file: Path
+    workers: int
+
+    def write(self, settings: Mapping[str, Any]) -> None:
+        """Exchange the file in one step, as a mounted configuration is."""
+        new = self.file.with_suffix(".new")
+        # Every JSON text is a YAML text.
+        new.write_text(json.dumps(settings))
+        new.replace(self.file)
+
+    def ask_to_reload(self) -> None:
+        """Send SIGHUP."""
+        self.service.process.send_signal(signal.SIGHUP)
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        """Return the log's lines of this kind."""
+        lines = map(json.loads, self.service.log.read_text().splitlines())
+        return [line for line in lines if line["event"] == event]
+
+    def models(self) -> set[str]:
+        """Return the names that are served."""
+        return {model["id"] for model in self.service.send("GET", "/v1/models").json["data"]}
+
+    def agree(self, ask: Any, expected: Any) -> None:
+        """Check that every process answers *ask* so: enough requests that each of them has had some."""
+        assert {expected} == {ask() for _ in range(1 if self.workers == 1 else 40)}
+
+
+@pytest.fixture(params=[1, 2], ids=["one", "two"])
+def configured(request: pytest.FixtureRequest, triton: TestTriton, tmp_path: Path) -> Iterator[Configured]:
+    """The service with an alias, and with a template of its own for one model."""
+    with _configured(triton, tmp_path, request.param) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _configured(triton: TestTriton, tmp_path: Path, workers: int) -> Iterator[Configured]:
+    file = tmp_path / "settings.yaml"
+    template = tmp_path / "template.jinja"
+    template.write_text("first {{ messages[0].content }}")
+    file.write_text(json.dumps(_settings(template, "old-name")))
+    arguments = ("--config", str(file), "--triton-url", triton.http_url, "--workers", str(workers))
+    with serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service:
+        running = Configured(service, file, workers)
+        until(lambda: len(running.said("Triton answers")) == workers)
+        yield running
+
+
+def _settings(template: Path | str, alias: str, **api: Any) -> dict[str, Any]:
+    return {"models": {"ensemble": {"chat_template": str(template), "aliases": [alias]}}, "api": api}
+
+
+def test_a_changed_file(configured: Configured, tmp_path: Path) -> None:
+    """Aliases, limits and templates change in all processes, without anybody asking for it."""
+    configured.agree(lambda: "old-name" in configured.models(), True)
+    configured.write(_settings("chatml", "new-name", default_max_tokens=1))
+    until(lambda: configured.said("settings are read again"))
+
+    (line,) = configured.said("settings are read again")
+    assert ["api.default_max_tokens", "models.ensemble.aliases", "models.ensemble.chat_template"] == sorted(
+        line["changed"]
+    )
+    configured.agree(lambda: frozenset(configured.models() & {"old-name", "new-name"}), frozenset({"new-name"}))
+    assert 404 == configured.service.post("/v1/chat/completions", {**_ECHO, "model": "old-name"}).status
+    configured.agree(
+        lambda: configured.service.post("/v1/chat/completions", _ECHO).json["usage"]["completion_tokens"], 1
+    )
+    assert [] == configured.service.complaints()
+
+
+def test_a_request_reads_templates_again(configured: Configured, triton: TestTriton, tmp_path: Path) -> None:
+    """SIGHUP takes the template's new text, though the settings name the same file."""
+
+    def prompt() -> str:
+        before = len(triton.record.events())
+        assert 200 == configured.service.post("/v1/chat/completions", {**_ECHO, "max_tokens": 1}).status
+        for event in triton.record.events()[before:]:
+            for name in ("text_input", "QUERY"):
+                if name in event.get("inputs", {}):
+                    return str(event["inputs"][name]["value"])
+        return "no prompt was recorded"
+
+    configured.agree(lambda: "first Hello" in prompt(), True)
+    (tmp_path / "template.jinja").write_text("second {{ messages[0].content }}")
+    configured.ask_to_reload()
+    until(lambda: configured.said("settings are read again"))
+
+    configured.agree(lambda: "second Hello" in prompt(), True)
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"api": {"default_max_tokens": "many"}}, "api.default_max_tokens in"),
+        ({"models": {"ensemble": {"chat_template": "/nowhere.jinja"}}}, "ensemble: '/nowhere.jinja' given by"),
+        ({"models": {"ensemble": {"adapter": "none"}}}, "none"),
+        ({"models": {"ensemble": {"adapter": "embeddings"}}}, "ensemble: "),
+    ],
+    ids=["value", "template", "no-adapter", "wrong-adapter"],
+)
+def test_a_bad_file(configured: Configured, change: dict[str, Any], named: str) -> None:
+    """Everything stays as it was, the log says why, and a good file after it is taken."""
+    configured.write({**_settings("chatml", "new-name"), **change})
+    configured.ask_to_reload()
+    problems = until(lambda: configured.said("new settings are not used, the old ones stay"))
+
+    assert named in problems[0]["reason"]
+    configured.agree(lambda: frozenset(configured.models() & {"old-name", "new-name"}), frozenset({"old-name"}))
+    assert 200 == configured.service.post("/v1/chat/completions", _ECHO).status
+    configured.write(_settings("chatml", "new-name"))
+    until(lambda: configured.said("settings are read again"))
+    configured.agree(lambda: "new-name" in configured.models(), True)
+
+
+def test_running_requests_go_on(configured: Configured) -> None:
+    """A stream that began under a name which is taken away is answered to its end."""
+    body = {
+        "model": "old-name",
+        "prompt": steered(text="a b c d", repeat=10, delay_ms=50),
+        "max_tokens": 64,
+        "stream": True,
+    }
+    replies: list[Reply] = []
+    thread = threading.Thread(target=lambda: replies.append(configured.service.post("/v1/completions", body)))
+    thread.start()
+    until(lambda: configured.service.status("/health/live") == 200)
+    configured.write(_settings("chatml", "new-name"))
+    until(lambda: configured.said("settings are read again"))
+    thread.join(30)
+
+    assert "[DONE]" == replies[0].events[-1]
+
+
+def test_what_needs_a_restart(configured: Configured) -> None:
+    """It is named, and the rest is taken over."""
+    configured.write({**_settings("chatml", "new-name"), "server": {"backlog": 17}})
+    until(lambda: configured.said("settings are read again"))
+
+    (line,) = configured.said("settings need a restart to take effect")
+    assert ["server.backlog"] == line["settings"]
+    assert "new-name" in configured.models()
+
+
+def test_a_replaced_worker_has_the_new_settings(triton: TestTriton, tmp_path: Path) -> None:
+    """Also where the file has become bad since."""
+    with _configured(triton, tmp_path, 2) as configured:
+        configured.write(_settings("chatml", "new-name"))
+        until(lambda: configured.said("settings are read again"))
+        configured.write({"api": "nothing"})
+        until(lambda: configured.said("new settings are not used, the old ones stay"))
+        for line in configured.said("worker started"):
+            os.kill(line["pid"], signal.SIGKILL)
+        until(lambda: len(configured.said("worker started")) == 4)
+        until(lambda: len(configured.said("Triton answers")) == 4)
+
+        configured.agree(lambda: "new-name" in configured.models(), True)

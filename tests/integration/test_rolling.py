@@ -1,0 +1,111 @@
+"""Replicas that are replaced one by one, behind a load balancer and under load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.balancers import Nginx, balancing
+from tests.clients.service import Service, serving, steered
+from tests.triton_fixture import TestTriton
+
+_CLIENTS = 64
+_BODY = {
+    "model": "ensemble",
+    "prompt": steered(text="one two three four", repeat=5, delay_ms=25),
+    "max_tokens": 64,
+    "stream": True,
+}
+
+
+class Clients:
+    """Clients that ask again and again, and what went wrong."""
+
+    def __init__(self, port: int) -> None:
+        self.answered = 0
+        self.problems: list[str] = []
+        self._url = f"http://127.0.0.1:{port}/v1/completions"
+        self._enough = False
+
+    async def run(self) -> None:
+        """Ask until :meth:`stop`."""
+        # Each request over a connection of its own: how a balancer ends kept ones is its own affair.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await asyncio.gather(*(self._ask(session) for _ in range(_CLIENTS)))
+
+    def stop(self) -> None:
+        """Let what runs end, and ask no more."""
+        self._enough = True
+
+    async def _ask(self, session: aiohttp.ClientSession) -> None:
+        while not self._enough:
+            try:
+                async with session.post(self._url, json=_BODY) as response:
+                    body = await response.read()
+            except aiohttp.ClientError as error:
+                self.problems.append(repr(error))
+                continue
+            events = [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event[:1] != ":"]
+            if response.status != 200 or events[-2:] != ["[DONE]", ""]:
+                self.problems.append(f"{response.status} {body[-300:]!r}")
+            elif (text := _text(events[:-2])) != "one two three four" * 5:
+                self.problems.append(f"an answer lost something: {text!r}")
+            else:
+                self.answered += 1
+
+
+def _text(events: list[str]) -> str:
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    return "".join(choice["text"] for choice in choices).strip()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_no_request_is_lost(triton: TestTriton, tmp_path: Path, workers: int) -> None:
+    """
+    Two replicas are replaced one after the other while 64 clients stream: every answer is whole.
+
+    They stand behind nginx where it is installed, else behind a balancer of the tests' own.
+    """
+    balancer = "nginx" if Nginx.program() is not None else "relay"
+    async with contextlib.AsyncExitStack() as stack:
+        balanced, follower = await stack.enter_async_context(balancing(balancer, tmp_path))
+
+        async def replica(name: str) -> Service:
+            folder = tmp_path / name
+            folder.mkdir()
+            arguments = ("--triton-url", triton.http_url, "--workers", str(workers))
+            patience = ("--shutdown-delay", "3", "--shutdown-grace", "60")
+            started = serving(folder, *arguments, *patience, XDG_RUNTIME_DIR=str(folder))
+            service = await asyncio.to_thread(stack.enter_context, started)
+            await follower.add(service.port)
+            return service
+
+        old = [await replica("first"), await replica("second")]
+        clients = Clients(balanced.port)
+        running = asyncio.create_task(clients.run())
+        for number, service in enumerate(old):
+            await _answers(clients, 2 * _CLIENTS)
+            new = await replica(f"new-{number}")
+            assert {new.port, service.port} <= follower.ready
+            service.process.terminate()
+            assert 0 == await asyncio.to_thread(service.process.wait, 60)
+            assert [] == service.complaints()
+        await _answers(clients, 2 * _CLIENTS)
+        clients.stop()
+        await asyncio.wait_for(running, 60)
+
+    assert [] == clients.problems
+    assert clients.answered >= 6 * _CLIENTS
+
+
+async def _answers(clients: Clients, count: int) -> None:
+    """Wait for *count* more answers."""
+    enough = clients.answered + count
+    while clients.answered < enough and not clients.problems:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.02)
