@@ -1,8 +1,8 @@
 """
 The images' health check: exit status 0 when the service in this container answers, else 1 with the reason.
 
-``HEALTHCHECK_URL`` says what to ask where that is not the service's own port, or not plain HTTP. A certificate is not
-checked, because it is made out to the name that clients use.
+``HEALTHCHECK_URL`` says what to ask where port and certificate are not set by variables. A certificate is not checked,
+because it is made out to the name that clients use; a service that asks for one of its clients cannot be asked so.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ _SECONDS = 2.0
 
 def main() -> None:
     """Ask once."""
+    scheme = "https" if os.environ.get("TRITON_OPENAI_TLS_CERTIFICATE") else "http"
     port = os.environ.get("TRITON_OPENAI_PORT") or "9000"
-    url = os.environ.get("HEALTHCHECK_URL") or f"http://127.0.0.1:{port}/health/live"
+    url = os.environ.get("HEALTHCHECK_URL") or f"{scheme}://127.0.0.1:{port}/health/live"
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

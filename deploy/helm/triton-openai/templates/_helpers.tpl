@@ -47,6 +47,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{- define "triton-openai.scheme" -}}
+{{- if .Values.tls.existingSecret }}HTTPS{{ else }}HTTP{{ end }}
+{{- end }}
+
 {{- define "triton-openai.sidecar" -}}
 {{- if eq .Values.mode "sidecar" }}true{{ end }}
 {{- end }}
