@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from triton_openai.adapters.registry import load as load_adapter
+from triton_openai.api.openapi.document import describe
+from triton_openai.api.openapi.published import DESCRIPTION, Description
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.background import Background
@@ -71,6 +73,7 @@ def create_app(
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(_run_service)
     add_routes(app)
+    app[DESCRIPTION] = Description(lambda: describe(app, settings))
     return app
 
 

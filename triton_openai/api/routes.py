@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from triton_openai.api import chat, completions, embeddings, health, models, rerank, score, tokenize
+from triton_openai.api import chat, completions, embeddings, health, models, rerank, score, tokenize, version
+from triton_openai.api.openapi import published
 
 
 def add_routes(app: web.Application) -> None:
@@ -25,6 +26,8 @@ def add_routes(app: web.Application) -> None:
         router.add_get(f"{prefix}/models/{{model:.+}}", models.get_model)
     # Where the second version of Cohere's client asks.
     router.add_post("/v2/rerank", rerank.handle)
+    router.add_get("/version", version.version)
+    router.add_get("/openapi.json", published.openapi)
     router.add_get("/health/live", health.live)
     for path in ("/health/ready", "/health", "/v1/health", "/health_check"):
         router.add_get(path, health.ready)

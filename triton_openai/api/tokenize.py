@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from triton_openai.api.bodies import read_json
 from triton_openai.api.chat_prompt import PromptOptions, rendered
+from triton_openai.api.documented import Tool
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import plan
 from triton_openai.chat.messages import Message
@@ -40,7 +41,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 

@@ -9,9 +9,31 @@ fails while msgspec decodes; what is wrong in meaning fails in ``prepare``.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
+
+#: What is read by hand, as it should be; see ``api.documented``.
+ImageUrl: TypeAlias = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "required": ["url"],
+                    "properties": {
+                        "url": {"type": "string"},
+                        "detail": {"enum": ["auto", "low", "high", "original", None]},
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +44,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
     #: Read by ``images``: an object with a ``url``, or the URL itself, which is how some clients and the Responses API
     #: write it.
-    image_url: Any = None
+    image_url: ImageUrl = None
 
 
 #: A message's content: text, parts (some clients put bare strings between them), or null.
