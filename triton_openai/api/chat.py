@@ -66,7 +66,7 @@ _LONGEST_INLINE = 10_000
 class ChatRequest(SamplingRequest, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Meta(extra_json_schema={"minItems": 1})]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

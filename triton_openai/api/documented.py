@@ -80,7 +80,7 @@ StructuredOutputs: TypeAlias = Annotated[
                 "regex": {"anyOf": [_TEXT, {"const": False}, _NULL]},
                 "choice": {"anyOf": [_CHOICE, {"const": False}, _NULL]},
                 "grammar": {"anyOf": [_TEXT, {"const": False}, _NULL]},
-                "structural_tag": {"anyOf": [{"type": "object"}, _TEXT, {"const": False}, _NULL]},
+                "structural_tag": {"anyOf": [{"type": "object", "minProperties": 1}, _TEXT, {"const": False}, _NULL]},
             },
         }
     ),

@@ -76,8 +76,9 @@ async def tokenize(request: web.Request) -> web.Response:
     tokenizer = _tokenizer(prompter)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
+    # Looked at with a prompt too, which has no use for them: what is wrong is wrong.
+    tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     if body.messages is not None:
-        tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
         text = await rendered(
             prompter,
             body.messages,

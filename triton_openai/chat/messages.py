@@ -62,7 +62,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One tool call of an assistant's message."""
 
     id: str | None = None
-    type: str | None = None
+    type: Annotated[str | None, Meta(extra_json_schema={"anyOf": [{"enum": ["function", None]}]})] = None
     function: FunctionCall | None = None
 
 
@@ -93,7 +93,8 @@ class AssistantMessage(_Message, frozen=True, kw_only=True, tag="assistant"):
     tool_calls: list[ToolCall] | None = None
     #: Deprecated by OpenAI in favour of ``tool_calls``.
     function_call: FunctionCall | None = None
-    audio: dict[str, Any] | None = None
+    #: Refused: only text can be told again.
+    audio: Annotated[dict[str, Any] | None, Meta(extra_json_schema={"anyOf": [{"type": "null"}]})] = None
 
 
 class ToolMessage(_Message, frozen=True, kw_only=True, tag="tool"):
