@@ -23,6 +23,7 @@ import httptools
 import msgspec
 
 from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.triton.dead_peers import notice
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferResponse, JsonResponse
 
@@ -241,12 +242,13 @@ class ConnectionPool:
             connection.close()
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await asyncio.wait_for(
+            transport, connection = await asyncio.wait_for(
                 loop.create_connection(lambda: Connection(self._keep), self._host, self._port, ssl=self._ssl),
                 self._connect_timeout,
             )
         except (OSError, asyncio.TimeoutError) as error:
             raise unreachable(f"{type(error).__name__}: {error}") from error
+        notice(transport)
         return connection
 
     def _keep(self, connection: Connection) -> None:
@@ -259,11 +261,15 @@ class ConnectionPool:
             self._idle.popleft()[1].close()
         self._idle.append((now, connection))
 
+    def distrust(self) -> None:
+        """Close every idle connection: one was silent, and the way that they all take may be cut."""
+        while self._idle:
+            self._idle.pop()[1].close()
+
     def close(self) -> None:
         """Close every idle connection; those in use close when they are given back."""
         self._closed = True
-        while self._idle:
-            self._idle.pop()[1].close()
+        self.distrust()
 
 
 class HttpStream:
@@ -317,6 +323,8 @@ class HttpStream:
         if not self._ended:
             self._error = error
             self._connection.close()
+            if error.code == "upstream_silent":
+                self._pool.distrust()
 
     def close(self) -> None:
         """Cancel the work unless it has ended."""
