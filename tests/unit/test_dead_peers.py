@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from triton_openai.errors import UpstreamTimeout
+from triton_openai.errors import UpstreamTimeout, UpstreamUnavailable
 from triton_openai.triton.http_stream import ConnectionPool, HttpStream
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
@@ -85,3 +85,19 @@ async def test_silence_on_one_connection_is_held_against_the_idle_ones(code: str
         last = await pool.acquire()
         last.close()
         assert (last is other) is left
+
+
+async def test_a_connection_that_is_lost_at_once(monkeypatch):
+    """A server that ends may take a connection and close it before it can be used: there is nobody to ask."""
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def connect_and_lose(*arguments, **options):
+        transport, protocol = await connect(*arguments, **options)
+        transport.abort()
+        return transport, protocol
+
+    monkeypatch.setattr(loop, "create_connection", connect_and_lose)
+    async with pooled() as (pool, _):
+        with pytest.raises(UpstreamUnavailable):
+            await pool.acquire()

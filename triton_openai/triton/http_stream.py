@@ -249,6 +249,9 @@ class ConnectionPool:
         except (OSError, asyncio.TimeoutError) as error:
             raise unreachable(f"{type(error).__name__}: {error}") from error
         notice(transport)
+        if not connection.usable:
+            # Lost again before there was time to use it, as happens while a server ends.
+            raise unreachable("the connection was closed at once")
         return connection
 
     def _keep(self, connection: Connection) -> None:
