@@ -1,16 +1,23 @@
-"""A Triton that is not treated well, the service in front of it as a process that can be looked into, and its clients."""
+"""A Triton that is not treated well, the service in front of it as a process to look into, and its clients."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
+import signal
 import socket
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tests.clients.service import Reply, Service, steered, until
+import msgspec
+
+from tests.clients.service import Reply, Service, serving, steered, until
 from triton_openai.demo.record import Event, Record
 from triton_openai.demo.repository import DemoRepository
 from triton_openai.triton.embedded import EmbeddedTriton
@@ -31,6 +38,9 @@ QUICK = {
     "connect-timeout": "1",
 }
 MEBIBYTE = 1024 * 1024
+#: Until the connection of the client that was last is gone from everywhere.
+_SETTLE_SECONDS = 20
+_MOST_GROWTH = 48 * MEBIBYTE
 
 
 class Own:
@@ -62,6 +72,64 @@ class Own:
             lambda events: any(event["event"] in ENDS for event in events), timeout, id=id, model=model
         )[-1:]
         return str(event["event"])
+
+
+class Level(msgspec.Struct, frozen=True):
+    """How much of everything a service has while nothing is asked of it; see ``probed``."""
+
+    tasks: list[str]
+    running: int
+    streams: int
+    used: int
+    idle: int
+    descriptors: int = 0
+    memory: int = 0
+
+    def above(self, before: Level) -> list[str]:
+        """Return what there is more of than *before*; connections that wait to be used again are no leak."""
+        new = Counter(self.tasks) - Counter(before.tasks)
+        more = {"requests": self.running, "streams": self.streams, "connections in use": self.used}
+        more["descriptors"] = self.descriptors - self.idle - (before.descriptors - before.idle)
+        found = [f"{name}: {count}" for name, count in more.items() if count > 0]
+        return [*found, *(f"task {name}: {count}" for name, count in new.items())]
+
+
+@dataclass(frozen=True)
+class Watched(Service):
+    """A service whose process tells how it is inside."""
+
+    probe: Path
+
+    def level(self) -> Level:
+        """Return how it is now."""
+        self.probe.unlink(missing_ok=True)
+        self.process.send_signal(signal.SIGUSR1)
+        until(self.probe.exists)
+        told = msgspec.json.decode(self.probe.read_bytes(), type=Level)
+        descriptors = len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return msgspec.structs.replace(told, descriptors=descriptors, memory=self.memory())
+
+    @contextlib.contextmanager
+    def back_to_level(self) -> Iterator[None]:
+        """
+        Assert that what happens meanwhile leaves nothing behind: no request, task, stream, connection or descriptor,
+        and no memory to speak of.
+        """
+        before = self.level()
+        yield
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while left := (after := self.level()).above(before):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        assert after.memory - before.memory < _MOST_GROWTH
+
+
+@contextlib.contextmanager
+def watched(folder: Path, *arguments: str) -> Iterator[Watched]:
+    """Run the service with *arguments*, so that it can be looked into."""
+    probe = folder / "probe.json"
+    with serving(folder, *arguments, program=("tests.faults.probed", str(probe))) as service:
+        yield Watched(service.process, service.banner, service.log, probe)
 
 
 def body(model: str, prompt: str, **fields: Any) -> dict[str, Any]:

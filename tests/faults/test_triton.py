@@ -1,5 +1,33 @@
 """A Triton that is down, dies, freezes, or comes back. Waiting is always for something to happen."""
 
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.service import serving, steered, until
+from tests.faults.surroundings import (
+    COMPLETIONS,
+    ENGINES,
+    WORDS,
+    Own,
+    Stream,
+    Watched,
+    asking,
+    assert_works,
+    body,
+    failure,
+    free_port,
+)
+from triton_openai.triton.embedded import EmbeddedTriton
+
 # A Triton that is not there
 
 
@@ -42,7 +70,7 @@ def test_down_at_start(module_triton: Own, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ENGINES)
-def test_killed_in_a_stream(own: Own, service: Service, model: str) -> None:
+def test_killed_in_a_stream(own: Own, service: Watched, model: str) -> None:
     """The stream ends with an error event; the service is not ready, and is again when Triton is back."""
     with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50)) as stream:
         first = stream.chunk()
@@ -71,7 +99,7 @@ def test_killed_in_a_stream(own: Own, service: Service, model: str) -> None:
         (COMPLETIONS, body("vllm_model", steered("killed at twice", text=WORDS, first_delay_ms=60_000))),
     ],
 )
-def test_killed_during_a_request(own: Own, service: Service, path: str, request_body: dict[str, Any]) -> None:
+def test_killed_during_a_request(own: Own, service: Watched, path: str, request_body: dict[str, Any]) -> None:
     """A request that waits for its whole answer gets an error, and the next Triton serves again."""
     prompt = f"{request_body['prompt'].partition(' <<')[0]} {threading.get_ident()} {service.port}"
     with asking(service, path, {**request_body, "prompt": f"{prompt} {request_body['prompt']}"}) as answer:
@@ -85,7 +113,7 @@ def test_killed_during_a_request(own: Own, service: Service, path: str, request_
     assert_works(service)
 
 
-def test_restarted_behind_idle_connections(own: Own, service: Service) -> None:
+def test_restarted_behind_idle_connections(own: Own, service: Watched) -> None:
     """A restart between two requests is not noticed by whoever sends the second."""
     assert_works(service)
     own.server.restart()
@@ -96,7 +124,7 @@ def test_restarted_behind_idle_connections(own: Own, service: Service) -> None:
 
 
 @pytest.mark.parametrize("model", ENGINES)
-def test_frozen_in_a_stream(own: Own, service: Service, model: str) -> None:
+def test_frozen_in_a_stream(own: Own, service: Watched, model: str) -> None:
     """A stream that falls silent is ended with an error event after the idle timeout; until then there are comments."""
     with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50)) as stream:
         stream.chunk()
@@ -111,7 +139,7 @@ def test_frozen_in_a_stream(own: Own, service: Service, model: str) -> None:
     assert_works(service)
 
 
-def test_frozen_before_the_answer(own: Own, service: Service) -> None:
+def test_frozen_before_the_answer(own: Own, service: Watched) -> None:
     """Requests that a frozen Triton never answers end with a 504, or an error event once the stream is open."""
     own.server.pause()
     try:
@@ -129,7 +157,7 @@ def test_frozen_before_the_answer(own: Own, service: Service) -> None:
     assert_works(service)
 
 
-def test_a_silent_model(service: Service) -> None:
+def test_a_silent_model(service: Watched) -> None:
     """A model that falls silent in a Triton that is well is the same to a client."""
     with Stream(service, "ensemble", steered(text=WORDS, hang_at=2)) as stream:
         events = stream.rest()
@@ -138,10 +166,39 @@ def test_a_silent_model(service: Service) -> None:
     assert "one two" == "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
 
 
-def test_an_answer_that_takes_too_long(service: Service) -> None:
+def test_an_answer_that_takes_too_long(service: Watched) -> None:
     """A request that does not stream has a limit of its own, however lively its tokens."""
     reply = service.post(COMPLETIONS, body("vllm_model", steered(text=WORDS, eos=False, delay_ms=100), max_tokens=500))
 
     assert (504, "upstream_timeout") == (reply.status, reply.error["code"])
 
 
+# A model that goes
+
+
+@pytest.mark.parametrize("model", ENGINES)
+def test_unloaded_in_a_stream(own: Own, service: Watched, model: str) -> None:
+    """What runs is finished by Triton and told to its end; who comes then is refused until the model is back."""
+    with Stream(service, model, steered(text=WORDS, delay_ms=200)) as stream:
+        first = stream.chunk()
+        repository(own, model, "unload")
+        until(lambda: service.post(COMPLETIONS, body(model, "Hello")).status != 200)
+        refusal = service.post(COMPLETIONS, body(model, "Hello"))
+        *chunks, done = stream.rest()
+
+    try:
+        assert "[DONE]" == done
+        text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+        assert WORDS == first["choices"][0]["text"] + text
+        assert (refusal.status, refusal.error["code"]) in ((503, "upstream_unavailable"), (404, "model_not_found"))
+    finally:
+        repository(own, model, "load")
+    until(lambda: service.post(COMPLETIONS, body(model, "Hello")).status == 200)
+    assert_works(service)
+
+
+def repository(own: Own, model: str, verb: str) -> None:
+    """Have Triton itself load or unload *model*."""
+    url = f"{own.server.http_url}/v2/repository/models/{model}/{verb}"
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60) as response:
+        assert 200 == response.status
