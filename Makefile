@@ -72,6 +72,10 @@ demo: $(VENV)/.demo ## serve a demo model on PORT (9000) with an embedded Triton
 bench: $(VENV)/.demo ## measure what the service costs next to Triton alone and nginx
 	$(BIN)/python -m bench $(ARGS)
 
+.PHONY: soak
+soak: $(VENV)/.demo ## ten minutes of mixed traffic with faults (ARGS="--seconds 60")
+	$(BIN)/python -m tests.faults.soak $(ARGS)
+
 # Of the service's own dependencies, and not of what the tests and the demo need.
 .PHONY: audit
 audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the service needs

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
+from tests import described
 from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app, models_of
 from triton_openai.config import Settings
@@ -70,7 +72,11 @@ class Answer:
 
 
 class Proxy:
-    """The service over one transport, and a client for it."""
+    """
+    The service over one transport, and a client for it.
+
+    Every answer is held against the service's description of itself.
+    """
 
     def __init__(self, client: TestClient[Any, Any], models: Models, transport: str = "") -> None:
         self.client = client
@@ -83,12 +89,18 @@ class Proxy:
         headers = {"Content-Type": "application/json", **headers}
         # aiohttp warns of large bodies as bytes: those it sends in one piece.
         async with self.client.post(path, data=io.BytesIO(data), headers=headers) as response:
-            return Answer(response.status, response.headers.copy(), await response.read())
+            return await self._answer("POST", path, response)
 
     async def get(self, path: str) -> Answer:
         """Fetch *path*."""
         async with self.client.get(path) as response:
-            return Answer(response.status, response.headers.copy(), await response.read())
+            return await self._answer("GET", path, response)
+
+    @staticmethod
+    async def _answer(method: str, path: str, response: ClientResponse) -> Answer:
+        answer = Answer(response.status, response.headers.copy(), await response.read())
+        described.check(method, path, answer.status, answer.headers, answer.body)
+        return answer
 
     async def ready(self) -> None:
         """Wait until the models have been looked up for the first time."""

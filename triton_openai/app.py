@@ -11,6 +11,8 @@ from triton_openai.adapters.registry import load as load_adapter
 from triton_openai.api.bodies import LIMITS
 from triton_openai.api.groups import check_groups
 from triton_openai.api.metrics import EXPOSITION
+from triton_openai.api.openapi.document import describe
+from triton_openai.api.openapi.published import DESCRIPTION, Description
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, LiveSettings, Service
 from triton_openai.background import Background
@@ -105,6 +107,7 @@ def create_app(
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
+    app[DESCRIPTION] = Description(lambda: describe(app, settings))
     check_groups(app)
     return app
 

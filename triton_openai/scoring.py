@@ -10,6 +10,7 @@ import msgspec
 from triton_openai.adapters.base import Adapter
 from triton_openai.chat.offload import run as offloaded
 from triton_openai.chat.tokenizer import Tokenizer
+from triton_openai.deadlines import within
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import Generation, Logits, TokenLogprob
 from triton_openai.models import ServedModel
@@ -57,8 +58,12 @@ async def score_prompts(
             return await _score(model, tokenizer, generation, scoring, client)
 
     tasks = [asyncio.create_task(score(generation)) for generation in generations]
+
+    async def together() -> list[tuple[TokenLogprob, ...]]:
+        return list(await asyncio.gather(*tasks))
+
     try:
-        return list(await asyncio.wait_for(asyncio.gather(*tasks), scoring.timeout))
+        return await within(scoring.timeout, together())
     except asyncio.TimeoutError as error:
         raise UpstreamTimeout(f"The prompt was not scored within {scoring.timeout:g} seconds.") from error
     except InvalidRequest as error:

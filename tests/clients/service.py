@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,12 +145,16 @@ def exchange(
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str, **environ: str) -> Iterator[Service]:
+def serving(
+    folder: Path, *arguments: str, program: Sequence[str] = ("triton_openai",), **environ: str
+) -> Iterator[Service]:
     """
     Run ``triton-openai serve`` with *arguments* and *environ* on a free port; its log goes to a file in *folder*.
+
+    *program* is the module that is run, with its first arguments.
     """
     log = folder / "service.log"
-    command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--log-format", "json", *arguments]
+    command = [sys.executable, "-m", *program, "serve", "--port", "0", "--log-format", "json", *arguments]
     # A file, because an unread pipe fills up and then holds the service.
     with log.open("w") as sink:
         process = subprocess.Popen(

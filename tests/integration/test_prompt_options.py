@@ -214,3 +214,10 @@ async def test_tokenize_renders_like_a_chat(served: Proxy, tokenizer: Tokenizer)
     with_tools = await served.post("/tokenize", {**body, "tools": [tool]})
     without = await served.post("/tokenize", body)
     assert with_tools.status == 400 or with_tools.json["count"] > without.json["count"]
+
+
+async def test_tokenize_looks_at_tools_with_a_prompt_too(served: Proxy) -> None:
+    """A prompt has no use for them; what is no tool is refused all the same."""
+    refused = await served.post("/tokenize", {"model": "vllm_model", "prompt": "Hi", "tools": ["a"]})
+
+    assert (400, "tools[0]") == (refused.status, refused.error["param"])

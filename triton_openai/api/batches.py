@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from triton_openai.api.service import Service
+from triton_openai.deadlines import within
 from triton_openai.errors import UpstreamTimeout
 from triton_openai.models import ServedModel
 from triton_openai.telemetry.upstream import UPSTREAM
@@ -29,8 +30,12 @@ async def answers_of(
     """
     gate = asyncio.Semaphore(_PARALLEL_REQUESTS)
     tasks = [asyncio.create_task(_answer(service, model, request, gate)) for request in requests]
+
+    async def together() -> Sequence[InferResponse]:
+        return await asyncio.gather(*tasks)
+
     try:
-        return await asyncio.wait_for(asyncio.gather(*tasks), timeout)
+        return await within(timeout, together())
     except asyncio.TimeoutError as error:
         raise UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
     finally:

@@ -27,6 +27,7 @@ from triton_openai.api.chat_response import (
     message_of,
     reasoning_tokens,
 )
+from triton_openai.api.documented import Accepted, Function, FunctionChoice, Tool, ToolChoice
 from triton_openai.api.guides import guide_of
 from triton_openai.api.images import images_of
 from triton_openai.api.logprobs import chat_logprobs, prompt_logprobs
@@ -67,7 +68,7 @@ _LONGEST_INLINE = 10_000
 class ChatRequest(SamplingRequest, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], Meta(extra_json_schema={"minItems": 1})]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -77,15 +78,15 @@ class ChatRequest(SamplingRequest, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
+    functions: list[Function] | None = None
+    function_call: FunctionChoice = None
     # Documented, and without influence on the answer here: accepted.
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
+    prediction: Accepted = None
+    prompt_cache_options: Accepted = None
+    prompt_cache_retention: Accepted = None
     # Documented or in common use, and not honoured: refused unless neutral.
     modalities: Any = None
     audio: Any = None

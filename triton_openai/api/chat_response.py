@@ -6,7 +6,7 @@ The objects that answer a chat: ``chat.completion`` and ``chat.completion.chunk`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +25,8 @@ from triton_openai.text.tools.events import Content, Event, Reasoning, ToolCallA
 _encode = msgspec.json.Encoder().encode
 
 ReasoningField = Literal["reasoning_content", "reasoning", "both"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+_REASONS: Mapping[FinishReason, ChatFinishReason] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -38,14 +40,14 @@ class ToolCall(msgspec.Struct, kw_only=True):
     """A call of a tool."""
 
     id: str
-    type: str = "function"
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The assistant's message. ``content`` and ``refusal`` must be there, clients read them unasked."""
 
-    role: str
+    role: Literal["assistant"]
     content: str | None
     refusal: str | None
     reasoning_content: str | None = None
@@ -60,7 +62,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None
+    finish_reason: ChatFinishReason | None
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -70,7 +72,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     id: str
-    object: str = msgspec.field(name="object")
+    object: Literal["chat.completion"] = msgspec.field(name="object")
     created: int
     model: str
     choices: Sequence[Choice]
@@ -79,7 +81,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> str | None:
+def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> ChatFinishReason | None:
     """
     Return why the choice ended, as OpenAI says it.
 
@@ -91,7 +93,7 @@ def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> str 
     called = parser is not None and parser.calls > 0 and not parser.cut
     if reason is FinishReason.STOP and called and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
-    return None if reason is None else reason.value
+    return None if reason is None else _REASONS[reason]
 
 
 def reasoning_tokens(parsers: Sequence[AnswerParser | None]) -> int | None:

@@ -7,7 +7,7 @@ Source of the wire format: OpenAI's ``text_completion`` object (openai-openapi 2
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -84,7 +84,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The whole answer; ``usage`` is left out where nobody counted."""
 
     id: str
-    object: str = msgspec.field(name="object")
+    object: Literal["text_completion"] = msgspec.field(name="object")
     created: int
     model: str
     choices: Sequence[Choice]

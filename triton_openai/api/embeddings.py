@@ -21,6 +21,7 @@ from msgspec import Meta
 from triton_openai.api.access import model_of
 from triton_openai.api.batches import answers_of
 from triton_openai.api.bodies import read_json
+from triton_openai.api.documented import Accepted
 from triton_openai.api.service import Service, new_id, service_of
 from triton_openai.errors import (
     ContextLengthExceeded,
@@ -44,13 +45,13 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    user: Any = None
+    user: Accepted = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """One vector, as numbers or as base64 text."""
 
-    object: str = msgspec.field(name="object", default="embedding")
+    object: Literal["embedding"] = msgspec.field(name="object", default="embedding")
     index: int
     embedding: Sequence[float] | str
 
@@ -65,7 +66,7 @@ class EmbeddingsUsage(msgspec.Struct, frozen=True, kw_only=True):
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out where nobody counted."""
 
-    object: str = msgspec.field(name="object", default="list")
+    object: Literal["list"] = msgspec.field(name="object", default="list")
     data: Sequence[Embedding]
     model: str
     usage: EmbeddingsUsage | msgspec.UnsetType = msgspec.UNSET

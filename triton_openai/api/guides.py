@@ -77,11 +77,17 @@ def _extensions(request: SamplingRequest) -> list[Guide | None]:
             for name in ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
         },
     }
-    return [_extension(kind, value, param) for param, (kind, value) in given.items() if value not in (None, False)]
+    return [
+        _extension(kind, value, param)
+        for param, (kind, value) in given.items()
+        if value is not None and value is not False
+    ]
 
 
 def _extension(kind: str, value: Any, param: str) -> Guide:
     if kind == "json_object":
+        if value is not True:
+            raise InvalidRequest(f"'{param}' must be a boolean.", param=param, code="invalid_type")
         return Guide(kind="json", param=param)
     if kind == "json":
         if not isinstance(value, dict | str):
@@ -92,6 +98,8 @@ def _extension(kind: str, value: Any, param: str) -> Guide:
             raise InvalidRequest(f"'{param}' must be a list of at least one string.", param=param, code="invalid_type")
         return Guide(kind="choice", value=_text(value), param=param)
     if kind == "structural_tag":
+        if not isinstance(value, dict | str) or not value:
+            raise InvalidRequest(f"'{param}' must be an object or a string.", param=param, code="invalid_type")
         return Guide(kind="structural_tag", value=value if isinstance(value, str) else _text(value), param=param)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"'{param}' must be a string.", param=param, code="invalid_type")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from aiohttp import web
@@ -23,7 +24,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    object: str = msgspec.field(name="object", default="model")
+    object: Literal["model"] = msgspec.field(name="object", default="model")
     created: int
     owned_by: str = _OWNER
     root: str | msgspec.UnsetType = msgspec.UNSET
@@ -34,7 +35,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """All models."""
 
-    object: str = msgspec.field(name="object", default="list")
+    object: Literal["list"] = msgspec.field(name="object", default="list")
     data: Sequence[ModelObject]
 
 

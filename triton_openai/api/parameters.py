@@ -16,6 +16,14 @@ from msgspec import Meta
 from triton_openai.adapters.base import Adapter
 from triton_openai.adapters.parameters import Rule, check_range
 from triton_openai.api.bodies import is_neutral
+from triton_openai.api.documented import (
+    Accepted,
+    GuidedChoice,
+    GuidedJson,
+    GuidedText,
+    ResponseFormat,
+    StructuredOutputs,
+)
 from triton_openai.chat.truncation import Truncation
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
@@ -63,22 +71,22 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
+    response_format: ResponseFormat = None
+    structured_outputs: StructuredOutputs = None
+    guided_json: GuidedJson = None
+    guided_regex: GuidedText = None
+    guided_choice: GuidedChoice = None
+    guided_grammar: GuidedText = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
     # Documented, and without influence on the answer: accepted.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
+    user: Accepted = None
+    metadata: Accepted = None
+    store: Accepted = None
+    service_tier: Accepted = None
+    safety_identifier: Accepted = None
+    prompt_cache_key: Accepted = None
     # Documented or in common use, and not honoured: refused unless neutral (see REFUSED).
     logits_processors: Any = None
     allowed_token_ids: Any = None

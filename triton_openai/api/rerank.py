@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
+from triton_openai.api.documented import OneText, Texts
 from triton_openai.api.parameters import refuse
 from triton_openai.api.scoring import REFUSED as SHARED_REFUSED
 from triton_openai.api.scoring import ScoringRequest, ScoringUsage, score, text_of, texts_of, usage_of
@@ -34,8 +35,8 @@ class RerankRequest(ScoringRequest, kw_only=True):
     ``top_n`` is how many results to give; 0 is all. ``return_documents`` false leaves their texts out.
     """
 
-    query: Any
-    documents: Any
+    query: OneText
+    documents: Texts
     top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
     # Cohere's and Jina's, and not honoured: refused.

@@ -15,8 +15,10 @@ from triton_openai.api import (
     rerank,
     score,
     tokenize,
+    version,
 )
 from triton_openai.api.groups import Routes
+from triton_openai.api.openapi import published
 
 
 def add_routes(app: web.Application) -> None:
@@ -39,6 +41,8 @@ def add_routes(app: web.Application) -> None:
         routes.post("model-repository", f"{prefix}/models/{{model:.+}}/unload", model_control.unload)
     # Where the second version of Cohere's client asks.
     routes.post("embedding", "/v2/rerank", rerank.handle)
+    routes.get("info", "/version", version.version)
+    routes.get("info", "/openapi.json", published.openapi)
     routes.get("health", "/health/live", health.live)
     for path in ("/health/ready", "/health", "/v1/health", "/health_check"):
         routes.get("health", path, health.ready)

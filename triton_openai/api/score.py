@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
+from triton_openai.api.documented import TextsOrNull
 from triton_openai.api.parameters import refuse
 from triton_openai.api.scoring import REFUSED, ScoringRequest, ScoringUsage, score, texts_of, usage_of
 from triton_openai.api.service import new_id, now, service_of
@@ -26,20 +27,20 @@ SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), (
 class ScoreRequest(ScoringRequest, kw_only=True):
     """The request: two sides under one pair of names (see :data:`SIDES`), each a text or several."""
 
-    queries: Any = None
-    documents: Any = None
-    items: Any = None
-    data_1: Any = None
-    data_2: Any = None
-    text_1: Any = None
-    text_2: Any = None
+    queries: TextsOrNull = None
+    documents: TextsOrNull = None
+    items: TextsOrNull = None
+    data_1: TextsOrNull = None
+    data_2: TextsOrNull = None
+    text_1: TextsOrNull = None
+    text_2: TextsOrNull = None
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The score of one pair."""
 
     index: int
-    object: str = msgspec.field(name="object", default="score")
+    object: Literal["score"] = msgspec.field(name="object", default="score")
     score: float
 
 
@@ -47,7 +48,7 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
     """The whole answer; ``usage`` is left out where nobody counted."""
 
     id: str
-    object: str = msgspec.field(name="object", default="list")
+    object: Literal["list"] = msgspec.field(name="object", default="list")
     created: int
     model: str
     data: Sequence[Score]

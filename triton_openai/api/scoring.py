@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.api.batches import answers_of
+from triton_openai.api.documented import Accepted
 from triton_openai.api.embeddings import count_inputs, embed
 from triton_openai.api.service import Service
 from triton_openai.chat import offload
@@ -45,7 +46,7 @@ class ScoringRequest(msgspec.Struct, kw_only=True):
     model: str = ""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     use_activation: bool | None = None
-    user: Any = None
+    user: Accepted = None
     # In common use, and not honoured: refused unless neutral (see REFUSED).
     activation: Any = None
     softmax: Any = None

@@ -13,6 +13,7 @@ from aiohttp import web
 from triton_openai.answers import Answers, Step
 from triton_openai.api.service import REQUEST_ID
 from triton_openai.api.sse import DONE, EventWriter
+from triton_openai.deadlines import within
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ServiceError, UpstreamTimeout
 from triton_openai.generation import Delta, TokenLogprob
@@ -82,7 +83,7 @@ async def collect(runs: Sequence[Run], *, timeout: float | None) -> list[Collect
 
     answers = Answers(runs)
     try:
-        await asyncio.wait_for(read_all(answers), timeout)
+        await within(timeout, read_all(answers))
     except asyncio.TimeoutError as error:
         raise _too_long(timeout) from error
     finally:

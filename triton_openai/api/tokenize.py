@@ -15,6 +15,7 @@ from msgspec import Meta
 from triton_openai.api.access import model_of
 from triton_openai.api.bodies import read_json
 from triton_openai.api.chat_prompt import PromptOptions, rendered
+from triton_openai.api.documented import Tool
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import plan
 from triton_openai.chat.messages import Message
@@ -41,7 +42,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
+    tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
@@ -76,8 +77,9 @@ async def tokenize(request: web.Request) -> web.Response:
     tokenizer = _tokenizer(prompter)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
+    # Looked at with a prompt too, which has no use for them: what is wrong is wrong.
+    tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     if body.messages is not None:
-        tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
         text = await rendered(
             prompter,
             body.messages,

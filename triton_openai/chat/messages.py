@@ -9,9 +9,31 @@ fails while msgspec decodes; what is wrong in meaning fails in ``prepare``.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
+
+#: What is read by hand, as it should be; see ``api.documented``.
+ImageUrl: TypeAlias = Annotated[
+    Any,
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "object",
+                    "required": ["url"],
+                    "properties": {
+                        "url": {"type": "string"},
+                        "detail": {"enum": ["auto", "low", "high", "original", None]},
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +44,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     refusal: str | None = None
     #: Read by ``images``: an object with a ``url``, or the URL itself, which is how some clients and the Responses API
     #: write it.
-    image_url: Any = None
+    image_url: ImageUrl = None
 
 
 #: A message's content: text, parts (some clients put bare strings between them), or null.
@@ -40,7 +62,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One tool call of an assistant's message."""
 
     id: str | None = None
-    type: str | None = None
+    type: Annotated[str | None, Meta(extra_json_schema={"anyOf": [{"enum": ["function", None]}]})] = None
     function: FunctionCall | None = None
 
 
@@ -71,7 +93,8 @@ class AssistantMessage(_Message, frozen=True, kw_only=True, tag="assistant"):
     tool_calls: list[ToolCall] | None = None
     #: Deprecated by OpenAI in favour of ``tool_calls``.
     function_call: FunctionCall | None = None
-    audio: dict[str, Any] | None = None
+    #: Refused: only text can be told again.
+    audio: Annotated[dict[str, Any] | None, Meta(extra_json_schema={"anyOf": [{"type": "null"}]})] = None
 
 
 class ToolMessage(_Message, frozen=True, kw_only=True, tag="tool"):

@@ -23,7 +23,8 @@ from triton_openai.tls import PERHAPS_REFUSED, words
 from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.config_json import parse_model_config
 from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.http_stream import ConnectionPool, HttpStream, error_text
+from triton_openai.triton.http_connection import ConnectionPool
+from triton_openai.triton.http_stream import HttpStream, error_text
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import BinaryResponse, InferRequest, InferResponse, ModelConfig, OutputTensor
 

@@ -1,0 +1,133 @@
+"""Holds answers against the service's own description of them, strictly: nothing may be in them that is not in it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import jsonschema_rs
+
+from triton_openai.api.openapi.published import DESCRIPTION
+from triton_openai.app import create_app
+from triton_openai.config import Settings
+
+Json = dict[str, Any]
+_ANSWERS = re.compile(r"#/components/schemas/(\w+)")
+
+
+@cache
+def document() -> Json:
+    """Return the description of the service with its default settings."""
+    return dict(json.loads(create_app(Settings())[DESCRIPTION].body))
+
+
+def check(method: str, path: str, status: int, headers: Mapping[str, str], body: bytes) -> None:
+    """Raise `AssertionError` for an answer that the description does not have."""
+    operation = find(method, path)
+    if operation is None:
+        assert status in (404, 405), f"{method} {path} is not described"
+        _valid(_validator("#/components/schemas/ErrorEnvelope"), body, path)
+        return
+    place = _place(method, operation, status)
+    described = _resolved(place)
+    # The protocol's own part of the service may refuse a request before there is a request.
+    kind = headers["Content-Type"].partition(";")[0]
+    assert kind in described["content"], f"{method} {path}: {status} {kind}"
+    for name, header in described["headers"].items():
+        assert name in headers or not _resolve(header).get("required"), name
+    if kind.startswith("text/plain") or "openmetrics" in kind:
+        return
+    schema = _validator(f"{place}/content/{_escaped(kind)}/schema")
+    for event in _events(body) if kind == "text/event-stream" else [body]:
+        _valid(schema, event, path)
+
+
+def find(method: str, path: str) -> str | None:
+    """Return the path of the description that stands for *path*, if it has *method*."""
+    for template, operations in document()["paths"].items():
+        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(template))
+        if re.fullmatch(pattern, path.partition("?")[0]) and method.lower() in operations:
+            return str(template)
+    return None
+
+
+def _place(method: str, path: str, status: int) -> str:
+    """Return where an answer stands."""
+    place = f"#/paths/{_escaped(path)}/{method.lower()}/responses"
+    responses = _resolved(place)
+    assert str(status) in responses, f"{method} {path} answers {status}, which is not described"
+    found = responses[str(status)]
+    return str(found["$ref"]) if "$ref" in found else f"{place}/{status}"
+
+
+def _events(body: bytes) -> Iterator[bytes]:
+    *blocks, rest = body.split(b"\n\n")
+    assert rest == b"", "the stream ends in the middle of an event"
+    for block in blocks:
+        if not block.startswith(b":"):
+            assert block.startswith(b"data: "), block
+            if block != b"data: [DONE]":
+                yield block.removeprefix(b"data: ")
+
+
+def _valid(validator: jsonschema_rs.Draft202012Validator, data: bytes, path: str) -> None:
+    value = json.loads(data)
+    try:
+        validator.validate(value)
+    except jsonschema_rs.ValidationError as error:
+        raise AssertionError(f"{path}: {error}\n{data.decode()}") from error
+
+
+@cache
+def _validator(place: str) -> jsonschema_rs.Draft202012Validator:
+    return jsonschema_rs.Draft202012Validator({"$ref": place, **_closed()})
+
+
+@cache
+def _closed() -> Json:
+    """Return the description with no room in answers for what is not in it."""
+    closed = copy.deepcopy(document())
+    schemas = closed["components"]["schemas"]
+    waiting = [name for _, name in _references({**closed["paths"], "": closed["components"]["responses"]})]
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen:
+            seen.add(name)
+            if "properties" in schemas[name]:
+                schemas[name]["additionalProperties"] = False
+            waiting += [name for _, name in _references(schemas[name])]
+    return closed
+
+
+def _references(node: Any) -> Iterator[tuple[str, str]]:
+    """Yield the schemas that *node* refers to, but for those of requests."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            found = _ANSWERS.fullmatch(value) if key == "$ref" and isinstance(value, str) else None
+            if found:
+                yield key, found[1]
+            elif key != "requestBody":
+                yield from _references(value)
+    elif isinstance(node, list):
+        for item in node:
+            yield from _references(item)
+
+
+def _resolve(node: Json) -> Json:
+    return _resolved(node["$ref"]) if "$ref" in node else node
+
+
+def _resolved(place: str) -> Json:
+    node: Any = document()
+    for part in place.removeprefix("#/").split("/"):
+        node = node[part.replace("~1", "/").replace("~0", "~")]
+    return dict(node)
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,63 @@
+"""
+``python -m tests.faults.probed FILE ARGUMENT…``: the command, which writes into FILE how it is inside on SIGUSR1.
+
+What is counted is found by its class among all that is alive: what leaks is what nobody refers to by name any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def state() -> dict[str, Any]:
+    """Return the running tasks by their names, and the numbers of requests, of open streams and of connections."""
+    from aiohttp import TCPConnector
+
+    from triton_openai.server.admission import Admission
+    from triton_openai.triton.http_connection import ConnectionPool
+    from triton_openai.triton.http_stream import HttpStream
+
+    kinds: tuple[type, ...] = (Admission, ConnectionPool, HttpStream, TCPConnector)
+    if "triton_openai.triton.grpc" in sys.modules:
+        from triton_openai.triton.grpc import GrpcStream
+
+        kinds += (GrpcStream,)
+    alive: dict[str, list[Any]] = {kind.__name__: [] for kind in kinds}
+    for each in gc.get_objects():
+        if type(each) in kinds:
+            alive[type(each).__name__].append(each)
+    streams = [*alive["HttpStream"], *alive.get("GrpcStream", ())]
+    idle = [connection for pool in alive["ConnectionPool"] for _, connection in pool._idle if connection.usable]
+    kept = [connection for pool in alive["TCPConnector"] for group in pool._conns.values() for connection in group]
+    return {
+        "tasks": sorted(str(getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks()),
+        "running": sum(sum(each.running.values()) + each.queued for each in alive["Admission"]),
+        "streams": sum(not each._ended for each in streams),
+        "used": sum(len(each._acquired) for each in alive["TCPConnector"]),
+        "idle": len(idle) + len(kept),
+    }
+
+
+def main() -> int:
+    """Run the command."""
+    file = Path(sys.argv[1])
+
+    def tell(*_: object) -> None:
+        draft = file.with_suffix(".draft")
+        draft.write_text(json.dumps(state()))
+        draft.rename(file)
+
+    signal.signal(signal.SIGUSR1, tell)
+    from triton_openai import cli
+
+    return cli.main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

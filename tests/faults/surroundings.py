@@ -1,0 +1,210 @@
+"""A Triton that is not treated well, the service in front of it as a process to look into, and its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.clients.service import Reply, Service, serving, steered, until
+from triton_openai.demo.record import Event, Record
+from triton_openai.demo.repository import DemoRepository
+from triton_openai.triton.embedded import EmbeddedTriton
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+WORDS = "one two three four five"
+TRANSPORTS = ("http", "grpc")
+#: The models that write the record of what becomes of a request, by the model that is asked.
+ENGINES = {"ensemble": "tensorrt_llm", "vllm_model": "vllm_model"}
+ENDS = ("finished", "cancelled", "stopped", "failed")
+#: As short as they can be with room for a busy machine.
+QUICK = {
+    "refresh-interval": "0.2",
+    "heartbeat-interval": "0.2",
+    "first-token-timeout": "2",
+    "idle-timeout": "2",
+    "request-timeout": "3",
+    "connect-timeout": "1",
+}
+MEBIBYTE = 1024 * 1024
+#: Until the connection of the client that was last is gone from everywhere.
+_SETTLE_SECONDS = 20
+_MOST_GROWTH = 48 * MEBIBYTE
+
+
+class Own:
+    """The module's Triton and what its models write down."""
+
+    def __init__(self, server: EmbeddedTriton, repository: DemoRepository, record: Record) -> None:
+        self.server = server
+        self.repository = repository
+        self.record = record
+
+    def url(self, transport: str) -> str:
+        """Return the address for *transport*."""
+        return self.server.http_url if transport == "http" else self.server.grpc_url
+
+    def begun(self, model: str, prompt: str) -> Event:
+        """Wait until *model* works on *prompt*, which must be like no other, and return the record's line of it."""
+        marker = json.dumps(prompt)[1:-1]
+
+        def find() -> Event | None:
+            events = self.record.events(model=model, event="request")
+            return next((event for event in events if marker in json.dumps(event["inputs"])), None)
+
+        found: Event = until(find)
+        return found
+
+    def end(self, model: str, id: str, timeout: float = 20) -> str:
+        """Wait until *model* is done with the request *id* and return how it ended."""
+        (event,) = self.record.wait_for(
+            lambda events: any(event["event"] in ENDS for event in events), timeout, id=id, model=model
+        )[-1:]
+        return str(event["event"])
+
+
+class Level(msgspec.Struct, frozen=True):
+    """How much of everything a service has while nothing is asked of it; see ``probed``."""
+
+    tasks: list[str]
+    running: int
+    streams: int
+    used: int
+    idle: int
+    descriptors: int = 0
+    memory: int = 0
+
+    def above(self, before: Level) -> list[str]:
+        """Return what there is more of than *before*; connections that wait to be used again are no leak."""
+        new = Counter(self.tasks) - Counter(before.tasks)
+        more = {"requests": self.running, "streams": self.streams, "connections in use": self.used}
+        more["descriptors"] = self.descriptors - self.idle - (before.descriptors - before.idle)
+        found = [f"{name}: {count}" for name, count in more.items() if count > 0]
+        return [*found, *(f"task {name}: {count}" for name, count in new.items())]
+
+
+@dataclass(frozen=True)
+class Watched(Service):
+    """A service whose process tells how it is inside."""
+
+    probe: Path
+
+    def level(self) -> Level:
+        """Return how it is now."""
+        self.probe.unlink(missing_ok=True)
+        self.process.send_signal(signal.SIGUSR1)
+        until(self.probe.exists)
+        told = msgspec.json.decode(self.probe.read_bytes(), type=Level)
+        descriptors = len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return msgspec.structs.replace(told, descriptors=descriptors, memory=self.memory())
+
+    @contextlib.contextmanager
+    def back_to_level(self) -> Iterator[None]:
+        """
+        Assert that what happens meanwhile leaves nothing behind: no request, task, stream, connection or descriptor,
+        and no memory to speak of.
+        """
+        before = self.level()
+        yield
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while left := (after := self.level()).above(before):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+        assert after.memory - before.memory < _MOST_GROWTH
+
+
+@contextlib.contextmanager
+def watched(folder: Path, *arguments: str) -> Iterator[Watched]:
+    """Run the service with *arguments*, so that it can be looked into."""
+    probe = folder / "probe.json"
+    with serving(folder, *arguments, program=("tests.faults.probed", str(probe))) as service:
+        yield Watched(service.process, service.banner, service.log, probe)
+
+
+def body(model: str, prompt: str, **fields: Any) -> dict[str, Any]:
+    """Return a request for a completion."""
+    return {"model": model, "prompt": prompt, **fields}
+
+
+class Stream:
+    """A streamed answer that is read event by event."""
+
+    def __init__(self, service: Service, model: str, prompt: str, **fields: Any) -> None:
+        self._connection = service.connect()
+        data = json.dumps(body(model, prompt, stream=True, **fields))
+        self._connection.request("POST", COMPLETIONS, data, {"Content-Type": "application/json"})
+        self.response: http.client.HTTPResponse | None = None
+
+    def event(self) -> str:
+        """Return the data of the next event, or the text of a comment with its colon; empty at the end."""
+        if self.response is None:
+            self.response = self._connection.getresponse()
+            assert 200 == self.response.status, self.response.read()
+        line = self.response.readline().decode()
+        assert line == "" or self.response.readline() == b"\n"
+        return line.rstrip("\n").removeprefix("data: ")
+
+    def chunk(self) -> dict[str, Any]:
+        """Return the next chunk; comments are skipped."""
+        while (event := self.event()).startswith(":"):
+            pass
+        return dict(json.loads(event))
+
+    def rest(self) -> list[str]:
+        """Return the data of all further events."""
+        return [event for event in iter(self.event, "") if not event.startswith(":")]
+
+    def close(self) -> None:
+        """Leave."""
+        if self.response is not None:
+            self.response.close()
+        self._connection.close()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def asking(service: Service, path: str, request: dict[str, Any]) -> Iterator[Future[Reply]]:
+    """Send a request from a thread and yield its answer to come."""
+    with ThreadPoolExecutor(1) as threads:
+        yield threads.submit(service.send, "POST", path, request, timeout=60)
+
+
+def assert_works(service: Service) -> None:
+    """Assert that the service is ready and answers, streamed or not, and embeds."""
+    until(lambda: service.status("/health/ready") == 200)
+    for model in ENGINES:
+        assert WORDS == service.post(COMPLETIONS, body(model, steered(text=WORDS))).json["choices"][0]["text"]
+        with Stream(service, model, steered(text=WORDS)) as stream:
+            assert "[DONE]" == stream.rest()[-1]
+    assert 200 == service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"}).status
+
+
+def failure(event: str) -> dict[str, Any]:
+    """Return the error of an error event."""
+    content = json.loads(event)
+    assert ["error"] == list(content)
+    assert {"message", "type", "param", "code"} == content["error"].keys()
+    return dict(content["error"])
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

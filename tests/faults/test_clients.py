@@ -1,0 +1,213 @@
+"""Clients that leave, do not read, read slowly, or come all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.clients.service import Service, serving, steered, until
+from tests.faults.surroundings import (
+    COMPLETIONS,
+    ENDS,
+    ENGINES,
+    MEBIBYTE,
+    TRANSPORTS,
+    WORDS,
+    Own,
+    Stream,
+    Watched,
+    assert_works,
+    body,
+)
+
+
+@pytest.mark.parametrize("model", ENGINES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("orders", [{"delay_ms": 50}, {"first_delay_ms": 1500}], ids=["midway", "before"])
+def test_a_client_that_leaves(own: Own, service: Watched, model: str, stream: bool, orders: dict[str, Any]) -> None:
+    """The work for a client that is gone is stopped, whether or not it had seen a token or wanted a stream."""
+    mark = f"leaving {service.port} {stream} {'first' in str(orders)}"
+    prompt = steered(mark, text=WORDS, eos=False, **orders)
+    connection = service.connect()
+    request = json.dumps(body(model, prompt, stream=stream, max_tokens=2000))
+    connection.request("POST", COMPLETIONS, request, {"Content-Type": "application/json"})
+    first = "preprocessing" if model == "ensemble" else model
+    id = own.begun(first, mark)["id"]
+    own.record.wait_for(id=id, model=ENGINES[model], event="request")
+    if stream and "delay_ms" in orders:
+        assert connection.getresponse().readline()
+    connection.close()
+
+    assert own.end(ENGINES[model], id) in ("cancelled", "stopped")
+    assert_works(service)
+
+
+def flood(own: Own, service: Service, tokens: int) -> tuple[int, int, bytes]:
+    """
+    Ask for a flood of *tokens*, read nothing until the engine has made all of them, then read it all.
+
+    Return by how many bytes the service had grown meanwhile, the size of the answer, and its end.
+    """
+    mark = f"flood {service.port}"
+    prompt = steered(mark, text=" particular" * 20, eos=False, tokens_per_response=500)
+    request = json.dumps(body("ensemble", prompt, stream=True, max_tokens=tokens)).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    before = service.memory()
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect((service.host, service.port))
+        client.sendall(f"{head}Content-Length: {len(request)}\r\n\r\n".encode() + request)
+        id = own.begun("preprocessing", mark)["id"]
+        # The engine does not wait for anybody: in the end all of the answer lies between it and the client.
+        assert "finished" == own.end("tensorrt_llm", id, timeout=60)
+        assert_works(service)
+        grown = service.memory() - before
+        size = 0
+        tail = b""
+        while not tail.endswith(b"\r\n0\r\n\r\n"):
+            data = client.recv(MEBIBYTE)
+            assert data, tail
+            size += len(data)
+            tail = (tail + data)[-500:]
+    return grown, size, tail
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_that_does_not_read(own: Own, transport: str, tmp_path: Path) -> None:
+    """A flood for a client that reads nothing is held back, not collected; and nothing of it is lost."""
+    arguments = ("--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer))
+    with serving(tmp_path, *arguments) as service:
+        assert_works(service)
+        grown, size, tail = flood(own, service, 2_000_000)
+
+    assert b"data: [DONE]" in tail
+    assert size > 20 * MEBIBYTE
+    assert grown < 16 * MEBIBYTE
+
+
+def test_a_slow_client_is_no_silent_model(own: Own, service: Service) -> None:
+    """The time for which a client does not read is not held against the model."""
+    # Long enough for the idle timeout to pass while the client does not read.
+    _, _, tail = flood(own, service, 2_500_000)
+
+    assert b"data: [DONE]" in tail, tail
+
+
+def test_comments_while_nothing_comes(service: Service) -> None:
+    """A stream that waits for its first token is open and sends comments, which clients skip."""
+    with Stream(service, "vllm_model", steered(text=WORDS, first_delay_ms=1000)) as stream:
+        events = list(iter(stream.event, ""))
+
+    waiting = [number for number, event in enumerate(events) if event == ": keep-alive"]
+    assert len(waiting) >= 2
+    assert waiting == list(range(len(waiting)))
+    assert WORDS == "".join(json.loads(event)["choices"][0]["text"] for event in events[len(waiting) : -1])
+    assert "[DONE]" == events[-1]
+
+
+def test_256_clients_at_once(service: Service) -> None:
+    """As many connections in the same moment are all accepted and all answered in full."""
+
+    async def one(session: aiohttp.ClientSession, number: int, gate: asyncio.Event) -> str:
+        await gate.wait()
+        request = body("vllm_model", steered(text=f"answer {number} {WORDS}", delay_ms=5), stream=True)
+        async with session.post(f"{service.base_url}/completions", json=request) as response:
+            assert 200 == response.status
+            *events, done, end = (await response.text()).split("\n\n")
+        assert ("data: [DONE]", "") == (done, end)
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events if not event.startswith(":")]
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    async def together() -> list[str]:
+        gate = asyncio.Event()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            asked = [asyncio.create_task(one(session, number, gate)) for number in range(256)]
+            gate.set()
+            return await asyncio.gather(*asked)
+
+    assert [f"answer {number} {WORDS}" for number in range(256)] == asyncio.run(together())
+    assert_works(service)
+
+
+def test_clients_that_leave_at_random(own: Own, service: Watched) -> None:
+    """Whenever they leave, the backend works for nobody within two seconds."""
+    chance = random.Random(4)
+    with ExitStack() as clients:
+        stays = []
+        for number in range(40):
+            mark = f"random {service.port} {number}"
+            model, delay, n = chance.choice(list(ENGINES)), chance.choice([0, 0, 300]), chance.choice([1, 1, 2])
+            prompt = steered(mark, text=WORDS, eos=False, delay_ms=20, first_delay_ms=delay)
+            stream = clients.enter_context(Stream(service, model, prompt, max_tokens=2000, n=n))
+            for _ in range(0 if delay else chance.randrange(4)):
+                stream.chunk()
+            if chance.random() < 0.5:
+                stream.close()
+            else:
+                stays.append((model, mark))
+        for model, mark in stays:
+            own.begun("preprocessing" if model == "ensemble" else model, mark)
+    until(lambda: not service.level().running)
+    until(lambda: not left(own), 2)
+
+
+def left(own: Own) -> set[str]:
+    """Return the ids of the requests that an engine works on."""
+    events = [event for event in own.record.events() if event["model"] in ENGINES.values()]
+    begun = {event["id"] for event in events if event["event"] == "request" and "stop" not in event["inputs"]}
+    return begun - {event["id"] for event in events if event["event"] in ENDS}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_clients_that_read_byte_by_byte(own: Own, transport: str, tmp_path: Path) -> None:
+    """However slowly they read, what is made for them is held back and not collected, for each of them alike."""
+    arguments = ("--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer))
+    with serving(tmp_path, *arguments) as service, ExitStack() as clients:
+        assert_works(service)
+        before = service.memory()
+        slow = [clients.enter_context(flooded(own, service, number)) for number in range(4)]
+        ended = 0
+        while ended < len(slow):
+            ended = 0
+            for client, id in slow:
+                assert len(client.recv(1)) == 1
+                ended += any(event["event"] == "finished" for event in own.record.events(id=id, model="tensorrt_llm"))
+        assert service.memory() - before < 32 * MEBIBYTE
+        assert_works(service)
+
+
+@contextmanager
+def flooded(own: Own, service: Service, number: int) -> Iterator[tuple[socket.socket, str]]:
+    """Ask for more than fits into all buffers on the way, and yield the connection and the request's id."""
+    mark = f"byte by byte {service.port} {number}"
+    prompt = steered(mark, text=" particular" * 20, eos=False, tokens_per_response=500)
+    data = json.dumps(body("ensemble", prompt, stream=True, max_tokens=300_000)).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect((service.host, service.port))
+        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        yield client, str(own.begun("preprocessing", mark)["id"])
+
+
+def test_levels_tell_what_runs(service: Watched) -> None:
+    """What all of these tests compare in the end shows a stream while it is there."""
+    before = service.level()
+    with Stream(service, "vllm_model", steered(text=WORDS, eos=False, delay_ms=50)) as stream:
+        stream.chunk()
+        above = service.level().above(before)
+
+    assert {"requests: 1", "streams: 1"} <= set(above)
+    assert any(each.startswith("task ") for each in above)
+    assert any(each.startswith("descriptors") for each in above)

@@ -1,0 +1,204 @@
+"""A Triton that is down, dies, freezes, or comes back. Waiting is always for something to happen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.service import serving, steered, until
+from tests.faults.surroundings import (
+    COMPLETIONS,
+    ENGINES,
+    WORDS,
+    Own,
+    Stream,
+    Watched,
+    asking,
+    assert_works,
+    body,
+    failure,
+    free_port,
+)
+from triton_openai.triton.embedded import EmbeddedTriton
+
+# A Triton that is not there
+
+
+def test_down_at_start(module_triton: Own, tmp_path: Path) -> None:
+    """The service starts without a Triton, says what is missing, and serves as soon as there is one."""
+    repository = module_triton.repository
+    http_port, grpc_port = free_port(), free_port()
+    server = EmbeddedTriton(
+        model_repository=repository.path,
+        backends=repository.backends,
+        environment=os.environ,
+        http_port=http_port,
+        grpc_port=grpc_port,
+    )
+    with contextlib.ExitStack() as opened:
+        services = []
+        for transport, port in (("http", http_port), ("grpc", grpc_port)):
+            folder = tmp_path / transport
+            folder.mkdir()
+            arguments = ["--triton-url", f"{transport}://127.0.0.1:{port}", "--refresh-interval", "0.2"]
+            services.append(opened.enter_context(serving(folder, *arguments, "--tokenizer", str(repository.tokenizer))))
+        for service in services:
+            assert not service.banner["triton_answers"]
+            assert 200 == service.status("/health/live")
+            assert 503 == service.status("/health/ready")
+            assert 503 == service.status("/health")
+            assert [] == service.send("GET", "/v1/models").json["data"]
+            for stream in (False, True):
+                reply = service.post(COMPLETIONS, body("ensemble", "Hello", stream=stream))
+                assert (503, "upstream_unavailable") == (reply.status, reply.error["code"])
+                assert 1 <= int(reply.headers["Retry-After"]) <= 120
+
+        opened.callback(server.stop, timeout=1.0)
+        server.start()
+        for service in services:
+            assert_works(service)
+            assert {"ensemble", "vllm_model", "text_embedding"} == {
+                model["id"] for model in service.send("GET", "/v1/models").json["data"]
+            }
+
+
+@pytest.mark.parametrize("model", ENGINES)
+def test_killed_in_a_stream(own: Own, service: Watched, model: str) -> None:
+    """The stream ends with an error event; the service is not ready, and is again when Triton is back."""
+    with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50)) as stream:
+        first = stream.chunk()
+        own.server.kill()
+        events = stream.rest()
+
+    assert first["choices"][0]["text"]
+    error = failure(events[-1])
+    assert "server_error" == error["type"]
+    # gRPC does not always tell a connection that broke from one that could not be made.
+    assert error["code"] in ("upstream_disconnected", "upstream_unavailable")
+    until(lambda: service.status("/health/ready") == 503)
+    refusal = service.post(COMPLETIONS, body(model, "Hello"))
+    assert (503, "upstream_unavailable") == (refusal.status, refusal.error["code"])
+    assert refusal.headers["Retry-After"]
+    assert 200 == service.status("/health/live")
+
+    own.server.start()
+    assert_works(service)
+
+
+@pytest.mark.parametrize(
+    "path, request_body",
+    [
+        (COMPLETIONS, body("ensemble", steered("killed at once", text=WORDS, first_delay_ms=60_000))),
+        (COMPLETIONS, body("vllm_model", steered("killed at twice", text=WORDS, first_delay_ms=60_000))),
+    ],
+)
+def test_killed_during_a_request(own: Own, service: Watched, path: str, request_body: dict[str, Any]) -> None:
+    """A request that waits for its whole answer gets an error, and the next Triton serves again."""
+    prompt = f"{request_body['prompt'].partition(' <<')[0]} {threading.get_ident()} {service.port}"
+    with asking(service, path, {**request_body, "prompt": f"{prompt} {request_body['prompt']}"}) as answer:
+        own.begun(request_body["model"] if request_body["model"] == "vllm_model" else "preprocessing", prompt)
+        own.server.kill()
+        reply = answer.result(30)
+
+    # Over a connection that was in use before it is tried once more, and then there is nobody to connect to.
+    assert (reply.status, reply.error["code"]) in ((502, "upstream_disconnected"), (503, "upstream_unavailable"))
+    own.server.start()
+    assert_works(service)
+
+
+def test_restarted_behind_idle_connections(own: Own, service: Watched) -> None:
+    """A restart between two requests is not noticed by whoever sends the second."""
+    assert_works(service)
+    own.server.restart()
+    assert_works(service)
+
+
+# A Triton that freezes
+
+
+@pytest.mark.parametrize("model", ENGINES)
+def test_frozen_in_a_stream(own: Own, service: Watched, model: str) -> None:
+    """A stream that falls silent is ended with an error event after the idle timeout; until then there are comments."""
+    with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50)) as stream:
+        stream.chunk()
+        own.server.pause()
+        try:
+            events = list(iter(stream.event, ""))
+        finally:
+            own.server.resume()
+
+    assert ": keep-alive" in events
+    assert "upstream_silent" == failure(events[-1])["code"]
+    assert_works(service)
+
+
+def test_frozen_before_the_answer(own: Own, service: Watched) -> None:
+    """Requests that a frozen Triton never answers end with a 504, or an error event once the stream is open."""
+    own.server.pause()
+    try:
+        whole = service.post(COMPLETIONS, body("ensemble", "Hello"))
+        vector = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
+        with Stream(service, "vllm_model", "Hello") as stream:
+            events = stream.rest()
+        assert 200 == service.status("/health/live")
+    finally:
+        own.server.resume()
+
+    assert (504, "upstream_silent") == (whole.status, whole.error["code"])
+    assert (504, "upstream_timeout") == (vector.status, vector.error["code"])
+    assert ["upstream_silent"] == [failure(event)["code"] for event in events]
+    assert_works(service)
+
+
+def test_a_silent_model(service: Watched) -> None:
+    """A model that falls silent in a Triton that is well is the same to a client."""
+    with Stream(service, "ensemble", steered(text=WORDS, hang_at=2)) as stream:
+        events = stream.rest()
+
+    assert "upstream_silent" == failure(events[-1])["code"]
+    assert "one two" == "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+def test_an_answer_that_takes_too_long(service: Watched) -> None:
+    """A request that does not stream has a limit of its own, however lively its tokens."""
+    reply = service.post(COMPLETIONS, body("vllm_model", steered(text=WORDS, eos=False, delay_ms=100), max_tokens=500))
+
+    assert (504, "upstream_timeout") == (reply.status, reply.error["code"])
+
+
+# A model that goes
+
+
+@pytest.mark.parametrize("model", ENGINES)
+def test_unloaded_in_a_stream(own: Own, service: Watched, model: str) -> None:
+    """What runs is finished by Triton and told to its end; who comes then is refused until the model is back."""
+    with Stream(service, model, steered(text=WORDS, delay_ms=200)) as stream:
+        first = stream.chunk()
+        repository(own, model, "unload")
+        until(lambda: service.post(COMPLETIONS, body(model, "Hello")).status != 200)
+        refusal = service.post(COMPLETIONS, body(model, "Hello"))
+        *chunks, done = stream.rest()
+
+    try:
+        assert "[DONE]" == done
+        text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+        assert WORDS == first["choices"][0]["text"] + text
+        assert (refusal.status, refusal.error["code"]) in ((503, "upstream_unavailable"), (404, "model_not_found"))
+    finally:
+        repository(own, model, "load")
+    until(lambda: service.post(COMPLETIONS, body(model, "Hello")).status == 200)
+    assert_works(service)
+
+
+def repository(own: Own, model: str, verb: str) -> None:
+    """Have Triton itself load or unload *model*."""
+    url = f"{own.server.http_url}/v2/repository/models/{model}/{verb}"
+    with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60) as response:
+        assert 200 == response.status

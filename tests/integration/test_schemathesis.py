@@ -1,0 +1,148 @@
+"""
+Schemathesis over the description, against the service as a process in front of the real Triton.
+
+Whatever it makes up, right or wrong by the description, has an answer that the description knows, and never a 5xx; what
+is wrong by the description is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+
+from tests import described
+from tests.clients.service import Service, serving, steered
+from tests.triton_fixture import TestTriton
+
+#: Who is asked: what is drawn for a model's name is hardly ever one.
+_GENERATING = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model", "text_embedding")
+MODELS = {
+    "/v1/embeddings": ("text_embedding", "text_embedding", "ensemble"),
+    "/v1/rerank": ("text_embedding", "text_rerank_pairs", "text_rerank_ids"),
+    "/v1/score": ("text_embedding", "text_rerank_pairs", "text_rerank_ids"),
+}
+#: Requests that are made up for an operation; one for those that are another one under another path.
+EXAMPLES = {"/v1/chat/completions": 50, "/v1/completions": 50, "/v1/score": 80}
+FEW = 15
+
+OPERATIONS = [
+    (path, method, operation)
+    for path, operations in described.document()["paths"].items()
+    for method, operation in operations.items()
+]
+NAMES = [f"{method} {path}" for path, method, _ in OPERATIONS]
+WITH_BODY = [(path, method) for path, method, operation in OPERATIONS if "requestBody" in operation]
+
+
+@pytest.fixture(scope="module")
+def service(triton: TestTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service over both transports, with all that the models need; nothing goes wrong in it."""
+    folder = tmp_path_factory.mktemp("service")
+    file = folder / "settings.yaml"
+    file.write_text(f"defaults: {{tokenizer: {triton.tokenizer}}}\nmodels: {{tensorrt_llm: {{adapter: trtllm}}}}")
+    urls = ("--triton-url", triton.http_url, "--triton-url", triton.grpc_url)
+    with serving(folder, *urls, "--config", str(file)) as running:
+        yield running
+        assert [] == running.complaints()
+
+
+@cache
+def schema() -> Any:
+    """
+    Return the description as Schemathesis takes it, without headers.
+
+    They would be most of what it gets wrong, and those of time would end requests before they have begun.
+    """
+    document = copy.deepcopy(described.document())
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["parameters"] = [each for each in operation["parameters"] if each["in"] == "path"]
+    return schemathesis.openapi.from_dict(document)
+
+
+def asking(path: str, method: str, mode: Any) -> st.SearchStrategy[Any]:
+    """Return requests for an operation; those that are right have few of the fields that may be left out."""
+    cases: st.SearchStrategy[Any] = schema()[path][method].as_strategy(generation_mode=mode)
+    models = st.sampled_from(MODELS.get(path, _GENERATING))
+    if mode is GenerationMode.POSITIVE:
+        return st.builds(mended, cases, models, st.randoms(use_true_random=False), st.just(needed(path, method)))
+    return st.builds(named, cases, models)
+
+
+def needed(path: str, method: str) -> frozenset[str]:
+    """Return the fields that an operation's body has to have."""
+    body = described.document()["paths"][path][method].get("requestBody")
+    if body is None:
+        return frozenset()
+    name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    return frozenset({"model", *described.document()["components"]["schemas"][name].get("required", ())})
+
+
+def named(case: Any, model: str) -> Any:
+    """Return *case*, asking *model* if it asks anybody."""
+    if isinstance(case.body, dict) and isinstance(case.body.get("model"), str) and case.body["model"]:
+        case.body["model"] = model
+    return case
+
+
+def mended(case: Any, model: str, draw: Any, needed: frozenset[str]) -> Any:
+    """Return *case* as a request that has a chance: a hundred optional fields have always one that is refused."""
+    if isinstance(case.body, dict):
+        optional = sorted(set(case.body) - needed - {"prompt"})
+        kept = {*needed, "prompt", *draw.sample(optional, min(3, len(optional)))}
+        case.body = {name: value for name, value in case.body.items() if name in kept}
+        for message in case.body.get("messages") or ():
+            message["content"] = message.get("content") or steered(text="one two")
+        # Without a name it is the default model, which there is none of here.
+        case.body.setdefault("model", model)
+    return named(case, model)
+
+
+def ask(service: Service, path: str, method: str, mode: Any, examples: int) -> list[int]:
+    """Ask for an operation and return the statuses of the answers."""
+    statuses = []
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(asking(path, method, mode))
+    def each(case: Any) -> None:
+        response = case.call(base_url=service.address)
+        headers = {name.title(): values[0] for name, values in response.headers.items()}
+        headers["x-request-id"] = headers["X-Request-Id"]
+        described.check(method, path, response.status_code, headers, response.content)
+        assert response.status_code < 500, (case.body, response.text)
+        assert mode is GenerationMode.POSITIVE or response.status_code >= 400, (case.body, response.text)
+        statuses.append(response.status_code)
+
+    each()
+    return statuses
+
+
+@pytest.mark.parametrize("path, method", [(path, method) for path, method, _ in OPERATIONS], ids=NAMES)
+def test_what_is_right(service: Service, path: str, method: str) -> None:
+    """Requests that the description allows have an answer that it knows; some are refused by the models."""
+    alias = "The same as" in described.document()["paths"][path][method].get("description", "")
+
+    statuses = ask(service, path, method, GenerationMode.POSITIVE, 1 if alias else EXAMPLES.get(path, FEW))
+
+    assert alias or "{" in path or 200 in statuses
+
+
+@pytest.mark.parametrize("path, method", [place for place in WITH_BODY if place[0].startswith("/v1/")])
+def test_what_is_wrong(service: Service, path: str, method: str) -> None:
+    """Requests that the description does not allow are refused."""
+    ask(service, path, method, GenerationMode.NEGATIVE, FEW)

@@ -1,0 +1,104 @@
+"""Connections to Triton whose other end is gone without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from triton_openai.errors import UpstreamTimeout, UpstreamUnavailable
+from triton_openai.triton.http_connection import ConnectionPool
+from triton_openai.triton.http_stream import HttpStream
+
+REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"
+
+
+@asynccontextmanager
+async def pooled() -> AsyncIterator[tuple[ConnectionPool, asyncio.Queue[asyncio.StreamWriter]]]:
+    """Yield a pool of connections to a server that says nothing, and the server's ends of them."""
+    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+    gone = asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.put_nowait(writer)
+        await gone.wait()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    pool = ConnectionPool("127.0.0.1", port, ssl_context=None, connect_timeout=5)
+    try:
+        yield pool, accepted
+    finally:
+        pool.close()
+        gone.set()
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the options are Linux's")
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_the_kernel_watches_each_connection(run):
+    """Within half a minute it knows that nobody is there: that of TCP itself is 15 minutes, or never."""
+
+    async def look() -> dict[str, int]:
+        async with pooled() as (pool, accepted):
+            connection = await pool.acquire()
+            await accepted.get()
+            assert connection._transport is not None
+            found = connection._transport.get_extra_info("socket")
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            options = {name: found.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names}
+            options["SO_KEEPALIVE"] = found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            connection.close()
+            return options
+
+    options = run(look())
+
+    assert 1 == options["SO_KEEPALIVE"]
+    assert 30 == options["TCP_KEEPIDLE"] + options["TCP_KEEPINTVL"] * options["TCP_KEEPCNT"]
+    assert 30_000 == options["TCP_USER_TIMEOUT"]
+
+
+@pytest.mark.parametrize("code, left", [("upstream_silent", False), ("upstream_timeout", True)])
+async def test_silence_on_one_connection_is_held_against_the_idle_ones(code: str, left: bool) -> None:
+    """They go the same way: the next request takes a fresh one. A request that is merely long says nothing of them."""
+    async with pooled() as (pool, accepted):
+        one, other = await pool.acquire(), await pool.acquire()
+        await accepted.get()
+        (await accepted.get()).write(ANSWER)
+        other.send(REQUEST)
+        await other.take()
+        other.finish()
+        one.send(REQUEST)
+
+        HttpStream(pool, one, REQUEST, "m").abort(UpstreamTimeout("Too long.", code=code))
+
+        last = await pool.acquire()
+        last.close()
+        assert (last is other) is left
+
+
+async def test_a_connection_that_is_lost_at_once(monkeypatch):
+    """A server that ends may take a connection and close it before it can be used: there is nobody to ask."""
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def connect_and_lose(*arguments, **options):
+        transport, protocol = await connect(*arguments, **options)
+        transport.abort()
+        return transport, protocol
+
+    monkeypatch.setattr(loop, "create_connection", connect_and_lose)
+    async with pooled() as (pool, _):
+        with pytest.raises(UpstreamUnavailable):
+            await pool.acquire()

@@ -1,0 +1,140 @@
+"""The service's description of itself: complete, well-formed, and true to the types."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from aiohttp.test_utils import TestClient, TestServer
+
+from tests.described import check, document
+from triton_openai import __version__
+from triton_openai.api.openapi.document import routes
+from triton_openai.api.openapi.operations import OPERATIONS
+from triton_openai.api.openapi.published import DESCRIPTION
+from triton_openai.api.openapi.schemas import prose
+from triton_openai.app import create_app
+from triton_openai.config import Settings
+from triton_openai.config.tree import ApiSettings
+
+Json = dict[str, Any]
+
+
+def operations() -> Iterator[tuple[str, str, Json]]:
+    """Yield path, method and description of every operation."""
+    for path, methods in document()["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def test_every_route_has_an_operation_and_every_operation_a_route() -> None:
+    """What is served is described, and the other way round; no line of the table is for nothing."""
+    served = list(routes(create_app(Settings())))
+
+    assert {(path, method) for path, method, _ in served} == {(path, method) for path, method, _ in operations()}
+    assert {handler for _, _, handler in served} == set(OPERATIONS)
+
+
+def test_names_are_unique_and_plain() -> None:
+    """Generators of clients make functions and classes of these names."""
+    ids = [operation["operationId"] for _, _, operation in operations()]
+
+    assert len(ids) == len(set(ids))
+    assert all(name.isidentifier() for name in [*ids, *document()["components"]["schemas"]])
+    assert "create_chat_completion" == document()["paths"]["/v1/chat/completions"]["post"]["operationId"]
+
+
+def references(node: Any) -> Iterator[str]:
+    """Yield all references in *node*."""
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        for value in node.values():
+            yield from references(value)
+    elif isinstance(node, list):
+        for item in node:
+            yield from references(item)
+
+
+def test_references_lead_somewhere_and_nothing_is_left_over() -> None:
+    """Every component is used."""
+    components = document()["components"]
+    known = {f"#/components/{group}/{name}" for group, members in components.items() for name in members}
+
+    assert known == set(references(document()))
+
+
+def test_the_body_of_each_operation_is_the_type_that_it_reads() -> None:
+    """A request is described by the struct that it is decoded into."""
+    schemas = document()["components"]["schemas"]
+    for operation in OPERATIONS.values():
+        if operation.request is not None:
+            fields = {field.encode_name for field in msgspec.structs.fields(operation.request)}
+            assert fields == schemas[operation.request.__name__]["properties"].keys()
+
+
+def test_no_field_is_left_undescribed() -> None:
+    """Fields that are read by hand are described by hand, and those that are refused take what means "not used"."""
+    for operation in OPERATIONS.values():
+        if operation.request is None:
+            continue
+        for name, schema in document()["components"]["schemas"][operation.request.__name__]["properties"].items():
+            assert schema, name
+            if name in operation.refused:
+                assert schema["enum"] == [*operation.refused[name], None]
+
+
+def test_refused_fields_are_fields() -> None:
+    """The tables of what is refused name nothing that is not there."""
+    for operation in OPERATIONS.values():
+        if operation.request is not None:
+            assert operation.refused.keys() <= set(typing.get_type_hints(operation.request))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_strict_parameters_are_described(strict: bool) -> None:
+    """Where unknown fields are refused, the description says so; only where they are, at the top."""
+    app = create_app(Settings(api=ApiSettings(strict_parameters=strict)))
+    schemas = json.loads(app[DESCRIPTION].body)["components"]["schemas"]
+
+    assert schemas["ChatRequest"].get("additionalProperties", True) is not strict
+    assert "additionalProperties" not in schemas["UserMessage"]
+
+
+def test_docstrings_become_descriptions() -> None:
+    """Descriptions are for people who do not read reStructuredText."""
+    assert "`stream` is :ref:, see `Run`.\n\nMore." == prose("``stream`` is :ref:,\n see :class:`~Run`.\n\n    More.\n")
+    assert "``" not in json.dumps(document())
+
+
+async def test_it_is_served_with_the_version() -> None:
+    """Both need no Triton; the description is made once."""
+    app = create_app(Settings())
+    async with TestClient(TestServer(app)) as client:
+        first, second = [await (await client.get("/openapi.json")).read() for _ in range(2)]
+        version = await (await client.get("/version")).json()
+
+    assert first == second == app[DESCRIPTION].body
+    assert {"version": __version__, "name": "triton-openai"} == version
+    assert __version__ == json.loads(first)["info"]["version"]
+
+
+@pytest.mark.parametrize(
+    "method, path, status, kind, body",
+    [
+        ("GET", "/version", 200, "application/json", {"version": "1", "name": "triton-openai", "more": 1}),
+        ("GET", "/version", 200, "application/json", {"version": "1"}),
+        ("GET", "/version", 200, "text/plain", {"version": "1", "name": "triton-openai"}),
+        ("GET", "/version", 418, "application/json", {"version": "1", "name": "triton-openai"}),
+        ("GET", "/versions", 200, "application/json", {"version": "1", "name": "triton-openai"}),
+        ("POST", "/v1/completions", 400, "application/json", {"error": {"message": "", "type": "", "param": None}}),
+    ],
+)
+def test_answers_are_really_checked(method: str, path: str, status: int, kind: str, body: Json) -> None:
+    """What holds all answers of the other tests against the description lets nothing else through."""
+    with pytest.raises(AssertionError):
+        check(method, path, status, {"Content-Type": kind, "x-request-id": "a"}, json.dumps(body).encode())
