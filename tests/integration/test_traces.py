@@ -486,3 +486,18 @@ def test_a_triton_that_is_started_here_joins_in(
     call = only(collector.of(trace, "triton-openai"), kind="CLIENT")
     top = only(collector.of(trace, "triton-inference-server"), name="InferRequest")
     assert call.id == top.parent
+
+
+def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTriton) -> None:
+    """Each is an instance of the service, and sends its last spans when they all end."""
+    arguments = ["--workers", "2", "--triton-url", traced_triton.http_url]
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.http_url, "OTEL_BSP_SCHEDULE_DELAY": "3600000"}
+    traces = [new_trace() for _ in range(32)]
+    with process(*arguments, **environ) as (address, stop):
+        # A connection each: the kernel chooses the worker.
+        for _, headers in traces:
+            fetch(address, headers)
+        stop()
+
+    servers = [only(collector.of(trace, "triton-openai"), kind="SERVER") for trace, _ in traces]
+    assert 2 == len({span.resource["service.instance.id"] for span in servers})
