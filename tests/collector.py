@@ -69,7 +69,11 @@ class Collector:
             while not condition():  # noqa: ASYNC110 - the servers' threads know no loop
                 await asyncio.sleep(0.01)
 
-        await asyncio.wait_for(wait(), 20)
+        try:
+            await asyncio.wait_for(wait(), 20)
+        except asyncio.TimeoutError:
+            last = [(span.service, span.kind, span.name, span.trace, span.parent) for span in self.spans[-40:]]
+            raise AssertionError(f"what was waited for has not come; the last spans are {last}") from None
 
     def add(self, request: ExportTraceServiceRequest, headers: Mapping[str, str]) -> None:
         """Take what one call brought."""

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,9 +114,29 @@ async def chat(proxy: Proxy, model: str, headers: Mapping[str, str], **fields: A
 
 def is_complete(collector: Collector, trace: str) -> bool:
     """Say whether the service's and Triton's outermost spans of a trace have come."""
-    return any(span.kind == "SERVER" for span in collector.of(trace, "triton-openai")) and any(
-        span.name == "InferRequest" for span in collector.of(trace, "triton")
-    )
+    return is_answered(collector, trace) and any(span.name == "InferRequest" for span in collector.of(trace, "triton"))
+
+
+def is_answered(collector: Collector, trace: str) -> bool:
+    """Say whether the service's outermost span of a trace has come, which is the last."""
+    return any(span.kind == "SERVER" for span in collector.of(trace, "triton-openai"))
+
+
+async def complete(
+    collector: Collector, proxy: Proxy, call: Callable[[dict[str, str]], Awaitable[Answer]]
+) -> tuple[str, Answer]:
+    """
+    Make *call* with a client's trace, and return its id and the answer once Triton's spans are there too.
+
+    Triton 24.10 overlooks the context of a few calls in a hundred over gRPC, those of its own client as well: there it
+    is one of several.
+    """
+    answers: dict[str, Answer] = {}
+    for _ in range(6 if proxy.transport == "grpc" else 1):
+        trace, headers = new_trace()
+        answers[trace] = await call(headers)
+    await collector.until(lambda: any(is_complete(collector, trace) for trace in answers))
+    return next((trace, answer) for trace, answer in answers.items() if is_complete(collector, trace))
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -125,11 +145,10 @@ async def test_one_trace_from_the_client_to_triton(
     collector: Collector, traced_triton: TestTriton, transport: str, protocol: Any
 ) -> None:
     """The service's spans are under the client's, and Triton's are under the service's."""
-    trace, headers = new_trace()
     settings = TracesSettings(otlp_endpoint=collector.url(protocol), otlp_protocol=protocol)
+    asked = {"temperature": 0.5, "seed": 7, "stop": ["zz"], "max_tokens": 9}
     async with traced(traced_triton, settings, transport=transport) as proxy:
-        answer = await chat(proxy, "ensemble", headers, temperature=0.5, seed=7, stop=["zz"], max_tokens=9)
-        await collector.until(lambda: is_complete(collector, trace))
+        trace, answer = await complete(collector, proxy, lambda headers: chat(proxy, "ensemble", headers, **asked))
         port = proxy.client.server.port
 
     ours, tritons = collector.of(trace, "triton-openai"), collector.of(trace, "triton")
@@ -190,11 +209,9 @@ async def test_what_does_not_stream_is_carried_too(
     collector: Collector, traced_triton: TestTriton, transport: str
 ) -> None:
     """An answer in one piece is another call of Triton's; its span has no token but the same place."""
-    trace, headers = new_trace()
+    body = {"model": "text_embedding", "input": "a secret", "encoding_format": "base64"}
     async with traced(traced_triton, TracesSettings(otlp_endpoint=collector.http_url), transport=transport) as proxy:
-        body = {"model": "text_embedding", "input": "a secret", "encoding_format": "base64"}
-        answer = await proxy.post("/v1/embeddings", body, **headers)
-        await collector.until(lambda: is_complete(collector, trace))
+        trace, answer = await complete(collector, proxy, lambda headers: proxy.post("/v1/embeddings", body, **headers))
 
     assert 200 == answer.status
     ours = collector.of(trace, "triton-openai")
@@ -267,7 +284,7 @@ async def test_failures_say_so(collector: Collector, traced_triton: TestTriton, 
     async with traced(traced_triton, TracesSettings(otlp_endpoint=collector.http_url), transport=transport) as proxy:
         failing, headers = new_trace()
         await chat(proxy, "vllm_model", headers, prompt=steered("a secret", text="a b c", fail_at=2, delay_ms=20))
-        await collector.until(lambda: is_complete(collector, failing))
+        await collector.until(lambda: is_answered(collector, failing))
         refused, headers = new_trace()
         assert 400 == (await chat(proxy, "vllm_model", headers, temperature=9)).status
         unread, headers = new_trace()
@@ -321,18 +338,25 @@ async def test_a_trace_goes_through_where_none_is_made(
     collector: Collector, traced_triton: TestTriton, transport: str
 ) -> None:
     """Triton goes on with the client's trace, unless it is not recorded, or not to be trusted."""
-    trace, headers = new_trace()
+    traces: list[str] = []
     unrecorded, not_sampled = new_trace("00")
     foreign, untrusted = new_trace()
     async with traced(traced_triton, TracesSettings(), transport=transport) as proxy:
         await chat(proxy, "vllm_model", not_sampled)
         async with traced(traced_triton, TracesSettings(continue_traces=False), transport=transport) as other:
             await chat(other, "vllm_model", untrusted)
-        await chat(proxy, "vllm_model", headers)
-        await collector.until(lambda: "InferRequest" in {span.name for span in collector.of(trace)})
+        # As above: over gRPC one of several is found.
+        for _ in range(6 if transport == "grpc" else 1):
+            trace, headers = new_trace()
+            traces.append(trace)
+            await chat(proxy, "vllm_model", headers)
 
-    top = only(collector.of(trace), name="InferRequest")
-    assert ("triton", CLIENTS_SPAN) == (top.service, top.parent)
+        def tops() -> list[CollectedSpan]:
+            return [span for span in collector.spans if span.trace in traces and span.name == "InferRequest"]
+
+        await collector.until(lambda: bool(tops()))
+
+    assert ("triton", CLIENTS_SPAN) == (tops()[0].service, tops()[0].parent)
     # Sent before it, so it would be here.
     assert [] == collector.of(unrecorded) + collector.of(foreign)
 
@@ -462,3 +486,18 @@ def test_a_triton_that_is_started_here_joins_in(
     call = only(collector.of(trace, "triton-openai"), kind="CLIENT")
     top = only(collector.of(trace, "triton-inference-server"), name="InferRequest")
     assert call.id == top.parent
+
+
+def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTriton) -> None:
+    """Each is an instance of the service, and sends its last spans when they all end."""
+    arguments = ["--workers", "2", "--triton-url", traced_triton.http_url]
+    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.http_url, "OTEL_BSP_SCHEDULE_DELAY": "3600000"}
+    traces = [new_trace() for _ in range(32)]
+    with process(*arguments, **environ) as (address, stop):
+        # A connection each: the kernel chooses the worker.
+        for _, headers in traces:
+            fetch(address, headers)
+        stop()
+
+    servers = [only(collector.of(trace, "triton-openai"), kind="SERVER") for trace, _ in traces]
+    assert 2 == len({span.resource["service.instance.id"] for span in servers})
