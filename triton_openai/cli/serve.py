@@ -14,6 +14,7 @@ from aiohttp import web
 
 from triton_openai.app import create_app, models_of
 from triton_openai.cli.banner import Banner, banner_of, render_banner
+from triton_openai.cli.descriptors import raise_limit
 from triton_openai.config import ServerSettings, Settings
 from triton_openai.draining import DRAINING
 from triton_openai.errors import ConfigurationError
@@ -28,6 +29,7 @@ Talk = Callable[[Banner], Awaitable[int | None]]
 
 def serve(settings: Settings, environ: Mapping[str, str]) -> int:
     """Serve until told to stop."""
+    raise_limit()
     with listening_sockets(settings.server) as sockets:
         launched = None
         if settings.triton.model_repository:
