@@ -16,11 +16,11 @@ from typing import NoReturn
 import msgspec
 
 from bench import machine, report
-from bench.cases import CASES, Plan, Row, plans
+from bench.cases import CASES, CROWD, Plan, Row, plans
 from bench.measure import measure, row
 from bench.messages import Outcome
 from bench.parsers import ParserRow, measure_parsers
-from bench.processes import BenchError
+from bench.processes import BenchError, make_room
 from bench.repository import build_repository
 from bench.subjects import SUBJECTS, Subject, can_trace, control, nginx_path
 from triton_openai.errors import ConfigurationError
@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> bool:
     """Return whether anything was measured."""
+    if "crowd" in options.cases:
+        make_room(3 * CROWD)
     facts = machine.facts()
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     cores = machine.place(machine.available())

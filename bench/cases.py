@@ -9,15 +9,16 @@ import msgspec
 
 from bench.messages import CHOICES, Form
 from bench.parsers import QUICK_SIZES, SIZES
-from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, TOKEN
+from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, SLOW, TOKEN
 
-CASES = ("paced", "flood", "latency", "burst", "tools", "choices", "long", "traces", "parsers")
+CASES = ("paced", "flood", "latency", "burst", "crowd", "tools", "choices", "long", "traces", "parsers")
 
 # More than any measured window has time for.
 _ENDLESS = 1_000_000
 # Long enough that requests do not count, short enough that Triton's queues stay small when its client is slower.
 _FLOOD_TOKENS = 1000
 _BURST_CLIENTS = 256
+CROWD = 2000
 _OURS = ("ours-http", "ours-grpc")
 _ALL = ("triton-http", "triton-grpc", "nginx", *_OURS)
 _TRACED = ("ours-http", "ours-traced")
@@ -91,6 +92,10 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
             yield Plan(case, FLOOD, 1, 1, answers=20 if quick else 100, rounds=2 * rounds)
         elif case == "burst":
             yield Plan(case, FLOOD, _BURST_CLIENTS, 4, answers=_BURST_CLIENTS, rounds=rounds)
+        elif case == "crowd":
+            # Four tokens a second each, so that one process can: what is asked is what many open streams cost.
+            subjects = ("nginx", *_OURS)
+            yield Plan(case, SLOW, CROWD, _ENDLESS, 5.0, 1.0, max(seconds, 3.0), rounds=1, subjects=subjects)
         elif case == "tools":
             # What the direct connections take is in `paced`: for them a call is text.
             yield _compared(case, PACED_CALL, COMPARED, seconds, rounds, form="tools", subjects=("nginx", *_OURS))

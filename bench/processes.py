@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -71,3 +72,14 @@ def wait_until_answers(port: int, path: str, log: Path, seconds: float = 30.0) -
                 return
         time.sleep(0.05)
     raise BenchError(f"Nothing good came from port {port} in {seconds:g} s:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+def make_room(descriptors: int) -> None:
+    """
+    Let this process and those that it starts open as many files. Raises `BenchError` where the system does not let it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        if hard != resource.RLIM_INFINITY and hard < descriptors:
+            raise BenchError(f"The case 'crowd' needs {descriptors} open files, and {hard} are allowed (ulimit -Hn).")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))

@@ -41,7 +41,7 @@ _OF_ANSWERS = {"tokens", "first_max_ms", "stalls", "cpu_us_per_answer"}
 _OF_TOKENS = {"tokens", "tokens_per_second", "cpu_us_per_token", "triton_us_per_token", *_GAPS}
 # Where an answer is a token or four, only whole answers are of interest; where streams go on, the first max is not.
 _NOT_SHOWN = {
-    **dict.fromkeys(("paced", "flood", "tools", "choices"), _OF_ANSWERS),
+    **dict.fromkeys(("paced", "flood", "crowd", "tools", "choices"), _OF_ANSWERS),
     "long": {"first_p50_ms", "first_p99_ms", "first_max_ms", "stalls", *_GAPS},
     "latency": {"stalls", *_OF_TOKENS},
     "burst": _OF_TOKENS,

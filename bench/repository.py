@@ -17,9 +17,12 @@ _CLOSING = '~"}}\n</tool_call>'
 
 PACED = "bench_paced"
 FLOOD = "bench_flood"
+SLOW = "bench_slow"
 PACED_CALL = "bench_paced_call"
 FLOOD_CALL = "bench_flood_call"
-TICK_MS: Mapping[str, float] = MappingProxyType({PACED: 20.0, FLOOD: 0.0, PACED_CALL: 20.0, FLOOD_CALL: 0.0})
+TICK_MS: Mapping[str, float] = MappingProxyType(
+    {PACED: 20.0, FLOOD: 0.0, SLOW: 250.0, PACED_CALL: 20.0, FLOOD_CALL: 0.0}
+)
 
 # The tensors of Triton's vLLM backend (release 25.11) that text needs, under a backend that every Triton has.
 _CONFIG = """name: "{name}"

@@ -37,7 +37,7 @@ _NOTICE_SECONDS = 1.0
 _SETTLE_SECONDS = 30.0
 _WARM_SHARE = 0.1
 # After the last fault, so that its end is part of it.
-_QUIET_SECONDS = 5.0
+_QUIET_SECONDS = 3.0
 
 
 @dataclass
@@ -194,7 +194,7 @@ class Soak:
         }
         while time.monotonic() < self._ends - _QUIET_SECONDS:
             for name, do in faults.items():
-                await self._quiet(self._chance.uniform(4, 10))
+                await self._quiet(self._chance.uniform(1, 2) * min(5.0, self._seconds / 20))
                 if time.monotonic() >= self._ends - _QUIET_SECONDS:
                     break
                 await self._fault(name, do)

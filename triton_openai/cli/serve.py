@@ -15,6 +15,7 @@ from aiohttp import web
 from triton_openai.api.service import SERVICE
 from triton_openai.app import control_of, create_app, models_of, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner
+from triton_openai.cli.descriptors import raise_limit
 from triton_openai.cli.launching import supervised
 from triton_openai.cli.reloading import reloading
 from triton_openai.cli.sockets import address_of, listening_sockets
@@ -38,6 +39,7 @@ _LAST_REQUESTS_SECONDS = 0.1
 
 def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
     """Serve until told to stop, and keep up with the *source* of the settings."""
+    raise_limit()
     with listening_sockets(settings.server) as sockets:
         launched = None
         if settings.triton.model_repository:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from triton_openai.cli.descriptors import raise_limit
 from triton_openai.cli.launching import supervised
 from triton_openai.cli.reloading import reloading
 from triton_openai.cli.sockets import address_of, listening_sockets
@@ -31,6 +32,8 @@ from triton_openai.workers.process import WorkerProcess
 
 def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
     """Serve with several processes until told to stop, and keep up with the *source* of the settings."""
+    # The workers inherit it.
+    raise_limit()
     with listening_sockets(settings.server) as sockets, private_directory(environ) as directory:
         launched = None
         if settings.triton.model_repository:

@@ -173,7 +173,7 @@ OPERATIONS: Mapping[Handler, Operation] = {
         answer=model_control.Unloaded,
         errors=_CONTROL,
     ),
-    metrics.metrics: Operation(name="metrics", group="service", text=True),
+    metrics.metrics: Operation(name="metrics", group="service", text=True, errors=(errors.EndpointNotFound,)),
     health.live: Operation(name="live", group="health", answer=shapes.Live),
     health.ready: Operation(name="ready", group="health", answer=shapes.Ready, failures={503: shapes.NotReady}),
     version.version: Operation(name="version", group="service", answer=version.Version),

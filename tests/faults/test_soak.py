@@ -1,0 +1,19 @@
+"""A few seconds of what ``make soak`` does for ten minutes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_a_short_soak() -> None:
+    """It gets through a fault, tells what became of the requests, and finds nothing left behind."""
+    command = [sys.executable, "-m", "tests.faults.soak", "--seconds", "10", "--clients", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+    assert 0 == done.returncode, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.split()[1:] == ["answered"] for line in lines)
+    assert "Triton: killed 1" in done.stdout
+    assert "failed at other times: none" in lines
+    assert "left behind: nothing" in lines
