@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from triton_openai.config import Settings
 from triton_openai.supervisor import LaunchedTriton, Supervisor
+from triton_openai.triton.trace_options import trace_options
 
 
 @contextlib.asynccontextmanager
@@ -28,3 +29,17 @@ async def supervised(
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def to_be_launched(settings: Settings, environ: Mapping[str, str]) -> LaunchedTriton | None:
+    """Return the Triton that is to be started with the service, if *settings* name a model repository for it."""
+    triton = settings.triton
+    if not triton.model_repository:
+        return None
+    return LaunchedTriton(
+        triton.model_repository,
+        environ,
+        model_control_mode=triton.model_control_mode,
+        load_models=triton.load_model,
+        extra_args=trace_options(settings.traces),
+    )

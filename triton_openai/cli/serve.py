@@ -16,7 +16,7 @@ from triton_openai.api.service import SERVICE
 from triton_openai.app import control_of, create_app, models_of, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner
 from triton_openai.cli.descriptors import raise_limit
-from triton_openai.cli.launching import supervised
+from triton_openai.cli.launching import supervised, to_be_launched
 from triton_openai.cli.reloading import reloading
 from triton_openai.cli.sockets import address_of, listening_sockets
 from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
@@ -27,7 +27,6 @@ from triton_openai.reload import Reloader, Source
 from triton_openai.server.connections import Site
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.tls import server_context
-from triton_openai.triton.trace_options import trace_options
 from triton_openai.worker import WORKER, Worker
 
 # What happens after the banner, and what the process's exit status then is; None: go on serving.
@@ -41,16 +40,7 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
     """Serve until told to stop, and keep up with the *source* of the settings."""
     raise_limit()
     with listening_sockets(settings.server) as sockets:
-        launched = None
-        if settings.triton.model_repository:
-            triton = settings.triton
-            launched = LaunchedTriton(
-                triton.model_repository,
-                environ,
-                model_control_mode=triton.model_control_mode,
-                load_models=triton.load_model,
-                extra_args=trace_options(settings.traces),
-            )
+        launched = to_be_launched(settings, environ)
         return run_loop(serve_until_stopped(settings, sockets, launched, source=source))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from triton_openai.cli.descriptors import raise_limit
-from triton_openai.cli.launching import supervised
+from triton_openai.cli.launching import supervised, to_be_launched
 from triton_openai.cli.reloading import reloading
 from triton_openai.cli.sockets import address_of, listening_sockets
 from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
@@ -23,7 +23,6 @@ from triton_openai.reload import Reloader, Source
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 from triton_openai.tls import server_context
-from triton_openai.triton.trace_options import trace_options
 from triton_openai.worker import Worker
 from triton_openai.workers.directory import private_directory
 from triton_openai.workers.pool import Pool
@@ -35,16 +34,7 @@ def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str,
     # The workers inherit it.
     raise_limit()
     with listening_sockets(settings.server) as sockets, private_directory(environ) as directory:
-        launched = None
-        if settings.triton.model_repository:
-            triton = settings.triton
-            launched = LaunchedTriton(
-                triton.model_repository,
-                environ,
-                model_control_mode=triton.model_control_mode,
-                load_models=triton.load_model,
-                extra_args=trace_options(settings.traces),
-            )
+        launched = to_be_launched(settings, environ)
         # prometheus_client looks for it when it is imported.
         environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
         return run_loop(_serve(settings, source, sockets, launched, directory, environ))
