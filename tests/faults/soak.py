@@ -194,7 +194,7 @@ class Soak:
         }
         while time.monotonic() < self._ends - _QUIET_SECONDS:
             for name, do in faults.items():
-                await self._quiet(self._chance.uniform(1, 2) * min(5.0, self._seconds / 20))
+                await self._quiet(self._chance.uniform(1, 2) * min(5.0, self._seconds / 10))
                 if time.monotonic() >= self._ends - _QUIET_SECONDS:
                     break
                 await self._fault(name, do)
