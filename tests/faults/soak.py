@@ -85,27 +85,26 @@ class Soak:
     async def run(self) -> Figures:
         """Run, wait until all is quiet, and return what was seen."""
         figures = self.figures
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self._service.address, connector=connector) as session:
-            before = await self._traffic(session, self._seconds * _WARM_SHARE, faults=False)
-            began = time.monotonic()
-            after = await self._traffic(session, self._seconds * (1 - _WARM_SHARE), faults=True)
-            figures.seconds = time.monotonic() - began + self._seconds * _WARM_SHARE
-            figures.memory = (before.memory, after.memory)
-            deadline = time.monotonic() + _SETTLE_SECONDS
-            while (left := after.above(before)) and time.monotonic() < deadline:
-                await asyncio.sleep(0.2)
-                after = await asyncio.to_thread(self._service.level)
-            figures.left = left
-            return figures
+        before = await self._traffic(self._seconds * _WARM_SHARE, faults=False)
+        began = time.monotonic()
+        after = await self._traffic(self._seconds * (1 - _WARM_SHARE), faults=True)
+        figures.seconds = time.monotonic() - began + self._seconds * _WARM_SHARE
+        figures.memory = (before.memory, after.memory)
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while (left := after.above(before)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+            after = await asyncio.to_thread(self._service.level)
+        figures.left = left
+        return figures
 
-    async def _traffic(self, session: aiohttp.ClientSession, seconds: float, *, faults: bool) -> Level:
+    async def _traffic(self, seconds: float, *, faults: bool) -> Level:
         """Load the service for *seconds* and return its level once all clients have gone."""
         self._ends = time.monotonic() + seconds
-        clients = [asyncio.create_task(self._client(session)) for _ in range(self._clients)]
-        if faults:
-            await self._faults()
-        await asyncio.gather(*clients)
+        async with aiohttp.ClientSession(self._service.address, connector=aiohttp.TCPConnector(limit=0)) as session:
+            clients = [asyncio.create_task(self._client(session)) for _ in range(self._clients)]
+            if faults:
+                await self._faults()
+            await asyncio.gather(*clients)
         await asyncio.to_thread(lambda: until(lambda: not self._service.level().running))
         return await asyncio.to_thread(self._service.level)
 
@@ -194,7 +193,7 @@ class Soak:
         }
         while time.monotonic() < self._ends - _QUIET_SECONDS:
             for name, do in faults.items():
-                await self._quiet(self._chance.uniform(1, 2) * min(5.0, self._seconds / 20))
+                await self._quiet(self._chance.uniform(1, 2) * min(5.0, self._seconds / 10))
                 if time.monotonic() >= self._ends - _QUIET_SECONDS:
                     break
                 await self._fault(name, do)

@@ -108,11 +108,11 @@ def test_comments_while_nothing_comes(service: Service) -> None:
     with Stream(service, "vllm_model", steered(text=WORDS, first_delay_ms=1000)) as stream:
         events = list(iter(stream.event, ""))
 
-    waiting = [number for number, event in enumerate(events) if event == ": keep-alive"]
-    assert len(waiting) >= 2
-    assert waiting == list(range(len(waiting)))
-    assert WORDS == "".join(json.loads(event)["choices"][0]["text"] for event in events[len(waiting) : -1])
-    assert "[DONE]" == events[-1]
+    assert [": keep-alive"] * 2 == events[:2]
+    # On a busy machine there may be one between two tokens, too.
+    *chunks, done = [event for event in events if event != ": keep-alive"]
+    assert WORDS == "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+    assert "[DONE]" == done
 
 
 def test_256_clients_at_once(service: Service) -> None:

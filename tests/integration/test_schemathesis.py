@@ -38,6 +38,8 @@ OPERATIONS = [
     for path, operations in described.document()["paths"].items()
     for method, operation in operations.items()
 ]
+# Not needed by themselves: one of them, or two, is what a request is about.
+_SUBSTANCE = {"prompt", "text_1", "text_2"}
 NAMES = [f"{method} {path}" for path, method, _ in OPERATIONS]
 WITH_BODY = [(path, method) for path, method, operation in OPERATIONS if "requestBody" in operation]
 
@@ -96,8 +98,8 @@ def named(case: Any, model: str) -> Any:
 def mended(case: Any, model: str, draw: Any, needed: frozenset[str]) -> Any:
     """Return *case* as a request that has a chance: a hundred optional fields have always one that is refused."""
     if isinstance(case.body, dict):
-        optional = sorted(set(case.body) - needed - {"prompt"})
-        kept = {*needed, "prompt", *draw.sample(optional, min(3, len(optional)))}
+        optional = sorted(set(case.body) - needed - _SUBSTANCE)
+        kept = {*needed, *_SUBSTANCE, *draw.sample(optional, min(3, len(optional)))}
         case.body = {name: value for name, value in case.body.items() if name in kept}
         for message in case.body.get("messages") or ():
             message["content"] = message.get("content") or steered(text="one two")
@@ -139,7 +141,8 @@ def test_what_is_right(service: Service, path: str, method: str) -> None:
 
     statuses = ask(service, path, method, GenerationMode.POSITIVE, 1 if alias else EXAMPLES.get(path, FEW))
 
-    assert alias or "{" in path or 200 in statuses
+    # Where there are many, some ask for nothing that a model refuses.
+    assert alias or path not in EXAMPLES or 200 in statuses
 
 
 @pytest.mark.parametrize("path, method", [place for place in WITH_BODY if place[0].startswith("/v1/")])
