@@ -34,6 +34,9 @@ async def test_the_line_of_an_answer(proxies: dict[str, Proxy], endpoint: str, s
     """It says who answered, how much it was, how long it took, and why it ended."""
     with structlog.testing.capture_logs() as captured:
         answer = await ask(proxies["http"], endpoint, "ensemble", steered("a secret", text="one two"), stream=stream)
+        # A stream's line is written when its last byte has left, and the client may have read it by then.
+        name = answer.headers["x-request-id"]
+        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
     assert 200 == answer.status
 
     (line,) = lines(captured, request_id=answer.headers["x-request-id"])
@@ -55,6 +58,8 @@ async def test_the_line_of_a_refusal(proxies: dict[str, Proxy]) -> None:
         failed = await ask(
             proxies["http"], "chat", "vllm_model", steered(text="a b c", fail_at=2, delay_ms=50), stream=True
         )
+        name = failed.headers["x-request-id"]
+        await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
 
     def line_of(answer: Any) -> Any:
         (line,) = lines(captured, request_id=answer.headers["x-request-id"])

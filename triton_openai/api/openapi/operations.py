@@ -96,6 +96,7 @@ _CONTROL = (
     errors.UnsupportedMediaType,
     errors.UpstreamError,
     errors.UpstreamTimeout,
+    errors.NotImplementedUpstream,
 )
 
 OPERATIONS: Mapping[Handler, Operation] = {
