@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.clients.service import Reply, Service, serving, steered, until
+from tests.conformance.calls import ledger
 from tests.triton_fixture import TestTriton
 
 _ECHO = {"model": "ensemble", "messages": [{"role": "user", "content": "Hello"}]}
@@ -99,9 +100,10 @@ def test_a_request_reads_templates_again(configured: Configured, triton: TestTri
     """SIGHUP takes the template's new text, though the settings name the same file."""
 
     def prompt() -> str:
-        before = len(triton.record.events())
-        assert 200 == configured.service.post("/v1/chat/completions", {**_ECHO, "max_tokens": 1}).status
-        for event in triton.record.events()[before:]:
+        answer = configured.service.post("/v1/chat/completions", {**_ECHO, "max_tokens": 1})
+        assert 200 == answer.status
+        # The ledger reads each line once; the whole run's record is long by now.
+        for event in ledger(triton.record.path).events(id=answer.json["id"]):
             for name in ("text_input", "QUERY"):
                 if name in event.get("inputs", {}):
                     return str(event["inputs"][name]["value"])
