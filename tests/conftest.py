@@ -2,4 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import structlog
+
 pytest_plugins = ["tests.triton_fixture", "tests.proxy_fixture"]
+
+
+@pytest.fixture(autouse=True)
+def _own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """
+    Undo what a test that runs a command in this process does to its logging, so that the next one starts afresh.
+
+    Loggers are modules' own, and one that keeps its first configuration would write to a stream that is gone by then.
+    """
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    configure = functools.partial(_configure_uncached, structlog.configure)
+    monkeypatch.setattr(structlog, "configure", configure)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+def _configure_uncached(configure: Callable[..., None], **settings: Any) -> None:
+    configure(**{**settings, "cache_logger_on_first_use": False})

@@ -11,14 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients.service import Reply, Service, serving, steered, until
+from tests.clients.service import Reply, Service, exchange, serving, steered, until
 from tests.triton_fixture import TestTriton
 from triton_openai.demo.repository import build_repository
 
@@ -94,33 +95,69 @@ def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> N
 
 def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
     """Its own streams are cut; those of the others go on, new requests are answered all along, and its number stays."""
-    body = {**_BODY, "stream": True, "prompt": steered(text="a b c d", repeat=10, delay_ms=50), "max_tokens": 61}
-    endings: list[bool] = []
     with workers(tmp_path, triton, 2) as service:
         before = pids(service)
-        threads = [threading.Thread(target=lambda: endings.append(_whole(service, body))) for _ in range(24)]
-        for thread in threads:
-            thread.start()
-        triton.record.wait_for(lambda events: engine_requests(events, 61) == 24, 20)
-        os.kill(before[0], signal.SIGKILL)
-        statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
-        until(lambda: pids(service)[0] != before[0], 10)
-        for thread in threads:
-            thread.join(60)
+        connections = connections_to_all(service)
+        # Those of the worker that is killed would take half a minute, so that they are running then.
+        streams = [_stream(61, repeat=10, delay_ms=50 if index else 1000) for index, _ in connections]
+        with ThreadPoolExecutor(len(connections)) as clients:
+            endings = [
+                clients.submit(_whole, connection, body)
+                for (_, connection), body in zip(connections, streams, strict=True)
+            ]
+            triton.record.wait_for(lambda events: engine_requests(events, 61) == len(connections), 20)
+            os.kill(before[0], signal.SIGKILL)
+            statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
+            until(lambda: pids(service)[0] != before[0], 10)
         after = pids(service)
         ended = [line for line in log_of(service) if line["event"] == "worker ended"]
-        assert [(0, before[0], "killed by SIGKILL")] == [(line["worker"], line["pid"], line["how"]) for line in ended]
 
+    assert [(0, before[0], "killed by SIGKILL")] == [(line["worker"], line["pid"], line["how"]) for line in ended]
     assert {200} == statuses
     assert before[1] == after[1]
-    # Both had some.
-    assert {True, False} == set(endings)
+    assert [index == 1 for index, _ in connections] == [ending.result() for ending in endings]
 
 
-def _whole(service: Service, body: dict[str, Any]) -> bool:
+def connections_to_all(service: Service) -> list[tuple[int, http.client.HTTPConnection]]:
+    """Return connections and the numbers of the workers that have them, at least one of each worker."""
+    processes = {pid: index for index, pid in pids(service).items()}
+    found: list[tuple[int, http.client.HTTPConnection]] = []
+    while {index for index, _ in found} != set(processes.values()):
+        connection = service.connect(60)
+        connection.connect()
+        (owner,) = until(partial(accepted_by, connection, processes))
+        found.append((processes[owner], connection))
+    return found
+
+
+def accepted_by(connection: http.client.HTTPConnection, processes: Iterable[int]) -> list[int]:
+    """Return those of *processes* that have accepted *connection*."""
+    host, port = connection.sock.getsockname()
+    remote = f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{line[9]}]" for line in lines if line[2] == remote}
+    return [pid for pid in processes if sockets & descriptors(pid)]
+
+
+def descriptors(pid: int) -> set[str]:
+    """Return what the open files of a process are, as ``socket:[123]``."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(str(link.readlink()))
+    return found
+
+
+def _stream(length: int, **orders: Any) -> dict[str, Any]:
+    """Return the body of a stream to be known in the record by its *length*, paced as *orders* say."""
+    return {**_BODY, "stream": True, "prompt": steered(text="a b c d", **orders), "max_tokens": length}
+
+
+def _whole(connection: http.client.HTTPConnection, body: dict[str, Any]) -> bool:
     """Whether a stream was answered to its end."""
     try:
-        return service.post("/v1/completions", body).events[-1] == "[DONE]"
+        with contextlib.closing(connection):
+            return exchange(connection, "POST", "/v1/completions", body).events[-1] == "[DONE]"
     except (OSError, AssertionError, http.client.HTTPException):
         return False
 
@@ -153,10 +190,10 @@ def test_settings_that_no_worker_can_use(tmp_path: Path) -> None:
 
 def test_a_group_wide_signal_counts_once(triton: TestTriton, tmp_path: Path) -> None:
     """Service managers send SIGTERM to every process: streams finish all the same."""
-    body = {**_BODY, "stream": True, "prompt": steered(text="a b c d", repeat=5, delay_ms=50), "max_tokens": 62}
+    body = _stream(62, repeat=5, delay_ms=50)
     endings: list[bool] = []
     with workers(tmp_path, triton, 2) as service:
-        threads = [threading.Thread(target=lambda: endings.append(_whole(service, body))) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: endings.append(_whole(service.connect(), body))) for _ in range(8)]
         for thread in threads:
             thread.start()
         triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 20)

@@ -12,16 +12,6 @@ from triton_openai.config import ServerSettings
 from triton_openai.telemetry.logging import configure_logging, get_logger
 
 
-@pytest.fixture(autouse=True)
-def _restored():
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    structlog.reset_defaults()
-
-
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     printed = capsys.readouterr()
     assert printed.out == ""
