@@ -23,6 +23,7 @@ from triton_openai.telemetry.state import LOOKED_UP
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy/grafana/triton-openai.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
+SCALING = ROOT / "deploy/kubernetes"
 # Labels that Prometheus itself adds when it scrapes, and Kubernetes's service discovery.
 TARGET = {"instance", "job", "namespace", "pod"}
 # What Triton exports only where there is a GPU, or an engine of TensorRT-LLM.
@@ -57,6 +58,11 @@ def expressions() -> Iterator[tuple[str, str]]:
             yield panel["title"], text
     for rule in rules():
         yield rule.get("alert") or rule["record"], rule["expr"]
+    (rule,) = yaml.safe_load((SCALING / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    filled = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="a",pod="b"')
+    yield "prometheus-adapter", filled
+    (trigger,) = yaml.safe_load((SCALING / "keda.yaml").read_text())["spec"]["triggers"]
+    yield "KEDA", trigger["metadata"]["query"]
 
 
 EXPRESSIONS = list(expressions())
