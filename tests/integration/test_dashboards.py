@@ -155,6 +155,22 @@ def test_what_is_chosen_counts_everywhere() -> None:
                 assert "le" in grouped_by(target["expr"].replace("$__rate_interval", "5m"))
 
 
+def test_the_sample_in_the_documents() -> None:
+    """Its queries are the dashboard's, but for what is chosen there."""
+    asked = {(panel["title"], unchosen(target["expr"])) for panel in panels() for target in panel.get("targets", ())}
+    document = (ROOT / "docs/observability.md").read_text()
+    sample = document.partition("<!-- sample: dashboard -->")[2].partition("<!-- end of sample -->")[0]
+    shown = re.findall(r"^\| (.+?) \| `(.+?)` \| ", sample, re.MULTILINE)
+
+    assert len(shown) > 5
+    assert set(shown) <= asked
+
+
+def unchosen(expression: str) -> str:
+    """Return *expression* without the matchers of the dashboard's variables."""
+    return re.sub(r',?\w+=~"\$\w+"', "", expression).replace("{,", "{").replace("{}", "")
+
+
 def test_units() -> None:
     """Seconds are shown as seconds, and bytes as bytes."""
     for panel in panels():
