@@ -33,7 +33,7 @@ TEXTS = {
 }
 HEALTH_CHECK = ["/opt/triton-openai/bin/python", "/opt/triton-openai/healthcheck.py"]
 # What Triton answers, and what the programs around it listen on.
-TRITON_PATHS = {"/v2/health/live"}
+TRITON_PATHS = {"/v2/health/ready"}
 PORTS = {
     "triton": {8000, 8001, 8002},
     "otel-collector": {4317, 4318},
@@ -126,7 +126,7 @@ def test_flags_that_are_named() -> None:
         *("--from", "--install", "--mount", "--chown", "--port-forward"),
         *("--no-cache-dir", "--no-deps", "--wheel-dir", "--without-pip", "--python", "--now"),
         *("--interval", "--timeout", "--start-period", "--gid", "--uid", "--system", "--no-create-home"),
-        *("--config.file", "--storage.tsdb.path"),
+        *("--config.file", "--storage.tsdb.path", "--fail", "--silent", "--output", "--url"),
         *files.triton_flags(),
     }
     for name, text in TEXTS.items():
@@ -193,6 +193,21 @@ def test_compose_fits_together(name: str) -> None:
             if host != "localhost":
                 assert host in services, f"{path}: {host}"
                 assert int(port) in PORTS[host], f"{path}: {host}:{port}"
+
+
+def test_compose_knows_what_is_healthy() -> None:
+    """Every image has a tag of its own, and all are asked whether they are well that can be."""
+    for name in ("compose.yaml", "open-webui.yaml"):
+        for service, described in files.load(DEPLOY / "compose" / name)["services"].items():
+            image = re.sub(r"\$\{\w+:-(.+)\}", r"\1", described["image"])
+            built = "build" in described
+            assert built or re.search(r":v?\d+\.\d+", image), image
+            # Ours and that of Open WebUI come with a check; the two others have no program for one.
+            asked = "healthcheck" in described
+            assert asked != (built or service in ("otel-collector", "jaeger", "open-webui")), service
+            if asked:
+                (port,) = re.findall(r"//127\.0\.0\.1:(\d+)", " ".join(described["healthcheck"]["test"]))
+                assert int(port) in PORTS[service]
 
 
 def test_what_compose_mounts_is_found() -> None:
