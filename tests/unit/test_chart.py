@@ -267,7 +267,6 @@ def test_the_schema_has_every_value() -> None:
         ({"triton": {"urls": ["triton:8000"]}}, "urls"),
         ({"image": {"digest": "latest"}}, "digest"),
         ({"autoscaling": {"enabled": True, "requestsInFlight": None}}, "requestsInFlight"),
-        ({"kserve": {"enabled": True}, "apiKeys": {"existingSecret": "keys"}}, "kserve cannot be used together"),
         ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
         ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
         ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
