@@ -252,6 +252,18 @@ def validated(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_backends_have_a_home() -> None:
+    """Where Triton runs without rights, its home is a volume or a folder made for it: vLLM compiles into it."""
+    home = files.image_environment("triton")["HOME"]
+    assert [line for line in files.of_stage("triton", "RUN") if f"chown 1000:1000 {home}" in line]
+
+    runtime = files.load(DEPLOY / "kserve/serving-runtime.yaml")["spec"]["containers"][0]
+    pod = files.only(files.plain_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]
+    for container in (runtime, pod["initContainers"][0]):
+        (home,) = [one["value"] for one in container["env"] if one["name"] == "HOME"]
+        assert any(home.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+
+
 def test_the_image_is_made_of_what_is_there() -> None:
     """What is copied exists and is in the build's context; the last stage is the sidecar, and both run unprivileged."""
     allowed = {line[1:] for line in TEXTS["Dockerfile.dockerignore"].splitlines() if line.startswith("!")}
