@@ -51,7 +51,7 @@ def unknown(named: Collection[str], known: Collection[str]) -> list[str]:
 def test_flags(document: str) -> None:
     """Wherever they stand, examples included."""
     flags = {option.flag for option in options()} | COMMANDS
-    switches = {"--no-" + flag[2:] for flag in flags}
+    switches = {f"--no-{option.name}" for option in options() if isinstance(option.default, bool)}
     named = re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", TEXTS[document])
 
     assert [] == unknown(named, flags | switches | FOREIGN.get(document, set()) | TRITON)
