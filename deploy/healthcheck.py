@@ -1,8 +1,11 @@
 """
-The images' health check: exit status 0 when the service in this container answers, else 1 with the reason.
+The images' health check: exit status 0 when the service in this container answers with 200, else 1 with the reason.
 
-``HEALTHCHECK_URL`` says what to ask where port and certificate are not set by variables. A certificate is not checked,
-because it is made out to the name that clients use; a service that asks for one of its clients cannot be asked so.
+    healthcheck.py [PATH]
+
+asks for ``/health/live``, or for PATH. ``HEALTHCHECK_URL`` says what to ask where port and certificate are not set by
+variables. A certificate is not checked, because it is made out to the name that clients use. A service that asks its
+clients for certificates is shown its own: it has to be from an authority that it accepts.
 """
 
 from __future__ import annotations
@@ -17,15 +20,21 @@ _SECONDS = 2.0
 
 def main() -> None:
     """Ask once."""
-    scheme = "https" if os.environ.get("TRITON_OPENAI_TLS_CERTIFICATE") else "http"
+    certificate = os.environ.get("TRITON_OPENAI_TLS_CERTIFICATE")
     port = os.environ.get("TRITON_OPENAI_PORT") or "9000"
-    url = os.environ.get("HEALTHCHECK_URL") or f"{scheme}://127.0.0.1:{port}/health/live"
+    path = sys.argv[1] if len(sys.argv) > 1 else "/health/live"
+    own = f"{'https' if certificate else 'http'}://127.0.0.1:{port}{path}"
+    url = os.environ.get("HEALTHCHECK_URL") or own
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     # A proxy that is configured for the rest of the container is not asked for the container itself.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
+        if certificate and os.environ.get("TRITON_OPENAI_TLS_CLIENT_CA"):
+            passphrase = os.environ.get("TRITON_OPENAI_TLS_KEY_PASSPHRASE") or ""
+            # Without a passphrase an encrypted key is an error, instead of a question to nobody.
+            context.load_cert_chain(certificate, os.environ.get("TRITON_OPENAI_TLS_KEY") or None, lambda: passphrase)
         with opener.open(url, timeout=_SECONDS):
             pass
     except OSError as error:

@@ -145,11 +145,24 @@ def settings() -> str:
         group = [option for option in options() if option.section == section]
         lines += [f"### {_titles[section]}", "", _about(section), ""]
         rows = [
-            [f"`{option.flag}`", f"`{option.variable}`", f"`{option.key}`", _default(option), _help(option)]
+            [
+                _flag(option),
+                f"`{option.variable}`",
+                f"`{option.key}`",
+                _default(option),
+                "yes" if option.live else "",
+                _help(option),
+            ]
             for option in group
         ]
-        lines += [*_table(["Flag", "Environment", "YAML", "Default", "Meaning"], rows), ""]
+        lines += [*_table(["Flag", "Environment", "YAML", "Default", "Live", "Meaning"], rows), ""]
     return "\n".join(lines[:-1])
+
+
+def _flag(option: Option) -> str:
+    """Return the flag and what is given with it, its unit among them."""
+    metavar = (option.metavar,) if isinstance(option.metavar, str) else option.metavar or ()
+    return f"`{' '.join((option.flag, *metavar))}`"
 
 
 def live() -> str:

@@ -19,7 +19,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "triton-openai"
-FORMS = ("standalone", "sidecar", "everything")
+FORMS = ("standalone", "sidecar", "everything", "relays")
 # The two stages of the Dockerfile that are images, by the names under which everything else knows them.
 IMAGES = {"triton-openai": "sidecar", "triton-openai:triton": "triton"}
 

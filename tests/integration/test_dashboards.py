@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from triton_openai.telemetry.state import LOOKED_UP
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy/grafana/triton-openai.json"
 ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
+SCALING = ROOT / "deploy/kubernetes"
 # Labels that Prometheus itself adds when it scrapes, and Kubernetes's service discovery.
 TARGET = {"instance", "job", "namespace", "pod"}
 # What Triton exports only where there is a GPU, or an engine of TensorRT-LLM.
@@ -32,7 +35,9 @@ FROM_A_GPU = {
     "nv_trt_llm_kv_cache_block_metrics": {"model", "version", "kv_cache_block_type"},
 }
 # What Grafana puts in.
-VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}
+VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*", "$namespace": ".*"}
+# Grafana's names of units, of what the panels show.
+UNITS = {"s": "seconds", "bytes": "bytes", "percentunit": "ratio", "reqps": "requests_total"}
 
 
 def panels() -> list[Any]:
@@ -57,6 +62,11 @@ def expressions() -> Iterator[tuple[str, str]]:
             yield panel["title"], text
     for rule in rules():
         yield rule.get("alert") or rule["record"], rule["expr"]
+    (rule,) = yaml.safe_load((SCALING / "prometheus-adapter.yaml").read_text())["rules"]["custom"]
+    filled = rule["metricsQuery"].replace("<<.GroupBy>>", "pod").replace("<<.LabelMatchers>>", 'namespace="a",pod="b"')
+    yield "prometheus-adapter", filled
+    (trigger,) = yaml.safe_load((SCALING / "keda.yaml").read_text())["spec"]["triggers"]
+    yield "KEDA", trigger["metadata"]["query"]
 
 
 EXPRESSIONS = list(expressions())
@@ -122,13 +132,69 @@ def test_variables(exported: Scrape) -> None:
     """So do the dashboard's variables, and every legend names labels that its expression leaves."""
     for variable in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if variable["type"] == "query":
-            metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
-            assert label in exported.label_names(metric) | TARGET
+            selector, label = re.fullmatch(r"label_values\((.+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
+            (metric,) = selectors(selector.replace("$namespace", ".*"))
+            assert label in exported.label_names(metric.name) | TARGET
+            assert ("namespace" == label) != ('namespace=~"$namespace"' in selector)
+            assert variable["query"]["query"] == variable["definition"]
     for panel in panels():
         for target in panel.get("targets", ()):
             shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
             groups = grouped_by(target["expr"].replace("$__rate_interval", "5m"))
             assert shown <= (groups or TARGET | {"gpu_uuid"}), panel["title"]
+
+
+def test_what_is_chosen_counts_everywhere() -> None:
+    """Every panel follows the namespace and the replicas; quantiles are made of all replicas' buckets together."""
+    for panel in panels():
+        for target in panel.get("targets", ()):
+            for one in selectors(target["expr"].replace("$__rate_interval", "5m")):
+                chosen = {matcher.name: matcher.value for matcher in one.matchers.matchers}
+                assert ("$namespace", "$instance") == (chosen["namespace"], chosen["instance"]), panel["title"]
+            if "histogram_quantile" in target["expr"]:
+                assert "le" in grouped_by(target["expr"].replace("$__rate_interval", "5m"))
+
+
+def test_the_sample_in_the_documents() -> None:
+    """Its queries are the dashboard's, but for what is chosen there."""
+    asked = {(panel["title"], unchosen(target["expr"])) for panel in panels() for target in panel.get("targets", ())}
+    document = (ROOT / "docs/observability.md").read_text()
+    sample = document.partition("<!-- sample: dashboard -->")[2].partition("<!-- end of sample -->")[0]
+    shown = re.findall(r"^\| (.+?) \| `(.+?)` \| ", sample, re.MULTILINE)
+
+    assert len(shown) > 5
+    assert set(shown) <= asked
+
+
+def unchosen(expression: str) -> str:
+    """Return *expression* without the matchers of the dashboard's variables."""
+    return re.sub(r',?\w+=~"\$\w+"', "", expression).replace("{,", "{").replace("{}", "")
+
+
+def test_units() -> None:
+    """Seconds are shown as seconds, and bytes as bytes."""
+    for panel in panels():
+        if panel["type"] not in ("timeseries", "stat"):
+            continue
+        unit = panel["fieldConfig"]["defaults"]["unit"]
+        assert unit in UNITS or unit == "short" or unit.startswith("suffix: "), panel["title"]
+        for target in panel["targets"]:
+            for kind in ("s", "bytes"):
+                if UNITS[kind] in target["expr"] and " / " not in target["expr"]:
+                    assert kind == unit, panel["title"]
+
+
+def test_alerts_say_what_they_should() -> None:
+    """Prometheus's own tool runs the rules over numbers, where it is installed."""
+    cases = yaml.safe_load((ALERTS.parent / "alerts_test.yaml").read_text())["tests"]
+    known = {rule.get("alert") for rule in rules()}
+    assert {case["alertname"] for test in cases for case in test["alert_rule_test"]} <= known
+    if (tool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is not installed")
+    done = subprocess.run(
+        [tool, "test", "rules", "alerts_test.yaml"], cwd=ALERTS.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_table(exported: Scrape) -> None:

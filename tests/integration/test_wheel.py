@@ -1,4 +1,7 @@
-"""What users install: the wheel holds every file of the package once, and serves with the checkout out of the way."""
+"""
+What users install: the wheel holds every file of the package once, and serves with the checkout out of the way, on
+every supported Python that is installed here.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.wheel_building import CURRENT, ROOT, build, chat_once, environment, run_isolated, serving
+from tests.integration.wheel_building import (
+    CURRENT,
+    ROOT,
+    VERSIONS,
+    build,
+    chat_once,
+    environment,
+    interpreters,
+    run_isolated,
+    serving,
+)
 
 # Building and installing take longer than a test usually may.
 pytestmark = pytest.mark.timeout(400)
+
+
+_IMPORT_EVERYTHING = """
+import importlib, pkgutil, triton_openai
+skipped = ("triton_openai.demo.", "triton_openai.__main__", "triton_openai.triton._")
+for module in pkgutil.walk_packages(triton_openai.__path__, "triton_openai."):
+    if not module.name.startswith(skipped):
+        importlib.import_module(module.name)
+print("imported")
+"""
 
 
 def _package_files() -> set[str]:
@@ -77,9 +100,15 @@ def test_the_installed_command_runs() -> None:
     )
 
 
-def test_it_serves(triton) -> None:
-    """A chat request is answered, and SIGTERM ends the process with status 0."""
-    with serving(environment(CURRENT), triton.http_url) as banner:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_it_serves(version: str, triton) -> None:
+    """Every module imports, without the extras; a chat request is answered; SIGTERM ends the process with status 0."""
+    if version not in interpreters():
+        pytest.skip(f"there is no Python {version} here")
+    python = environment(version)
+
+    assert "imported\n" == run_isolated(python, _IMPORT_EVERYTHING)
+    with serving(python, triton.http_url) as banner:
         answer = chat_once(banner)
 
     assert "serving" == banner["event"]

@@ -121,6 +121,78 @@ def test_parts_fit_together(form: str) -> None:
         assert "replicas" not in deployment["spec"]
 
 
+def test_triton_is_reached_through_the_service_alone() -> None:
+    """In sidecar mode Triton's API is on the pod's loopback, since whoever reaches it needs no key; metrics are not."""
+    manifests = files.chart_documents("sidecar")
+    (triton,) = files.only(manifests, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+    flags = dict(one.removeprefix("--").split("=", 1) for one in triton["args"][1:])
+
+    assert ("127.0.0.1", "127.0.0.1") == (flags["http-address"], flags["grpc-address"])
+    assert "0.0.0.0" == flags["metrics-address"]
+    assert [int(flags["metrics-port"])] == [port["containerPort"] for port in triton["ports"]]
+    # Kubernetes asks from outside of the pod.
+    for probe in ("startupProbe", "livenessProbe"):
+        assert {"path": "/metrics", "port": triton["ports"][0]["name"]} == triton[probe]["httpGet"]
+    assert {9000, int(flags["metrics-port"])} == {
+        port["targetPort"] for port in files.only(manifests, "Service")["spec"]["ports"]
+    }
+
+
+def test_the_relays_are_reached() -> None:
+    """Triton's protocol has ports of its own at the Service, the container and the network policy."""
+    manifests = files.chart_documents("relays")
+    container = files.service_container(files.only(manifests, "Deployment")["spec"]["template"]["spec"])
+    opened = {port["name"]: port["containerPort"] for port in container["ports"]}
+    policy = files.only(manifests, "NetworkPolicy")["spec"]
+
+    assert set(opened.values()) == {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert not {8000, 8001, 8002} & set(opened.values())
+    ports = {
+        port["name"]: (port["port"], port["targetPort"]) for port in files.only(manifests, "Service")["spec"]["ports"]
+    }
+    assert {
+        "http": (9000, 9000),
+        "http-kserve": (8000, "http-kserve"),
+        "grpc-kserve": (8001, "grpc-kserve"),
+    } == ports
+    assert ports.keys() == opened.keys()
+
+
+@pytest.mark.parametrize(
+    "urls, ports",
+    [
+        (["http://triton:8000"], [8000]),
+        (["grpc://triton:9001", "http://[fd00::1]:9000"], [9001, 9000]),
+        (["https://triton.example.com"], [443]),
+    ],
+)
+def test_the_network_policy_lets_out_to_triton(urls: list[str], ports: list[int]) -> None:
+    """Its ports are those of Triton's addresses, unless others are named."""
+
+    def allowed(**policy: Any) -> list[int]:
+        values = {"triton": {"urls": urls}, "networkPolicy": {"enabled": True, **policy}}
+        (made,) = files.documents(files.render(values)["templates/networkpolicy.yaml"])
+        return [port["port"] for port in made["spec"]["egress"][1]["ports"]]
+
+    assert ports == allowed()
+    assert [18000] == allowed(tritonPorts=[18000])
+
+
+def test_pods_stay_when_only_the_chart_changes() -> None:
+    """Nothing of the chart's own version is in the pods: replacing one with a Triton loads its models again."""
+    metadata = files.only(files.chart_documents("sidecar"), "Deployment")["spec"]["template"]["metadata"]
+
+    assert {"app.kubernetes.io/name", "app.kubernetes.io/instance"} == set(metadata["labels"])
+
+
+def test_the_cache_can_be_a_claim() -> None:
+    """A volume that is named takes the place of the empty folder, which Helm would otherwise put beside it."""
+    spec = files.only(files.chart_documents("relays"), "Deployment")["spec"]["template"]["spec"]
+    (cache,) = [volume for volume in spec["volumes"] if volume["name"] == "cache"]
+
+    assert {"name": "cache", "persistentVolumeClaim": {"claimName": "tokenizers"}} == cache
+
+
 def test_triton_ends_after_the_service() -> None:
     """In sidecar mode Triton is a container that Kubernetes ends last, within the time that the pod has."""
     spec = files.only(files.chart_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]
@@ -194,7 +266,9 @@ def test_the_schema_has_every_value() -> None:
         ({"mode": "sidecar"}, "volume"),
         ({"triton": {"urls": ["triton:8000"]}}, "urls"),
         ({"image": {"digest": "latest"}}, "digest"),
-        ({"autoscaling": {"enabled": True, "runningRequests": None}}, "runningRequests"),
+        ({"autoscaling": {"enabled": True, "requestsInFlight": None}}, "requestsInFlight"),
+        ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
+        ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
         ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from aiohttp.test_utils import TestServer
 
 from tests import deploy_files as files
 from tests.deploy_files import DEPLOY, ROOT, Start
+from tests.tls_fixture import Authority
 from triton_openai.api.routes import add_routes
 from triton_openai.cli.arguments import parse
 from triton_openai.config import ENVIRONMENT_PREFIX, Settings, load_settings, options
@@ -29,8 +31,9 @@ TEXTS = {
     for path in sorted(DEPLOY.rglob("*"))
     if path.is_file() and "__pycache__" not in path.parts
 }
+HEALTH_CHECK = ["/opt/triton-openai/bin/python", "/opt/triton-openai/healthcheck.py"]
 # What Triton answers, and what the programs around it listen on.
-TRITON_PATHS = {"/v2/health/live"}
+TRITON_PATHS = {"/v2/health/ready"}
 PORTS = {
     "triton": {8000, 8001, 8002},
     "otel-collector": {4317, 4318},
@@ -64,13 +67,20 @@ def check(start: Start, folder: Path) -> Settings:
         # Workers get ten seconds more before their parent ends them.
         assert start.stop_seconds >= start.delay + server.shutdown_delay + server.shutdown_grace + 10
     ports = start.container.get("ports", [])
-    for port in ports:
-        assert server.port == (port["containerPort"] if isinstance(port, dict) else int(port.rpartition(":")[2]))
+    relays = [server.kserve_http_port, server.kserve_grpc_port] if server.enable_kserve_frontends else []
+    if ports:
+        opened = [one["containerPort"] if isinstance(one, dict) else int(one.rpartition(":")[2]) for one in ports]
+        assert [server.port, *relays] == opened
     for kind, path in (("livenessProbe", "/health/live"), ("readinessProbe", "/health/ready")):
-        if kind in start.container:
+        if kind in start.container and settings.tls.client_ca is not None:
+            program, script, *asked = start.container[kind]["exec"]["command"]
+            assert HEALTH_CHECK == [program, script]
+            assert [path] == asked
+        elif kind in start.container:
             asked = start.container[kind]["httpGet"]
             assert path == asked["path"]
             assert asked["port"] in (server.port, ports[0].get("name"))
+            assert ("HTTP" if settings.tls.certificate is None else "HTTPS") == asked.get("scheme", "HTTP")
     return settings
 
 
@@ -86,7 +96,7 @@ def test_every_way_of_the_chart(form: str, tmp_path: Path) -> None:
     settings = check(files.start_of_pod(form, files.chart_documents(form)), tmp_path)
 
     assert "json" == settings.server.log_format
-    assert ("standalone" == form) == (settings.triton.http_url != "http://127.0.0.1:8000")
+    assert (form in ("standalone", "relays")) == (settings.triton.http_url != "http://127.0.0.1:8000")
 
 
 def test_variables_that_are_named() -> None:
@@ -102,11 +112,21 @@ def test_flags_that_are_named() -> None:
     ours = {option.flag for option in options()} | {"--config"}
     # Triton's own are checked against a real one in tests/integration/test_image.py.
     others = {
-        *("--build", "--build-arg", "--create-namespace", "--namespace", "--render", "--set", "--target", "--values"),
+        *(
+            "--build",
+            "--build-arg",
+            "--create-namespace",
+            "--namespace",
+            "--render",
+            "--raw",
+            "--set",
+            "--target",
+            "--values",
+        ),
         *("--from", "--install", "--mount", "--chown", "--port-forward"),
         *("--no-cache-dir", "--no-deps", "--wheel-dir", "--without-pip", "--python", "--now"),
         *("--interval", "--timeout", "--start-period", "--gid", "--uid", "--system", "--no-create-home"),
-        *("--config.file", "--storage.tsdb.path"),
+        *("--config.file", "--storage.tsdb.path", "--fail", "--silent", "--output", "--url"),
         *files.triton_flags(),
     }
     for name, text in TEXTS.items():
@@ -131,12 +151,17 @@ def test_paths_that_are_asked() -> None:
 def test_metrics_that_are_named() -> None:
     """A metric that autoscaling or a document asks for is exported; dashboard and alerts have a test of their own."""
     known = {one.name for one in (*INSTRUMENTS, *LOOKED_UP)}
+    (rule,) = files.load(DEPLOY / "kubernetes/prometheus-adapter.yaml")["rules"]["custom"]
+    known.add(rule["name"]["as"])
     named = {
         name: set(re.findall(r"(?<![\w/])triton_openai_[a-z_]+", text))
         for name, text in TEXTS.items()
         if not name.startswith(("grafana/", "prometheus/alerts"))
     }
 
+    assert set(re.findall(r"name: (triton_openai_\w+)", TEXTS["helm/triton-openai/templates/hpa.yaml"])) == {
+        rule["name"]["as"]
+    }
     assert "triton_openai_requests_running" in set().union(*named.values())
     assert {} == {name: found - known for name, found in named.items() if found - known}
 
@@ -168,6 +193,21 @@ def test_compose_fits_together(name: str) -> None:
             if host != "localhost":
                 assert host in services, f"{path}: {host}"
                 assert int(port) in PORTS[host], f"{path}: {host}:{port}"
+
+
+def test_compose_knows_what_is_healthy() -> None:
+    """Every image has a tag of its own, and all are asked whether they are well that can be."""
+    for name in ("compose.yaml", "open-webui.yaml"):
+        for service, described in files.load(DEPLOY / "compose" / name)["services"].items():
+            image = re.sub(r"\$\{\w+:-(.+)\}", r"\1", described["image"])
+            built = "build" in described
+            assert built or re.search(r":v?\d+\.\d+", image), image
+            # Ours and that of Open WebUI come with a check; the two others have no program for one.
+            asked = "healthcheck" in described
+            assert asked != (built or service in ("otel-collector", "jaeger", "open-webui")), service
+            if asked:
+                (port,) = re.findall(r"//127\.0\.0\.1:(\d+)", " ".join(described["healthcheck"]["test"]))
+                assert int(port) in PORTS[service]
 
 
 def test_what_compose_mounts_is_found() -> None:
@@ -212,6 +252,18 @@ def validated(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_backends_have_a_home() -> None:
+    """Where Triton runs without rights, its home is a volume or a folder made for it: vLLM compiles into it."""
+    home = files.image_environment("triton")["HOME"]
+    assert [line for line in files.of_stage("triton", "RUN") if f"chown 1000:1000 {home}" in line]
+
+    runtime = files.load(DEPLOY / "kserve/serving-runtime.yaml")["spec"]["containers"][0]
+    pod = files.only(files.plain_documents("sidecar"), "Deployment")["spec"]["template"]["spec"]
+    for container in (runtime, pod["initContainers"][0]):
+        (home,) = [one["value"] for one in container["env"] if one["name"] == "HOME"]
+        assert any(home.startswith(mount["mountPath"]) for mount in container["volumeMounts"])
+
+
 def test_the_image_is_made_of_what_is_there() -> None:
     """What is copied exists and is in the build's context; the last stage is the sidecar, and both run unprivileged."""
     allowed = {line[1:] for line in TEXTS["Dockerfile.dockerignore"].splitlines() if line.startswith("!")}
@@ -225,7 +277,7 @@ def test_the_image_is_made_of_what_is_there() -> None:
         (user,) = files.of_stage(stage, "USER")
         assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
         (check_command,) = files.of_stage(stage, "HEALTHCHECK")
-        assert "/opt/triton-openai/healthcheck.py" == json.loads(check_command.partition(" CMD ")[2])[1]
+        assert HEALTH_CHECK == json.loads(check_command.partition(" CMD ")[2])
         assert [str(Settings().server.port)] == files.of_stage(stage, "EXPOSE")
 
 
@@ -278,12 +330,32 @@ async def test_the_health_check_without_a_service() -> None:
     assert url in said
 
 
-async def health_check(**environment: str) -> tuple[int | None, str]:
-    """Run the script with *environment*; return its exit status and what it said."""
-    import asyncio
+async def test_the_health_check_where_clients_show_certificates(tmp_path: Path) -> None:
+    """It shows the service's own, and asks for the path that it is given; without one it is not let in."""
+    authority = Authority(tmp_path)
+    certificate = authority.issue("service")
 
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=200 if request.path == "/health/ready" else 503)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    own = {"TRITON_OPENAI_TLS_CERTIFICATE": str(certificate)}
+    server = TestServer(app, scheme="https")
+    await server.start_server(ssl=authority.server(certificate, clients=True))
+    own["TRITON_OPENAI_PORT"] = str(server.port)
+    healthy = await health_check("/health/ready", **own, TRITON_OPENAI_TLS_CLIENT_CA=str(authority.file))
+    refused, _ = await health_check("/health/ready", **own)
+    await server.close()
+
+    assert (0, "") == healthy
+    assert 1 == refused
+
+
+async def health_check(*arguments: str, **environment: str) -> tuple[int | None, str]:
+    """Run the script with *arguments* and *environment*; return its exit status and what it said."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(DEPLOY / "healthcheck.py"), env=environment, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, str(DEPLOY / "healthcheck.py"), *arguments), env=environment, stderr=asyncio.subprocess.PIPE
     )
     _, said = await process.communicate()
     return process.returncode, said.decode()

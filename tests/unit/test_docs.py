@@ -16,7 +16,7 @@ from tests.proxy_fixture import serving
 from triton_openai.adapters import registry
 from triton_openai.api.routes import add_routes
 from triton_openai.chat import builtin
-from triton_openai.config import AccessSettings, Settings, load_settings, options
+from triton_openai.config import AccessSettings, Settings, load_settings
 from triton_openai.config.tree import TritonSettings
 from triton_openai.server.keys import read_keys
 from triton_openai.text.reasoning import registry as reasoning_parsers
@@ -98,26 +98,6 @@ def paths() -> set[str]:
     add_routes(app)
     found = {resource.canonical for resource in app.router.resources()}
     return {path for path in found if f"/v1{path}" not in found or path == "/health"}
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_settings_and_codes_that_are_named(document: str) -> None:
-    """A flag or an error code that a document names exists."""
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "triton_openai").rglob("*.py"))
-    flags = {option.flag for option in options()}
-    commands = {"--config", "--json", "--once", "--no-strict-parameters", "--no-continue-traces"}
-    # Triton's own, and those of the benchmark and of other programs.
-    foreign = (
-        {"--http-max-input-size", "--grpc-use-ssl", "--grpc-use-ssl-mutual"}
-        if document != "docs/benchmarks.md"
-        else set(re.findall(r"--[a-z-]+", read(document)))
-    )
-
-    assert set() == set(re.findall(r"`(--[a-z][a-z-]+)", read(document))) - flags - commands - foreign
-    for code in re.findall(
-        r"`(\w+_(?:exceeded|parameter|unavailable|silent|disconnected|type|value))`", read(document)
-    ):
-        assert f'"{code}"' in source or code in ("invalid_type", "finish_type"), code
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -105,7 +105,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Seconds | None,
         Meta(
             description="A process that is late by more than this for half a second refuses new requests with 503.",
-            extra={"live": True},
+            extra={"live": True, "metavar": "SECONDS"},
         ),
     ] = 1.0
     shutdown_delay: Annotated[
@@ -202,7 +202,7 @@ class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         Seconds | None,
         Meta(
             description="Longest time that a stream may take in all; without it there is no limit.",
-            extra={"live": True},
+            extra={"live": True, "metavar": "SECONDS"},
         ),
     ] = None
     refresh_interval: Annotated[

@@ -55,6 +55,36 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if eq .Values.mode "sidecar" }}true{{ end }}
 {{- end }}
 
+{{/* The ports inside the pod for Triton's own protocol; in sidecar mode Triton has 8000 and 8001. */}}
+{{- define "triton-openai.kserveHttpPort" -}}9080{{- end }}
+{{- define "triton-openai.kserveGrpcPort" -}}9081{{- end }}
+
+{{/* What is asked for health: takes the context and the path. Kubernetes itself has no certificate to show. */}}
+{{- define "triton-openai.probe" -}}
+{{- if .context.Values.tls.clientCertificates -}}
+exec:
+  command: [/opt/triton-openai/bin/python, /opt/triton-openai/healthcheck.py, {{ .path }}]
+{{- else -}}
+httpGet:
+  path: {{ .path }}
+  port: http
+  scheme: {{ include "triton-openai.scheme" .context }}
+{{- end }}
+{{- end }}
+
+{{/* Triton's ports: those that are named, else those of its addresses. */}}
+{{- define "triton-openai.tritonPorts" -}}
+{{- $ports := .Values.networkPolicy.tritonPorts }}
+{{- if not $ports }}
+{{- range .Values.triton.urls }}
+{{- $url := urlParse . }}
+{{- $port := regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) }}
+{{- $ports = append $ports (int (default (ternary "443" "80" (hasSuffix "s" $url.scheme)) $port)) }}
+{{- end }}
+{{- end }}
+{{- $ports | uniq | toJson }}
+{{- end }}
+
 {{/* Where the service finds Triton. */}}
 {{- define "triton-openai.tritonUrl" -}}
 {{- if include "triton-openai.sidecar" . -}}
@@ -64,9 +94,9 @@ http://127.0.0.1:8000,grpc://127.0.0.1:8001
 {{- end }}
 {{- end }}
 
-{{/* The delay, the service's grace, what its workers get beyond that, Triton's time, and some for Kubernetes itself. */}}
+{{/* Both delays, the service's grace, what its workers get beyond that, Triton's time, and some for Kubernetes itself. */}}
 {{- define "triton-openai.terminationGracePeriod" -}}
-{{- $seconds := add .Values.shutdown.delaySeconds .Values.shutdown.graceSeconds 15 }}
+{{- $seconds := add .Values.shutdown.delaySeconds .Values.shutdown.noticeSeconds .Values.shutdown.graceSeconds 15 }}
 {{- if include "triton-openai.sidecar" . }}
 {{- $seconds = add $seconds .Values.shutdown.tritonSeconds }}
 {{- end }}

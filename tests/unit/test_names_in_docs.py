@@ -1,0 +1,156 @@
+"""What the documents name exists: flags, variables, settings, metrics, paths, codes and files; commands can be read."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from docs import generate
+from tests import deploy_files as files
+from triton_openai.api.routes import add_routes
+from triton_openai.cli.arguments import parse
+from triton_openai.config import ENVIRONMENT_PREFIX, load_settings, options
+from triton_openai.config.sources import closest
+from triton_openai.telemetry.instruments import INSTRUMENTS
+from triton_openai.telemetry.state import LOOKED_UP
+
+ROOT = generate.ROOT
+TEXTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
+COMMANDS = {"--config", "--json", "--once", "--help", "--version"}
+# Of the programs that the documents call, by the document.
+FOREIGN = {
+    "docs/deployment.md": {
+        *("--build", "--build-arg", "--cap-drop", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--target"),
+        *("--stop-timeout", "--tmpfs", "--create-namespace", "--namespace", "--set", "--values"),
+    },
+    "docs/benchmarks.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams"},
+    "docs/reliability.md": {"--clients", "--seconds", "--seed"},
+    "docs/tracing.md": {"--cases", "--trace-config"},
+}
+# Triton's own.
+TRITON = {"--http-max-input-size", "--grpc-use-ssl", "--grpc-use-ssl-mutual"}
+
+
+def unknown(named: Collection[str], known: Collection[str]) -> list[str]:
+    """Return those of *named* that are not *known*, with what may have been meant."""
+    return [f"{name}{closest(name, known)}" for name in sorted(set(named) - set(known))]
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_flags(document: str) -> None:
+    """Wherever they stand, examples included."""
+    flags = {option.flag for option in options()} | COMMANDS
+    switches = {f"--no-{option.name}" for option in options() if isinstance(option.default, bool)}
+    named = re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", TEXTS[document])
+
+    assert [] == unknown(named, flags | switches | FOREIGN.get(document, set()) | TRITON)
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_variables_and_settings(document: str) -> None:
+    """Environment variables, and settings as the file has them."""
+    known = {option.variable for option in options()} | {f"{ENVIRONMENT_PREFIX}CONFIG", ENVIRONMENT_PREFIX}
+    assert [] == unknown(re.findall(rf"{ENVIRONMENT_PREFIX}\w*", TEXTS[document]), known)
+
+    places = {".".join(option.path) for option in options()} | {".".join(option.path[:-1]) for option in options()}
+    sections = {place.partition(".")[0] for place in places}
+    values = {".".join(key) for key in _keys(files.load(files.CHART / "values.yaml"))}
+    named = {
+        name
+        for name in re.findall(r"`([a-z_]+\.[a-z_]+)`", TEXTS[document])
+        if name.partition(".")[0] in sections and not name.endswith(".py")
+    }
+    # Attributes of spans that are called like Triton.
+    assert [] == unknown(named, places | values | {"triton.model_name", "triton.request_id", "models.NAME"})
+
+
+def _keys(values: object, at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    if not isinstance(values, dict):
+        return set()
+    return {(*at, key) for key in values}.union(*(_keys(value, (*at, key)) for key, value in values.items()))
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_metrics(document: str) -> None:
+    """Also as Prometheus has the parts of histograms; and the one that a rule for prometheus-adapter makes."""
+    known = {one.name for one in (*INSTRUMENTS, *LOOKED_UP)}
+    known |= {one.name + end for one in INSTRUMENTS if one.kind == "histogram" for end in ("_bucket", "_sum", "_count")}
+    (rule,) = files.load(files.DEPLOY / "kubernetes/prometheus-adapter.yaml")["rules"]["custom"]
+    known |= {rule["name"]["as"]}
+    named = re.findall(r"(?<![\w./:-])(?:triton_openai|gen_ai_server)_[a-z_]*[a-z]", TEXTS[document])
+
+    assert [] == unknown(set(named) - {"gen_ai_server"}, known)
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_paths(document: str) -> None:
+    """Those of the service; of Triton's, only where it says so."""
+    app = web.Application()
+    add_routes(app)
+    known = {re.sub(r":[^}]+\}", "}", resource.canonical) for resource in app.router.resources()}
+    known |= {path.removeprefix("/v1") for path in known}
+    named = set(
+        re.findall(r"(?<=[`\s9}])(/(?:v[12]|health|metrics|version|openapi\.json)\b[\w/{}.]*)", TEXTS[document])
+    )
+    # The base of all, and places of others.
+    named -= {"/v1", "/v1/traces", "/v1/models/ensemble/load", "/v1/models/ensemble/unload"}
+
+    assert [] == unknown({name.rstrip(".") for name in named if not name.startswith("/v2/health")}, known)
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_error_codes(document: str) -> None:
+    """A code behind a status, or with one of the words that codes have, is one that the service gives."""
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "triton_openai").rglob("*.py"))
+    named = re.findall(r"\b[45]\d\d `([a-z_]+)`", TEXTS[document])
+    named += re.findall(
+        r"`(\w+_(?:exceeded|parameter|unavailable|silent|disconnected|type|value|stopping))`", TEXTS[document]
+    )
+    for code in set(named) - {"finish_type", "error_type"}:
+        assert f'"{code}"' in source, code
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_files(document: str) -> None:
+    """A file of this checkout that is named by its path is there."""
+    folders = "|".join(("adapters", "bench", "deploy", "docs", "templates", "tests", "triton_openai"))
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", TEXTS[document]):
+        assert (ROOT / name).exists(), name
+    if "make " in TEXTS[document]:
+        targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        assert [] == unknown(re.findall(r"`make (\w+)", TEXTS[document]), targets)
+
+
+def commands() -> list[str]:
+    """Return every call of the command in the documents' blocks for a shell."""
+    found = []
+    for text in TEXTS.values():
+        for block in re.findall(r"^```sh\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            lines = re.sub(r"\\\n\s*", "", block).splitlines()
+            found += [line for line in lines if line.startswith("triton-openai ")]
+    return found
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(commands()))
+def test_commands(line: str, tmp_path: Path) -> None:
+    """They are read as the service would read them."""
+    parsed = parse(shlex.split(line)[1:])
+
+    assert parsed.command in ("serve", "inspect", "demo")
+    load_settings(parsed.settings, {})
+
+
+def test_the_readme_leads_everywhere() -> None:
+    """Each document is linked from the README."""
+    assert [] == [name for name in TEXTS if name.startswith("docs/") and f"]({name}" not in TEXTS["README.md"]]
