@@ -29,6 +29,7 @@ from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, 
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import InvalidRequest
 from triton_openai.kserve import start_frontends
+from triton_openai.server.relay_door import RELAY_DOOR
 from triton_openai.triton.embedded import EmbeddedTriton
 from triton_openai.triton.names import check_name
 
@@ -325,7 +326,9 @@ async def test_loading_through_the_relays(proxy, server):
         server=ServerSettings(enable_kserve_frontends=True, kserve_http_port=0, kserve_grpc_port=0),
         triton=TritonSettings(url=(server.http_url, server.grpc_url), model_control_mode="explicit"),
     )
-    frontends = await start_frontends(settings, changed=control_of(proxy.client.app).changed_elsewhere)
+    frontends = await start_frontends(
+        settings, door=proxy.client.app[RELAY_DOOR], changed=control_of(proxy.client.app).changed_elsewhere
+    )
     try:
         async with http.InferenceServerClient(f"127.0.0.1:{frontends[0].port}") as client:
             await client.load_model("text_embedding")
