@@ -216,6 +216,16 @@ def test_models_can_be_loaded_on_demand(repository):
         urllib.request.urlopen(ready).close()
 
 
+def test_paths_from_where_we_are(repository, monkeypatch):
+    """A relative path means the same to the server, which runs elsewhere."""
+    monkeypatch.chdir(repository.parent)
+    server = EmbeddedTriton(
+        model_repository=Path(repository.name), environment=os.environ, model_control_mode="explicit"
+    )
+    server.start()
+    server.stop(timeout=1.0)
+
+
 def test_two_servers_live_side_by_side(server, repository):
     """Two servers over the same repository do not meet, in ports or in shared memory."""
     server.start()

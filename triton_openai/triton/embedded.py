@@ -63,14 +63,17 @@ class EmbeddedTriton:
         grpc_port: int | None = None,
         metrics_port: int | None = None,
     ) -> None:
-        self._repositories = [model_repository] if isinstance(model_repository, Path) else list(model_repository)
+        given = [model_repository] if isinstance(model_repository, Path) else model_repository
+        # The server runs in a folder of its own.
+        self._repositories = [path.absolute() for path in given]
         self._environment = dict(environment)
-        self._extra_backends = backends
-        self._binary = binary
+        self._extra_backends = None if backends is None else backends.absolute()
+        self._binary = None if binary is None else binary.absolute()
         self._model_control_mode = model_control_mode
         self._load_models = list(load_models)
         self._extra_args = list(extra_args)
         self._given_ports = (http_port, grpc_port, metrics_port)
+        work_dir = None if work_dir is None else work_dir.absolute()
         self._given_work_dir = work_dir
         self._shared_memory = f"triton-openai-{uuid.uuid4().hex[:12]}"
 
