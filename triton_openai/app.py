@@ -99,7 +99,7 @@ def create_app(
     app[OBSERVERS] = observers
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access)
+    guard = app[GUARD] = Guard(settings.access, directory=worker.directory)
     app[RELAY_DOOR] = RelayDoor(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
     app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
     if send_spans is not None:

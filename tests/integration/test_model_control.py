@@ -203,7 +203,8 @@ async def test_a_model_that_does_not_load(proxy):
     for _ in range(2):
         answer = await load(proxy, "broken")
         assert (502, "model_load_failed") == told(answer)
-        assert answer.error["message"].startswith("Triton could not load the model 'broken'")
+        assert answer.error["message"].startswith("Triton could not load the model 'broken': ")
+        assert answer.error["message"].endswith("RuntimeError: it is broken")
         assert "/" not in answer.error["message"]
 
 
