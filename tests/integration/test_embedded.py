@@ -163,13 +163,15 @@ def test_a_broken_model_is_reported_with_the_log(tmp_path):
     assert "this model is broken on purpose" in caught.value.message
 
 
-def test_a_missing_repository_or_binary_is_named(tmp_path):
+def test_what_is_missing_is_named(tmp_path):
     """What is not there is named before anything is started."""
     missing = tmp_path / "nothing"
     for arguments in (
         {"model_repository": missing},
         {"model_repository": tmp_path, "binary": missing},
         {"model_repository": tmp_path, "backends": missing},
+        {"model_repository": tmp_path, "load_models": ["nothing"]},
+        {"model_repository": tmp_path, "load_models": ["../nothing"]},
     ):
         server = EmbeddedTriton(environment=os.environ, **arguments)
         with pytest.raises(ConfigurationError, match="nothing"):

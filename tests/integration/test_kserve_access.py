@@ -381,7 +381,8 @@ async def test_readiness_while_the_service_ends() -> None:
             assert (503, "The service is stopping.") == (await ask(relays, path, method="GET"))[:2]
         assert grpc.StatusCode.UNAVAILABLE == (await call(relays, "ServerReady"))[0]
         assert 200 == (await ask(relays, "/v2/health/live", method="GET"))[0]
-        assert 200 == (await ask(relays, "/v2/models/m/infer"))[0]
+        status, _, headers = await ask(relays, "/v2/models/m/infer")
+        assert (200, "close") == (status, headers["Connection"])
 
 
 async def test_log_lines_and_counts(tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ class RelayVisit:
         self.names_models = False
         self.counted = False
 
+    @property
+    def last(self) -> bool:
+        """Whether the service is ending, so that a client should not send its next request over this connection."""
+        return self._door.draining.begun
+
     def enter(self, operation: Operation | None) -> None:
         """Let the client in for *operation*. Raises :class:`ServiceError`."""
         self._operation = operation

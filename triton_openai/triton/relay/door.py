@@ -39,6 +39,11 @@ class Visit(Protocol):
         ...
 
     @property
+    def last(self) -> bool:
+        """Whether the service is ending, so that a client should not send its next request over this connection."""
+        ...
+
+    @property
     def counted(self) -> bool:
         """Whether :meth:`count` has to be called for each request of a stream after its first."""
         ...

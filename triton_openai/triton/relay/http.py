@@ -173,6 +173,8 @@ class HttpRelay:
         headers = _end_to_end(response.headers)
         headers.update(visit.told)
         answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+        if visit.last:
+            answer.force_close()
         try:
             await answer.prepare(request)
             async for piece in response.content.iter_any():
@@ -203,12 +205,15 @@ def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 def _refusal(error: ServiceError, visit: Visit) -> web.Response:
     visit.failed(error)
-    return web.Response(
+    refusal = web.Response(
         status=error.status,
         body=error_body(error),
         content_type="application/json",
         headers={**visit.told, **error.headers()},
     )
+    if visit.last:
+        refusal.force_close()
+    return refusal
 
 
 def error_body(error: ServiceError) -> bytes:
