@@ -33,7 +33,7 @@ ALICE, BOB = {"Authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
 KEYS = """
 keys:
   - {name: alice, key: sk-alice}
-  - {name: bob, key: sk-bob, models: [small, "team *"]}
+  - {name: bob, key: sk-bob, models: [small, "team *", "*-small"]}
   - {name: twice, key: sk-twice, requests_per_minute: 2}
   - {name: single, key: sk-single, concurrent_requests: 1}
   - {name: tokens, key: sk-tokens, tokens_per_minute: 1000}
@@ -179,6 +179,9 @@ async def test_the_models_of_a_key_over_http(tmp_path: Path) -> None:
             assert (404 if "%" in path else 200) == status, (path, error)
         triton.requests.clear()
         for path in ("large/infer", "%6Carge/infer", "sma%6Cl/infer", "large/config", "large/ready", "large", "stats"):
+            assert 200 != (await ask(relays, f"/v2/models/{path}", BOB))[0], path
+        # Other paths, to who decodes before it looks.
+        for path in ("large%2Finfer%3F-small/infer", "large%2F..%2Fa-small/infer", "large%2523-small/infer"):
             assert 200 != (await ask(relays, f"/v2/models/{path}", BOB))[0], path
         assert 404 == (await ask(relays, "/v2/repository/models/large/load", BOB))[0]
         status, error, _ = await ask(relays, "/v2/repository/index", BOB)

@@ -81,7 +81,9 @@ class RelayVisit:
         self._tickets: list[Ticket] = []
         self._error: ServiceError | None = None
         name = request_id(headers)
-        self._fields: dict[str, Any] = {"request_id": name, "protocol": protocol, "method": method, "path": path[:200]}
+        self._fields: dict[str, Any] = {"request_id": name, "protocol": protocol, "path": path[:200]}
+        if method:
+            self._fields["method"] = method
         # For the relay
         self.passed_on: Mapping[str, str] = {"x-request-id": name}
         self.told: dict[str, str] = {"x-request-id": name}

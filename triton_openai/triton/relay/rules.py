@@ -166,9 +166,12 @@ class Rules:
         if operation.manages and operation.group not in self._allowed:
             flag = "--model-control-mode explicit" if operation.loads else f"--kserve-allow {operation.group}"
             raise ManagementDisabled(f"This changes the server ({operation.group}); the service allows it with {flag}.")
-        if operation.loads:
-            for name in names:
-                check_name(name)
+        encoded = len(names) > 1
+        for name in names if operation.loads or encoded else ():
+            check_name(name)
+            # With what it has besides, it would be another path to a Triton that decodes before it looks.
+            if encoded and ("?" in name or "#" in name):
+                raise InvalidRequest("The model's name is not accepted.", param="model", code="invalid_value")
         return operation
 
     def read(self, method: str, message: bytes) -> str:
