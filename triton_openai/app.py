@@ -32,6 +32,7 @@ from triton_openai.server.connections import mark_answering
 from triton_openai.server.cors import CORS, Cors, add_cors_headers, answer_preflights
 from triton_openai.server.guard import GUARD, Guard, add_limit_headers, let_in
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
+from triton_openai.server.relay_door import RELAY_DOOR, RelayDoor
 from triton_openai.telemetry.access_log import AccessLog
 from triton_openai.telemetry.exposition import Exposition
 from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
@@ -98,7 +99,8 @@ def create_app(
     app[OBSERVERS] = observers
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access)
+    guard = app[GUARD] = Guard(settings.access, directory=worker.directory)
+    app[RELAY_DOOR] = RelayDoor(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
     app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.

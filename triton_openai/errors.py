@@ -11,6 +11,7 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     │   ├── ApiRestricted              401  invalid_auth
     │   ├── OriginNotAllowed           403  origin_not_allowed
     │   ├── ManagementDisabled         403  management_disabled
+    │   ├── KeyNotSufficient           403  key_not_sufficient
     │   ├── ModelNotFound              404  model_not_found
     │   ├── EndpointNotFound           404  not_found
     │   ├── MethodNotAllowed           405  method_not_allowed
@@ -158,6 +159,13 @@ class ManagementDisabled(InvalidRequest):
 
     status = 403
     code = "management_disabled"
+
+
+class KeyNotSufficient(InvalidRequest):
+    """What the request's key is limited to could not be kept to if this were allowed."""
+
+    status = 403
+    code = "key_not_sufficient"
 
 
 class ModelNotFound(InvalidRequest):

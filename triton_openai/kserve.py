@@ -9,6 +9,10 @@ from aiohttp import web
 
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError
+from triton_openai.server.connections import Site, mark_answering
+from triton_openai.server.sockets import bound_sockets
+from triton_openai.tls import server_context
+from triton_openai.triton.relay.door import Door
 
 
 class Frontend(Protocol):
@@ -23,23 +27,17 @@ class Frontend(Protocol):
 
 
 async def start_frontends(
-    settings: Settings, *, changed: Callable[[], None], reuse_port: bool = False
+    settings: Settings, *, door: Door, changed: Callable[[], None], reuse_port: bool = False
 ) -> list[Frontend]:
     """
     Start the frontends that are configured, and return them: the one over HTTP and the one over gRPC.
 
-    *changed* is called when a client has loaded or unloaded a model. With *reuse_port* other processes may listen on
-    the same ports. Raises :class:`ConfigurationError`.
+    *door* decides who is let in; *changed* is called when a client has loaded or unloaded a model. With *reuse_port*
+    other processes may listen on the same ports. Raises :class:`ConfigurationError`.
     """
     server, triton = settings.server, settings.triton
     if not server.enable_kserve_frontends:
         return []
-    access = settings.access
-    if access.api_key or access.api_keys_file is not None or access.openai_restricted_api:
-        raise ConfigurationError(
-            "--enable-kserve-frontends cannot be used together with API keys or restricted APIs: Triton's own protocol "
-            "has neither, so it would be a way around them."
-        )
     if triton.http_url is None or triton.grpc_url is None:
         missing = "an http(s)://" if triton.http_url is None else "a grpc(s)://"
         raise ConfigurationError(
@@ -48,22 +46,48 @@ async def start_frontends(
     # Imported here: grpc costs a tenth of a second and threads.
     from triton_openai.triton.connection import ConnectionSettings
     from triton_openai.triton.grpc import GrpcClient
+    from triton_openai.triton.relay.credentials import server_credentials
     from triton_openai.triton.relay.grpc import GrpcRelay
-    from triton_openai.triton.relay.http import HttpRelay
+    from triton_openai.triton.relay.http import HttpRelay, error_body
     from triton_openai.triton.relay.rules import Rules
 
     allowed = {*server.kserve_allow, *(["model-repository"] if triton.model_control_mode == "explicit" else ())}
     rules = Rules(allowed)
     connection = ConnectionSettings(connect_timeout=triton.connect_timeout, access=settings.triton_access)
+    context, credentials = server_context(settings.tls), server_credentials(settings.tls)
+
+    async def listen(runner: web.AppRunner) -> None:
+        for one in bound_sockets(
+            server.host,
+            server.kserve_http_port,
+            backlog=server.backlog,
+            advice="Choose another for Triton's HTTP protocol with --kserve-http-port.",
+            reuse_port=reuse_port,
+        ):
+            site = Site(
+                runner,
+                one,
+                limits=settings.limits,
+                body=error_body,
+                auto_decompress=False,
+                ssl_context=context,
+                backlog=server.backlog,
+            )
+            await site.start()
+
     started: list[Frontend] = []
     try:
-        over_http = HttpRelay(triton.http_url, rules, connection, changed=changed)
-        await over_http.start(server.host, server.kserve_http_port, backlog=server.backlog, reuse_port=reuse_port)
+        over_http = HttpRelay(
+            triton.http_url, rules, connection, door=door, changed=changed, middlewares=[mark_answering]
+        )
         started.append(over_http)
+        await over_http.start(listen)
+        if context is not None:
+            over_http.scheme = "https"
         client = GrpcClient(triton.grpc_url, connection)
-        over_grpc = GrpcRelay(client, rules, changed=changed)
-        await over_grpc.start(server.host, server.kserve_grpc_port, reuse_port=reuse_port)
+        over_grpc = GrpcRelay(client, rules, door=door, changed=changed)
         started.append(over_grpc)
+        await over_grpc.start(server.host, server.kserve_grpc_port, credentials=credentials, reuse_port=reuse_port)
     except ConfigurationError:
         for frontend in started:
             await frontend.close(0)

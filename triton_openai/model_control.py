@@ -36,7 +36,7 @@ _log = structlog.get_logger(__name__)
 
 # Longest time that Triton gets to let go of a model: engines give back tens of gigabytes of memory.
 _UNLOAD_SECONDS = 120.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 
 
 class ModelControl:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -26,6 +26,18 @@ _LOOK_SECONDS = 0.1
 _FAREWELL_SECONDS = 1.0
 
 
+class Queue(Protocol):
+    """Requests of this process that have not come to a gate yet."""
+
+    def waiting(self) -> Collection[str]:
+        """Return the models that they wait for."""
+        ...
+
+    def turn_away(self, model: str) -> None:
+        """Refuse those that wait for *model* with :class:`ModelUnloading`."""
+        ...
+
+
 class ModelGates:
     """
     The gates of one process. Models are those that Triton knows, not their aliases.
@@ -37,8 +49,13 @@ class ModelGates:
         self._draining = draining
         self._shared = SharedGates(directory) if directory is not None else None
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
+        self._queue: Queue | None = None
         self._closed: set[str] = set()
         self._claimed: set[str] = set()
+
+    def watch_queue(self, queue: Queue) -> None:
+        """Turn away at once who waits in *queue* for a model whose gate is closed."""
+        self._queue = queue
 
     def check(self, model: str) -> None:
         """Raise :class:`ModelUnloading` when *model* takes no new requests."""
@@ -101,6 +118,7 @@ class ModelGates:
         self._closed.update(models)
         if self._shared is not None:
             self._shared.close(models)
+        self._turn_away(models)
         try:
             if not await self._idle(models, grace):
                 self._end(models)
@@ -124,8 +142,13 @@ class ModelGates:
             self._shared.changed()
 
     async def watch(self) -> None:
-        """End what runs here on models that another process unloads; for ever, and at once where there is none."""
+        """
+        End what runs here on models that another process unloads, and turn away who waits for them; for ever, and at
+        once where there is none.
+        """
         while self._shared is not None:
+            if self._queue is not None:
+                self._turn_away([model for model in self._queue.waiting() if self._shared.is_closed(model)])
             self._end([model for model in self._running if self._shared.is_ending(model)])
             await asyncio.sleep(_LOOK_SECONDS)
 
@@ -144,6 +167,11 @@ class ModelGates:
                 await asyncio.wait(here, timeout=left)
             else:
                 await asyncio.sleep(min(left, _LOOK_SECONDS))
+
+    def _turn_away(self, models: Collection[str]) -> None:
+        if self._queue is not None:
+            for model in models:
+                self._queue.turn_away(model)
 
     def _end(self, models: Collection[str]) -> None:
         for model in models:

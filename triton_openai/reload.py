@@ -73,10 +73,13 @@ class Reloader:
                 self._requested.clear()
                 self._read = seen = found
                 await self._reload(renew=True)
-            elif found == seen and found not in (self._read, None):
+            elif found == seen and found != self._read:
                 # Only what has looked the same twice: whoever writes the file may not have finished.
                 self._read = found
-                await self._reload(renew=False)
+                if found is None:
+                    log.warning("the settings file is gone, the old settings stay", file=str(self._source.file))
+                else:
+                    await self._reload(renew=False)
             seen = found
 
     async def _reload(self, *, renew: bool) -> None:

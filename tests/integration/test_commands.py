@@ -179,7 +179,7 @@ def test_models_at_run_time(tmp_path: Path) -> None:
     with _serving(*arguments, "--load-model", "text_embedding", *relays) as (process, banner):
         # The other one is there, and waits.
         states = {model["name"]: model["state"].partition(":")[0] for model in banner["models"]}
-        assert {"text_embedding": "ready", "text_rerank": "not ready"} == states
+        assert {"text_embedding": "ready", "text_rerank": "not loaded"} == states
         load = urllib.request.Request(f"{banner['base_url']}/models/text_rerank/load", method="POST")
         with urllib.request.urlopen(load, timeout=30) as response:
             assert "text_rerank" == json.load(response)["id"]

@@ -14,11 +14,13 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from tests.conformance.calls import ask, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
+from triton_openai.server.relay_door import RELAY_DOOR
 from triton_openai.telemetry.instruments import INSTRUMENTS
 from triton_openai.telemetry.state import LOOKED_UP
 
@@ -111,6 +113,10 @@ async def after_traffic(triton: TestTriton) -> Scrape:
         await proxy.ready()
         await ask(proxy, "chat", "ensemble", steered(text="one two three"))
         await ask(proxy, "chat", "ensemble", "x", n=0)
+        assert proxy.client.app is not None
+        relayed = proxy.client.app[RELAY_DOOR].visit("http", "GET", "/", CIMultiDictProxy(CIMultiDict()))
+        relayed.enter(None)
+        relayed.end("404")
         return await scrape(proxy)
 
 

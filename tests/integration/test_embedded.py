@@ -163,13 +163,15 @@ def test_a_broken_model_is_reported_with_the_log(tmp_path):
     assert "this model is broken on purpose" in caught.value.message
 
 
-def test_a_missing_repository_or_binary_is_named(tmp_path):
+def test_what_is_missing_is_named(tmp_path):
     """What is not there is named before anything is started."""
     missing = tmp_path / "nothing"
     for arguments in (
         {"model_repository": missing},
         {"model_repository": tmp_path, "binary": missing},
         {"model_repository": tmp_path, "backends": missing},
+        {"model_repository": tmp_path, "load_models": ["nothing"]},
+        {"model_repository": tmp_path, "load_models": ["../nothing"]},
     ):
         server = EmbeddedTriton(environment=os.environ, **arguments)
         with pytest.raises(ConfigurationError, match="nothing"):
@@ -214,6 +216,16 @@ def test_models_can_be_loaded_on_demand(repository):
         load = f"{server.http_url}/v2/repository/models/text_embedding/load"
         urllib.request.urlopen(urllib.request.Request(load, data=b"{}")).close()
         urllib.request.urlopen(ready).close()
+
+
+def test_paths_from_where_we_are(repository, monkeypatch):
+    """A relative path means the same to the server, which runs elsewhere."""
+    monkeypatch.chdir(repository.parent)
+    server = EmbeddedTriton(
+        model_repository=Path(repository.name), environment=os.environ, model_control_mode="explicit"
+    )
+    server.start()
+    server.stop(timeout=1.0)
 
 
 def test_two_servers_live_side_by_side(server, repository):

@@ -10,7 +10,6 @@ import random
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -28,37 +27,12 @@ from tritonclient.utils import InferenceServerException
 from yarl import URL
 
 from tests.integration.test_discovery import until
-from tests.proxy_fixture import changed
+from tests.relays import SERVER, Relays, Upstream, door_of, relayed
 from tests.triton_fixture import TestTriton
 from triton_openai.config import Settings
-from triton_openai.config.tree import ServerSettings, TritonSettings
+from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.kserve import start_frontends
-
-SERVER = ServerSettings(enable_kserve_frontends=True, kserve_http_port=0, kserve_grpc_port=0)
-
-
-@dataclass(frozen=True)
-class Relays:
-    """Both frontends, while they run."""
-
-    http: str
-    grpc: str
-    changes: list[None]
-
-
-@asynccontextmanager
-async def relayed(http_url: str, grpc_url: str, **fields: Any) -> AsyncIterator[Relays]:
-    """Run both frontends."""
-    settings = Settings(server=SERVER, triton=TritonSettings(url=(http_url, grpc_url)))
-    changes: list[None] = []
-    frontends = await start_frontends(changed(settings, **fields), changed=lambda: changes.append(None))
-    try:
-        http, over_grpc = (f"127.0.0.1:{frontend.port}" for frontend in frontends)
-        yield Relays(http, over_grpc, changes)
-    finally:
-        for frontend in frontends:
-            await frontend.close(1.0)
 
 
 @pytest_asyncio.fixture
@@ -299,6 +273,9 @@ async def test_management_is_off_over_http(relays, method, path):
         "/V2/repository/models/text_embedding/unload",
         "/v2/repository/models/text_embedding/unload/",
         "/v2/repository/models/text_embedding/%75nload",
+        "/v2/models/x%2Ftrace%2Fsetting%3F/infer",
+        "/v2/models/x%252Ftrace%252Fsetting%2523/infer",
+        "/v2/models/..%2Frepository%2Fmodels%2Ftext_embedding%2Funload%23/infer",
         "http://127.0.0.1/v2/repository/models/text_embedding/unload",
         "/v2/repository/models/text_embedding/unload;x",
         "*",
@@ -400,21 +377,6 @@ async def test_model_control(triton):
 
 
 # Metadata, trailers, back pressure, faults
-
-
-class Upstream(grpc.GenericRpcHandler):
-    """A gRPC server that does what a test wants of any method."""
-
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
-        self._answer = answer
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-        """Answer any method."""
-
-        async def handle(_: Any, context: Any) -> None:
-            await self._answer(context)
-
-        return grpc.stream_stream_rpc_method_handler(handle)
 
 
 @asynccontextmanager
@@ -614,9 +576,11 @@ async def test_both_addresses_are_needed(triton):
     for url, missing in ((triton.http_url, "grpc"), (triton.grpc_url, "http")):
         settings = Settings(server=SERVER, triton=TritonSettings(url=(url,)))
         with pytest.raises(ConfigurationError, match=missing):
-            await start_frontends(settings, changed=lambda: None)
+            await start_frontends(settings, door=door_of(settings), changed=lambda: None)
 
 
 async def test_they_are_off_unless_enabled(triton):
     """Without the flag there are none."""
-    assert [] == await start_frontends(Settings(triton=TritonSettings(url=(triton.http_url,))), changed=lambda: None)
+    settings = Settings(triton=TritonSettings(url=(triton.http_url,)))
+
+    assert [] == await start_frontends(settings, door=door_of(settings), changed=lambda: None)

@@ -170,6 +170,36 @@ def test_what_needs_a_restart(configured: Configured) -> None:
     assert "new-name" in configured.models()
 
 
+def test_a_replaced_worker_has_the_keys_in_force(triton: TestTriton, tmp_path: Path) -> None:
+    """Also where their file has become bad since; a signal for all processes is no reason to be replaced."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: [{name: one, key: sk-one}]")
+    arguments = ("--api-keys-file", str(keys), "--triton-url", triton.http_url, "--workers", "2")
+    with serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service:
+        configured = Configured(service, keys, 2)
+
+        def asked_with(key: str) -> int:
+            return service.send("GET", "/v1/models", headers={"api-key": key}).status
+
+        until(lambda: len(configured.said("Triton answers")) == 2)
+        configured.write({"keys": [{"name": "two", "key": "sk-two"}]})
+        until(lambda: len(configured.said("API keys are read again")) == 2)
+        keys.unlink()
+        until(lambda: len(configured.said("the old API keys stay in force")) == 2)
+        pids = [line["pid"] for line in configured.said("worker started")]
+        for pid in pids:
+            os.kill(pid, signal.SIGHUP)
+        configured.agree(lambda: asked_with("sk-two"), 200)
+        assert 2 == len(configured.said("worker started"))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: len(configured.said("Triton answers")) == 4)
+
+        configured.agree(lambda: asked_with("sk-two"), 200)
+        assert 401 == asked_with("sk-one")
+        assert b"sk-two" not in b"".join(file.read_bytes() for file in tmp_path.rglob("api-keys*"))
+
+
 def test_a_replaced_worker_has_the_new_settings(triton: TestTriton, tmp_path: Path) -> None:
     """Also where the file has become bad since."""
     with _configured(triton, tmp_path, 2) as configured:

@@ -192,6 +192,11 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
             "models.m.default_parameters.temperature in FILE: 3 is not accepted: expected a number <= 2.0.",
         ),
         ("models: {a: {aliases: [x]}, b: {aliases: [x]}}", "the alias 'x' stands for two models, 'a' and 'b'."),
+        (
+            "models: {a: {aliases: [x]}, x: {aliases: [y]}}",
+            "models.x.aliases in FILE: the alias 'y' stands for 'x', which is itself an alias, of 'a'; name that.",
+        ),
+        ("models: {a: {aliases: [a]}}", "the alias 'a' stands for 'a', which is itself an alias"),
         ("models: {a: {loras: [x, {name: x}]}}", "models.a.loras in FILE: two LoRA adapters have the name 'x'."),
         (
             "models: {a: {loras: [{name: x, task_id: 1}, {name: y, task_id: 1}]}}",

@@ -14,10 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triton_openai.config.tree import ServerSettings
 from triton_openai.draining import Draining
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
 from triton_openai.model_gates import ModelGates
+from triton_openai.server.admission import Admission
 from triton_openai.shared_gates import SharedGates
+from triton_openai.telemetry.observation import Observation
 
 
 class Process:
@@ -134,6 +137,32 @@ async def test_what_runs_too_long_is_ended(pair):
     assert other.inside
     other.leave()
     await other.task
+
+
+async def test_who_waits_is_turned_away(pair):
+    """A request in the queue does not wait for a model that will be gone; those for other models do."""
+    unloading, serving = pair
+    admission = Admission(ServerSettings(max_running_requests_per_model=1), lambda: 0.0, gates=serving.gates)
+    began, ended = [], []
+    leave = asyncio.Event()
+
+    async def ask(model: str) -> None:
+        try:
+            async with admission.enter(model, Observation(request_id="r", method="POST", path="/")):
+                began.append(model)
+                await leave.wait()
+        except ModelUnloading:
+            ended.append(model)
+
+    asked = [asyncio.create_task(ask(model)) for model in ("m", "other", "m", "m", "other")]
+    await until(lambda: admission.queued == 3)
+    task = asyncio.create_task(unload(unloading, "m", grace=30))
+    await until(lambda: len(ended) == 2)
+    assert (["m", "other"], ["m", "m"], 1) == (began, ended, admission.queued)
+    assert not task.done()
+    leave.set()
+    await asyncio.wait_for(asyncio.gather(task, *asked), 10)
+    assert ["m", "other", "other"] == began
 
 
 async def test_one_winner(pair):

@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from aiohttp import web
@@ -279,9 +279,9 @@ def service_of(request: web.Request) -> Service:
     return request.app[SERVICE]
 
 
-def request_id(request: web.Request) -> str:
+def request_id(headers: Mapping[str, str]) -> str:
     """Return the client's ``x-request-id`` if it is one that can go into headers and logs, else a new one."""
-    given = request.headers.get("x-request-id", "")
+    given = headers.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 

@@ -98,7 +98,10 @@ async def banner_of(settings: Settings, models: Models, address: str, *, wait_fo
         if name not in aliases or name in snapshot.configs
     ]
     # Which adapter claims them shows when they are ready.
-    waiting = [ModelLine(name=name, state=f"not ready: {why}") for name, why in sorted(snapshot.waiting.items())]
+    waiting = [
+        ModelLine(name=name, state=f"not ready: {why}" if why else "not loaded")
+        for name, why in sorted(snapshot.waiting.items())
+    ]
     return Banner(
         address=address,
         base_url=f"{address}/v1",

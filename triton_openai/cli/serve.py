@@ -25,6 +25,7 @@ from triton_openai.draining import DRAINING, first_of
 from triton_openai.kserve import FRONTENDS, start_frontends
 from triton_openai.reload import Reloader, Source
 from triton_openai.server.connections import Site
+from triton_openai.server.relay_door import RELAY_DOOR
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.tls import server_context
 from triton_openai.worker import WORKER, Worker
@@ -146,7 +147,10 @@ async def listening(
     await runner.setup()
     try:
         frontends += await start_frontends(
-            settings, changed=control_of(app).changed_elsewhere, reuse_port=app[WORKER].count > 1
+            settings,
+            door=app[RELAY_DOOR],
+            changed=control_of(app).changed_elsewhere,
+            reuse_port=app[WORKER].count > 1,
         )
         for one in sockets:
             await Site(runner, one, limits=settings.limits, ssl_context=tls, backlog=settings.server.backlog).start()

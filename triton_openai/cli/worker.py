@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Coroutine
@@ -41,6 +42,8 @@ log = get_logger(__name__)
 
 def main() -> int:
     """Serve until the parent says that it is enough, or is gone; return the exit status."""
+    # New settings come from the parent, whoever else of the group is told of them too.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
     try:
         order = receive_first(connection)

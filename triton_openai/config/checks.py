@@ -118,6 +118,12 @@ def _check_aliases(found: Layer) -> None:
                 raise ConfigurationError(
                     f"{origin}: the alias {alias!r} stands for two models, {other!r} and {path[1]!r}."
                 )
+    for alias, (model, origin) in models.items():
+        if model in models:
+            raise ConfigurationError(
+                f"{origin}: the alias {alias!r} stands for {model!r}, which is itself an alias, of "
+                f"{models[model][0]!r}; name that."
+            )
 
 
 def _check_loras(found: Layer) -> None:

@@ -128,10 +128,10 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         int, Meta(ge=0, le=65_535, description="Port for Triton's gRPC protocol; 0 takes a free one.")
     ] = 8001
     kserve_allow: Annotated[
-        tuple[Literal["shared-memory", "trace", "logging"], ...],
+        tuple[Literal["shared-memory", "trace", "logging", "model-overrides"], ...],
         Meta(
             description="What of Triton's protocol that manages the server is relayed too; loading models is, in "
-            "explicit mode.",
+            "explicit mode, but configurations and files that come with a load only with 'model-overrides'.",
             extra={"metavar": "GROUP"},
         ),
     ] = ()

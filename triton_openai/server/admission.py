@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 
 from triton_openai.config.tree import ServerSettings
 from triton_openai.draining import Draining
-from triton_openai.errors import ServiceOverloaded
+from triton_openai.errors import ModelUnloading, ServiceOverloaded
 from triton_openai.model_gates import ModelGates
 from triton_openai.telemetry.observation import Observation, Observer
 
@@ -55,6 +55,7 @@ class Admission:
         self._lag = lag
         self._workers = workers
         self._gates = gates or ModelGates(Draining())
+        self._gates.watch_queue(self)
         self._observer = observer or Observer()
         # Kept in the order of arrival
         self._queue: dict[_Waiting, None] = {}
@@ -125,6 +126,16 @@ class Admission:
             self._queue.pop(waiting, None)
             observation.queued_seconds = time.monotonic() - began
             self._observer.admitted(observation)
+
+    def waiting(self) -> Collection[str]:
+        """Return the models that requests wait for."""
+        return {waiting.model for waiting in self._queue}
+
+    def turn_away(self, model: str) -> None:
+        """Refuse the requests that wait for *model*, which is being unloaded."""
+        for waiting in self._queue:
+            if waiting.model == model and not waiting.future.done():
+                waiting.future.set_exception(ModelUnloading(model))
 
     def _give_up(self, waiting: _Waiting) -> None:
         if not waiting.future.done():

@@ -1,5 +1,5 @@
 """
-Connections whose clients have to hurry, and that say in OpenAI's form what was no HTTP.
+Connections whose clients have to hurry, and that say in their API's form what was no HTTP.
 
 aiohttp gives a client as long for the head of its request as for the next one, and answers what it cannot read in
 plain text.
@@ -25,15 +25,25 @@ from triton_openai.telemetry.logging import get_logger
 _log = get_logger(__name__)
 # Seconds between the end of the time and that of the connection.
 _PATIENCE = 0.05
+#: Returns the body of an answer that says an error.
+ErrorBody = Callable[[ServiceError], bytes]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Connection(web.RequestHandler):
     """One connection: while no request is being answered, a timer runs from the first byte of the next one's head."""
 
-    __slots__ = ("_answering", "_deadline", "_head_began", "_head_timeout")
+    __slots__ = ("_answering", "_body", "_deadline", "_head_began", "_head_timeout")
 
-    def __init__(self, manager: web.Server, limits: LimitSettings, *, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        manager: web.Server,
+        limits: LimitSettings,
+        body: ErrorBody,
+        *,
+        auto_decompress: bool,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         super().__init__(
             manager,
             loop=loop,
@@ -42,9 +52,11 @@ class Connection(web.RequestHandler):
             keepalive_timeout=limits.keepalive_timeout,
             max_field_size=limits.max_header_size,
             max_line_size=limits.max_header_size,
+            auto_decompress=auto_decompress,
         )
         # The settings
         self._head_timeout = limits.header_timeout
+        self._body = body
         # The request
         self._answering = 0
         self._head_began = False
@@ -99,7 +111,7 @@ class Connection(web.RequestHandler):
             error = ServiceError("The service failed to answer the request.")
         _log.debug("request refused", status=error.status, code=error.code)
         response = web.Response(
-            status=error.status, body=error.envelope(), content_type="application/json", headers=_headers()
+            status=error.status, body=self._body(error), content_type="application/json", headers=_headers()
         )
         response.force_close()
         return response
@@ -127,7 +139,8 @@ class Connection(web.RequestHandler):
             self._wait_for_head()
             return
         if self._head_began:
-            transport.write(_as_http(RequestTimeout("The head of the request did not arrive in time.")))
+            error = RequestTimeout("The head of the request did not arrive in time.")
+            transport.write(_as_http(error, self._body(error)))
         _log.debug("connection closed", reason="no head of a request in time")
         self.force_close()
 
@@ -136,8 +149,7 @@ def _headers() -> dict[str, str]:
     return {"Server": "triton-openai", "x-request-id": uuid.uuid4().hex}
 
 
-def _as_http(error: ServiceError) -> bytes:
-    body = error.envelope()
+def _as_http(error: ServiceError, body: bytes) -> bytes:
     headers = {
         **_headers(),
         **error.headers(),
@@ -162,13 +174,24 @@ async def mark_answering(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 class Site(web.SockSite):
-    """Serves a runner's application on a socket, over such connections."""
+    """Serves a runner's application on a socket, over such connections; *body* is the form that errors have."""
 
-    __slots__ = ("_limits",)
+    __slots__ = ("_auto_decompress", "_body", "_limits")
 
-    def __init__(self, runner: web.AppRunner, sock: socket.socket, *, limits: LimitSettings, **options: Any) -> None:
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        sock: socket.socket,
+        *,
+        limits: LimitSettings,
+        body: ErrorBody = ServiceError.envelope,
+        auto_decompress: bool = True,
+        **options: Any,
+    ) -> None:
         super().__init__(runner, sock, **options)
         self._limits = limits
+        self._body = body
+        self._auto_decompress = auto_decompress
 
     async def start(self) -> None:
         """Listen."""
@@ -178,7 +201,7 @@ class Site(web.SockSite):
         if manager is None:
             raise RuntimeError("The runner is not set up.")
         self._server = await loop.create_server(
-            partial(Connection, manager, self._limits, loop=loop),
+            partial(Connection, manager, self._limits, self._body, auto_decompress=self._auto_decompress, loop=loop),
             sock=self._sock,
             ssl=self._ssl_context,
             backlog=self._backlog,

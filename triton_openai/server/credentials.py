@@ -11,6 +11,8 @@ from triton_openai.server.keys import ApiKey, Keyring
 
 # Azure's and Anthropic's clients have headers of their own.
 _PLAIN_HEADERS = ("api-key", "x-api-key")
+#: Where a key can stand, in lower case.
+KEY_HEADERS = ("authorization", *_PLAIN_HEADERS)
 
 
 def presented(headers: CIMultiDictProxy[str]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 
@@ -29,10 +30,14 @@ _TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
 
 
 class Guard:
-    """Who is let in. Raises :class:`ConfigurationError` for keys that cannot be used."""
+    """
+    Who is let in; *directory* is what the processes of the service share, if there are several.
 
-    def __init__(self, settings: AccessSettings) -> None:
-        self.keys = Keys(settings)
+    Raises :class:`ConfigurationError` for keys that cannot be used.
+    """
+
+    def __init__(self, settings: AccessSettings, *, directory: Path | None = None) -> None:
+        self.keys = Keys(settings, directory=directory)
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: RateLimits | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,21 +21,25 @@ class Keys:
     """
     The keys in force.
 
-    ``ring`` is ``None`` where the settings ask for none, and never because there are none left. Raises
-    :class:`ConfigurationError`.
+    ``ring`` is ``None`` where the settings ask for none, and never because there are none left. Of several processes
+    of one service each finds those that were in force last in the *directory* that they share: one that takes a dead
+    one's place goes on with them where the file cannot be used any more. Raises :class:`ConfigurationError`.
     """
 
-    def __init__(self, settings: AccessSettings, *, interval: float = _INTERVAL) -> None:
+    def __init__(self, settings: AccessSettings, *, directory: Path | None = None, interval: float = _INTERVAL) -> None:
         self._settings = settings
         self._interval = interval
+        self._last = None if directory is None else directory / "api-keys"
         self._seen = _signature(settings.api_keys_file)
-        self.ring: Keyring | None = read_keys(settings)
+        self.ring: Keyring | None = self._first()
+        self._remember()
 
     def replace(self, settings: AccessSettings) -> None:
         """Take the keys of new *settings*. Raises :class:`ConfigurationError`, and the old ones stay."""
         seen = _signature(settings.api_keys_file)
         ring = read_keys(settings)
         self._settings, self._seen, self.ring = settings, seen, ring
+        self._remember()
 
     async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
         """Read the file again whenever it is another one, until cancelled; call *changed* after each attempt."""
@@ -58,7 +63,29 @@ class Keys:
         else:
             if settings is self._settings:
                 self.ring = ring
+                self._remember()
                 _log.info("API keys are read again", names=len(ring.names) if ring is not None else 0)
+
+    def _first(self) -> Keyring | None:
+        try:
+            return read_keys(self._settings)
+        except ConfigurationError as error:
+            if self._last is None or not self._last.exists():
+                raise
+            _log.error("the old API keys stay in force", reason=error.message)
+            return Keyring.decode(self._last.read_bytes())
+
+    def _remember(self) -> None:
+        """Leave what is in force to whoever takes this process's place; nothing of it is a key."""
+        if self._last is None:
+            return
+        if self.ring is None:
+            self._last.unlink(missing_ok=True)
+            return
+        new = self._last.with_suffix(f".{os.getpid()}")
+        new.touch(mode=0o600)
+        new.write_bytes(self.ring.encode())
+        new.replace(self._last)
 
 
 def _signature(file: Path | None) -> tuple[int, int, int] | None:

@@ -86,6 +86,15 @@ class Keyring:
         """The names of the keys, each once."""
         return list(dict.fromkeys(key.name for _, key in self._keys.values()))
 
+    def encode(self) -> bytes:
+        """Return the keys as :meth:`decode` takes them: their digests, not themselves."""
+        return msgspec.msgpack.encode(list(self._keys.values()))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Keyring:
+        """Return the keys of *data*. Raises :class:`msgspec.MsgspecError`."""
+        return cls(msgspec.msgpack.decode(data, type=list[tuple[bytes, ApiKey]]))
+
     def find(self, presented: str) -> ApiKey | None:
         """
         Return the key that *presented* is, if it is one.

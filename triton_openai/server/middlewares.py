@@ -34,7 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 @web.middleware
 async def identify(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give the request its id and its record, and tell the observers of its beginning and its end."""
-    name = request_id(request)
+    name = request_id(request.headers)
     request[REQUEST_ID] = name
     observation = request[OBSERVATION] = Observation(
         request_id=name, method=request.method, path=request.path, request=request

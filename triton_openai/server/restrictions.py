@@ -32,6 +32,11 @@ class Restrictions:
             headers.setdefault("embedding", headers["inference"])
         self._headers = headers
 
+    @property
+    def header_names(self) -> frozenset[str]:
+        """The headers that open something, in lower case."""
+        return frozenset(name.lower() for name, _ in self._headers.values())
+
     def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
         """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""
         wanted = self._headers.get(group)

@@ -113,6 +113,17 @@ INPUT_TOKENS = Instrument("triton_openai_input_tokens", "histogram", "Tokens of 
 OUTPUT_TOKENS = Instrument(
     "triton_openai_output_tokens", "histogram", "Tokens of an answer that ended by itself.", _SERVED, _TOKENS
 )
+RELAYED = Instrument(
+    "triton_openai_relayed_requests_total",
+    "counter",
+    "Requests and calls of Triton's own protocol that have ended (--enable-kserve-frontends), by protocol, by Triton's "
+    "group of what they asked for, and by HTTP status or gRPC's name of it; 'cancelled' when the client left.",
+    ("protocol", "group", "status"),
+)
+RELAYING = Instrument(
+    "triton_openai_relayed_requests_running", "gauge", "Requests and calls of Triton's own protocol, and open streams.",
+    ("protocol",),
+)  # fmt: skip
 LOOP_LAG = Instrument(
     "triton_openai_event_loop_lag_seconds",
     "histogram",
@@ -123,5 +134,5 @@ LOOP_LAG = Instrument(
 
 INSTRUMENTS = (
     REQUESTS, ERRORS, RUNNING, QUEUED, TOKENS, FINISHED, DURATION, FIRST_TOKEN, PER_TOKEN, QUEUE, PREPARATION,
-    INPUT_TOKENS, OUTPUT_TOKENS, LOOP_LAG,
+    INPUT_TOKENS, OUTPUT_TOKENS, RELAYED, RELAYING, LOOP_LAG,
 )  # fmt: skip

@@ -23,10 +23,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.triton import _guard
 from triton_openai.triton._runtime import Runtime, installed_runtime, packaged_runtime
+from triton_openai.triton.names import check_name
 
+#: Instead of a model's name: load all that are there.
+ALL_MODELS = "*"
 _HOST = "127.0.0.1"
 _METRICS_SECONDS = 5.0
 _POLL_SECONDS = 0.03
@@ -63,14 +66,17 @@ class EmbeddedTriton:
         grpc_port: int | None = None,
         metrics_port: int | None = None,
     ) -> None:
-        self._repositories = [model_repository] if isinstance(model_repository, Path) else list(model_repository)
+        given = [model_repository] if isinstance(model_repository, Path) else model_repository
+        # The server runs in a folder of its own.
+        self._repositories = [path.absolute() for path in given]
         self._environment = dict(environment)
-        self._extra_backends = backends
-        self._binary = binary
+        self._extra_backends = None if backends is None else backends.absolute()
+        self._binary = None if binary is None else binary.absolute()
         self._model_control_mode = model_control_mode
         self._load_models = list(load_models)
         self._extra_args = list(extra_args)
         self._given_ports = (http_port, grpc_port, metrics_port)
+        work_dir = None if work_dir is None else work_dir.absolute()
         self._given_work_dir = work_dir
         self._shared_memory = f"triton-openai-{uuid.uuid4().hex[:12]}"
 
@@ -210,6 +216,11 @@ class EmbeddedTriton:
         for repository in self._repositories:
             if not repository.is_dir():
                 raise ConfigurationError(f"There is no model repository at {repository}.")
+        for name in self._load_models:
+            if name != ALL_MODELS and not any(_is_model(repository, name) for repository in self._repositories):
+                # Triton would only say that not all models could be loaded.
+                where = " or ".join(map(str, self._repositories))
+                raise ConfigurationError(f"There is no model {name[:200]!r} in {where}.")
         if self._work_dir is None:
             self._work_dir = Path(tempfile.mkdtemp(prefix="triton-openai-"))
         self._work_dir.mkdir(parents=True, exist_ok=True)
@@ -362,6 +373,14 @@ class EmbeddedTriton:
         # What went wrong stands far above the end: Triton unloads everything else before it gives up.
         wrong = [line for line in self.log_tail(10_000).splitlines() if _FAILED_TO_LOAD.search(line)]
         return "".join(f"\n{line}" for line in wrong) + f"\nThe end of its log:\n{tail}"
+
+
+def _is_model(repository: Path, name: str) -> bool:
+    try:
+        check_name(name)
+    except InvalidRequest:
+        return False
+    return (repository / name).is_dir()
 
 
 def _check_free(port: int | None) -> None:

@@ -101,7 +101,8 @@ def _failed(failure: Failure) -> ServiceError:
 
 
 def _not_loaded(failure: Failure, match: re.Match[str]) -> ServiceError:
-    reason = public_reason(match.group("reason"))
+    # What follows the first line is a traceback.
+    reason = public_reason(match.group("reason").strip().partition("\n")[0])
     message = f"Triton could not load the model '{failure.model}'"
     return UpstreamError(
         f"{message}: {reason}" if reason else f"{message}; its log says why.",

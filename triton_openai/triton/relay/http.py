@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -13,9 +14,10 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from triton_openai.draining import Draining
-from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.errors import PayloadTooLarge, ServiceError
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.relay.rules import Rules
+from triton_openai.triton.relay.door import Door, Visit
+from triton_openai.triton.relay.rules import Operation, Rules
 from triton_openai.triton.status import cut_off, unreachable
 
 _log = structlog.get_logger(__name__)
@@ -28,13 +30,17 @@ _HOP_BY_HOP = frozenset(
         *(hdrs.TE, hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.HOST, hdrs.EXPECT),
     )
 )
+# Longest body of a load or unload that is read here.
+_LOADING_BYTES = 65_536
+#: Begins to listen for a runner.
+Listen = Callable[[web.AppRunner], Awaitable[None]]
 _NOT_ADDED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 
 
 class HttpRelay:
     """
     An HTTP server in front of the one of the Triton at *url*. *changed* is called when a client has changed which
-    models are loaded.
+    models are loaded, *door* decides who is let in, and *middlewares* stand before the relay.
 
     Bodies are neither decompressed nor held: a client that reads slowly slows down the reading from Triton, and one
     that leaves closes the connection to it, which cancels the work.
@@ -46,22 +52,26 @@ class HttpRelay:
         rules: Rules,
         connection: ConnectionSettings,
         *,
+        door: Door,
         changed: Callable[[], None],
+        middlewares: Sequence[Any] = (),
     ) -> None:
         self._base = url.rstrip("/")
         self._rules = rules
+        self._door = door
         self._changed = changed
+        self._middlewares = middlewares
         self._connection = connection
         self._ssl = connection.ssl_context() if url.startswith("https:") else None
         self._draining = Draining()
-        #: Where it listens, once started.
+        #: Where it listens, for who has started it.
         self.scheme = "http"
         self.port = 0
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
 
-    async def start(self, host: str, port: int, *, backlog: int = 128, reuse_port: bool = False) -> None:
-        """Listen. Raises :class:`ConfigurationError`."""
+    async def start(self, listen: Listen) -> None:
+        """Relay whatever comes to where *listen* listens."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl or True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connection.connect_timeout),
@@ -69,20 +79,11 @@ class HttpRelay:
             # Cookies are the clients', and no business of the relay.
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        app = web.Application()
+        app = web.Application(middlewares=self._middlewares, client_max_size=_LOADING_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=0.5
-        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port, backlog=backlog, reuse_port=reuse_port).start()
-        except OSError as error:
-            await self.close(0)
-            raise ConfigurationError(
-                f"Cannot listen on {host} port {port} for Triton's HTTP protocol: {error.strerror or error}. "
-                "Choose another with --kserve-http-port."
-            ) from error
+        await listen(self._runner)
         self.port = self._runner.addresses[0][1]
 
     async def close(self, grace: float) -> None:
@@ -96,35 +97,52 @@ class HttpRelay:
             await self._session.close()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        target = request.raw_path
+        visit = self._door.visit("http", request.method, target.partition("?")[0], request.headers)
         task = self._draining.enter()
+        status: str | None = None
         try:
-            return await self._relay(request)
+            answer = await self._relay(request, visit)
+            status = str(answer.status)
         except ServiceError as error:
-            return _refusal(error)
+            answer = _refusal(error, visit)
+            status = str(answer.status)
         except asyncio.CancelledError:
             reason = self._draining.reason()
             if reason is None:
                 raise
-            return _refusal(reason)
+            answer = _refusal(reason, visit)
+            status = str(answer.status)
         finally:
             self._draining.leave(task)
+            visit.end(status)
+        return answer
 
-    def _headers(self, given: Mapping[str, str]) -> CIMultiDict[str]:
-        """Return the client's headers, and what the service itself is let in with."""
-        headers = _end_to_end(given)
+    def _headers(self, given: Mapping[str, str], visit: Visit) -> CIMultiDict[str]:
+        """Return the client's headers, without those that are not for Triton, and what the service is let in with."""
+        headers = CIMultiDict(
+            (name, value) for name, value in _end_to_end(given).items() if name.lower() not in visit.withheld
+        )
+        headers.update(visit.passed_on)
         headers.update(self._connection.headers())
         return headers
 
-    async def _relay(self, request: web.Request) -> web.StreamResponse:
+    async def _relay(self, request: web.Request, visit: Visit) -> web.StreamResponse:
         target = request.raw_path
-        operation = self._rules.of_path(target)
+        operation, names = self._rules.of_path(target)
+        visit.enter(operation)
+        operation = self._rules.check(operation, f"endpoint {target.partition('?')[0]}", names)
+        if visit.names_models:
+            visit.use(names)
+        headers = self._headers(request.headers, visit)
+        data = await self._body(request, operation, headers)
         assert self._session is not None
         try:
             response = await self._session.request(
                 request.method,
                 URL(f"{self._base}{target}", encoded=True),
-                headers=self._headers(request.headers),
-                data=request.content if request.body_exists else None,
+                headers=headers,
+                data=data,
                 skip_auto_headers=_NOT_ADDED,
                 allow_redirects=False,
             )
@@ -135,12 +153,28 @@ class HttpRelay:
         async with response:
             if operation.loads and response.status < 400:
                 self._changed()
-            return await self._answer(request, response)
+            return await self._answer(request, response, visit)
 
-    async def _answer(self, request: web.Request, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        answer = web.StreamResponse(
-            status=response.status, reason=response.reason, headers=_end_to_end(response.headers)
-        )
+    async def _body(self, request: web.Request, operation: Operation, headers: CIMultiDict[str]) -> Any:
+        """Return what is sent on as the body, and fit *headers* to it."""
+        if not request.body_exists:
+            return None
+        if not operation.loads or self._rules.overrides:
+            return request.content
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise PayloadTooLarge("The body of a load or unload is too large for what it may say.") from error
+        for name in (hdrs.CONTENT_LENGTH, hdrs.CONTENT_ENCODING):
+            headers.popall(name, None)
+        return self._rules.loading_body(body)
+
+    async def _answer(self, request: web.Request, response: aiohttp.ClientResponse, visit: Visit) -> web.StreamResponse:
+        headers = _end_to_end(response.headers)
+        headers.update(visit.told)
+        answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
+        if visit.last:
+            answer.force_close()
         try:
             await answer.prepare(request)
             async for piece in response.content.iter_any():
@@ -149,6 +183,7 @@ class HttpRelay:
             if isinstance(error, asyncio.CancelledError) and self._draining.reason() is None:
                 raise
             # An answer that is not complete must not look as if it were.
+            visit.failed(cut_off())
             _log.warning(
                 "relayed answer was cut off", path=request.path, reason=str(error) or "the service is stopping"
             )
@@ -168,11 +203,19 @@ def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
     )
 
 
-def _refusal(error: ServiceError) -> web.Response:
-    # In the form of Triton's own errors, which its clients read.
-    return web.Response(
+def _refusal(error: ServiceError, visit: Visit) -> web.Response:
+    visit.failed(error)
+    refusal = web.Response(
         status=error.status,
-        body=msgspec.json.encode({"error": error.message}),
+        body=error_body(error),
         content_type="application/json",
-        headers=error.headers(),
+        headers={**visit.told, **error.headers()},
     )
+    if visit.last:
+        refusal.force_close()
+    return refusal
+
+
+def error_body(error: ServiceError) -> bytes:
+    """Return *error* in the form of Triton's own errors, which its clients read."""
+    return msgspec.json.encode({"error": error.message})

@@ -9,12 +9,14 @@ changes the server.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import msgspec
 from tritonclient.grpc import service_pb2
 
+from triton_openai.config import Group
 from triton_openai.errors import EndpointNotFound, InvalidRequest, ManagementDisabled
 from triton_openai.triton.names import check_name
 
@@ -24,39 +26,53 @@ _SERVICE = "/inference.GRPCInferenceService/"
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """
     One operation: its *group*, whether it *manages* the server, and whether it changes which models are *loaded*.
+
+    *guards* are the groups of this service's own API that it belongs to, all of which have to be open; *about* is what
+    it tells of, uses or changes: the model that it names, all models, or none. *readiness* is whether load balancers
+    ask it whether to send requests.
     """
 
     group: str
+    guards: tuple[Group, ...]
+    about: Literal["nothing", "model", "everything"]
     manages: bool = False
     loads: bool = False
+    readiness: bool = False
 
 
-_HEALTH = Operation(group="health")
-_METADATA = Operation(group="metadata")
-_CONFIG = Operation(group="model-config")
-_STATISTICS = Operation(group="statistics")
-_INFERENCE = Operation(group="inference")
-_INDEX = Operation(group="model-repository")
-_LOADING = Operation(group="model-repository", manages=True, loads=True)
-_SHARED_MEMORY = Operation(group="shared-memory", manages=True)
-_TRACE = Operation(group="trace", manages=True)
-_LOGGING = Operation(group="logging", manages=True)
+_HEALTH = Operation(group="health", guards=("health",), about="nothing")
+_READY = Operation(group="health", guards=("health",), about="nothing", readiness=True)
+_MODEL_READY = Operation(group="health", guards=("health",), about="model", readiness=True)
+_SERVER = Operation(group="metadata", guards=("info",), about="nothing")
+_METADATA = Operation(group="metadata", guards=("model-repository",), about="model")
+_CONFIG = Operation(group="model-config", guards=("model-repository",), about="model")
+_STATISTICS = Operation(group="statistics", guards=("metrics",), about="model")
+_ALL_STATISTICS = Operation(group="statistics", guards=("metrics",), about="everything")
+# Whether a model embeds or generates is not in the request.
+_INFERENCE = Operation(group="inference", guards=("inference", "embedding"), about="model")
+_INDEX = Operation(group="model-repository", guards=("model-repository",), about="everything")
+_LOADING = Operation(group="model-repository", guards=("model-repository",), about="model", manages=True, loads=True)
+_SHARED_MEMORY = Operation(group="shared-memory", guards=("model-repository",), about="everything", manages=True)
+_TRACE = Operation(group="trace", guards=("model-repository",), about="everything", manages=True)
+_LOGGING = Operation(group="logging", guards=("model-repository",), about="everything", manages=True)
 
 # A segment as it is on the wire: a model's name may be percent-encoded in it.
 _ONE = r"[^/?#]+"
-_MODEL = rf"/v2/models/{_ONE}(?:/versions/{_ONE})?"
+_NAME = rf"(?P<model>{_ONE})"
+_MODEL = rf"/v2/models/{_NAME}(?:/versions/{_ONE})?"
 _PATHS: tuple[tuple[re.Pattern[str], Operation], ...] = tuple(
     (re.compile(pattern), operation)
     for pattern, operation in (
         (rf"{_MODEL}/(?:infer|generate|generate_stream)", _INFERENCE),
-        (r"/v2/health/(?:live|ready)", _HEALTH),
-        (rf"{_MODEL}/ready", _HEALTH),
-        (r"/v2/?", _METADATA),
+        (r"/v2/health/live", _HEALTH),
+        (r"/v2/health/ready", _READY),
+        (rf"{_MODEL}/ready", _MODEL_READY),
+        (r"/v2/?", _SERVER),
         (rf"{_MODEL}/config", _CONFIG),
-        (r"/v2/models/stats", _STATISTICS),
+        (r"/v2/models/stats", _ALL_STATISTICS),
         (rf"{_MODEL}/stats", _STATISTICS),
         (r"/v2/repository/index", _INDEX),
-        (rf"/v2/repository/models/(?P<model>{_ONE})/(?:load|unload)", _LOADING),
+        (rf"/v2/repository/models/{_NAME}/(?:load|unload)", _LOADING),
         (rf"/v2/(?:system|cuda)sharedmemory(?:/region/{_ONE})?/(?:status|register|unregister)", _SHARED_MEMORY),
         (rf"(?:/v2|/v2/models/{_ONE})/trace/setting", _TRACE),
         (r"/v2/logging", _LOGGING),
@@ -66,9 +82,9 @@ _PATHS: tuple[tuple[re.Pattern[str], Operation], ...] = tuple(
 )
 _METHODS = {
     "ServerLive": _HEALTH,
-    "ServerReady": _HEALTH,
-    "ModelReady": _HEALTH,
-    "ServerMetadata": _METADATA,
+    "ServerReady": _READY,
+    "ModelReady": _MODEL_READY,
+    "ServerMetadata": _SERVER,
     "ModelMetadata": _METADATA,
     "ModelInfer": _INFERENCE,
     "ModelStreamInfer": _INFERENCE,
@@ -89,13 +105,29 @@ _METHODS = {
     "LogSettings": _LOGGING,
 }
 _RPCS = {f"{_SERVICE}{name}": operation for name, operation in _METHODS.items()} | {
-    f"/grpc.health.v1.Health/{name}": _HEALTH for name in ("Check", "Watch")
+    f"/grpc.health.v1.Health/{name}": _READY for name in ("Check", "Watch")
 }
-#: Calls whose first message is looked at, because it names the model that is loaded or unloaded.
-NAMING = {
-    f"{_SERVICE}RepositoryModelLoad": service_pb2.RepositoryModelLoadRequest,
-    f"{_SERVICE}RepositoryModelUnload": service_pb2.RepositoryModelUnloadRequest,
+# What a call's messages are, and the field in which they name a model.
+_NAMING: dict[str, tuple[Any, str]] = {
+    f"{_SERVICE}{call}": (kind, field)
+    for call, kind, field in (
+        ("ModelInfer", service_pb2.ModelInferRequest, "model_name"),
+        ("ModelStreamInfer", service_pb2.ModelInferRequest, "model_name"),
+        ("ModelReady", service_pb2.ModelReadyRequest, "name"),
+        ("ModelMetadata", service_pb2.ModelMetadataRequest, "name"),
+        ("ModelConfig", service_pb2.ModelConfigRequest, "name"),
+        ("ModelStatistics", service_pb2.ModelStatisticsRequest, "name"),
+        ("RepositoryModelLoad", service_pb2.RepositoryModelLoadRequest, "model_name"),
+        ("RepositoryModelUnload", service_pb2.RepositoryModelUnloadRequest, "model_name"),
+    )
 }
+# All that a load or unload may say of a model, unless more is allowed.
+_HARMLESS = frozenset({"unload_dependents"})
+_OVERRIDES = "model-overrides"
+
+
+class _LoadBody(msgspec.Struct, forbid_unknown_fields=True):
+    parameters: dict[str, Any] = {}
 
 
 class Rules:
@@ -104,51 +136,97 @@ class Rules:
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(allowed)
 
-    def of_path(self, target: str) -> Operation:
+    def of_path(self, target: str) -> tuple[Operation | None, Collection[str]]:
         """
-        Return the operation of an HTTP request for *target*, as it stands in the request line.
+        Return the operation of an HTTP request for *target*, as it stands in the request line, if it is one that is
+        relayed, and every name that the model in it may be meant to have.
 
-        Raises :class:`EndpointNotFound`, :class:`ManagementDisabled`, and :class:`InvalidRequest` for a model's name
-        that is none.
+        Whether and how often a name is decoded is Triton's affair, and differs between its releases.
         """
         path = target.partition("?")[0]
         for pattern, operation in _PATHS:
             match = pattern.fullmatch(path)
             if match is not None:
-                self._check(operation)
-                if operation.loads:
-                    self._check_encoded(match["model"])
-                return operation
-        raise EndpointNotFound(f"There is no endpoint {path[:200]}, or it is not relayed.")
+                return operation, list(_readings(match["model"])) if "model" in pattern.groupindex else ()
+        return None, ()
 
-    def of_rpc(self, method: str) -> Operation:
-        """Return the operation of the call *method*. Raises :class:`EndpointNotFound`, :class:`ManagementDisabled`."""
-        operation = _RPCS.get(method)
+    def of_rpc(self, method: str) -> Operation | None:
+        """Return the operation of the call *method*, if it is one that is relayed."""
+        return _RPCS.get(method)
+
+    def check(self, operation: Operation | None, what: str, names: Collection[str] = ()) -> Operation:
+        """
+        Return *operation*, if it is there and allowed; *what* is how the client called it, and *names* as in its path.
+
+        Raises :class:`EndpointNotFound`, :class:`ManagementDisabled`, and :class:`InvalidRequest` for a model's name
+        that is none.
+        """
         if operation is None:
-            raise EndpointNotFound(f"There is no method {method[:200]}, or it is not relayed.")
-        self._check(operation)
+            raise EndpointNotFound(f"There is no {what[:200]}, or it is not relayed.")
+        if operation.manages and operation.group not in self._allowed:
+            flag = "--model-control-mode explicit" if operation.loads else f"--kserve-allow {operation.group}"
+            raise ManagementDisabled(f"This changes the server ({operation.group}); the service allows it with {flag}.")
+        encoded = len(names) > 1
+        for name in names if operation.loads or encoded else ():
+            check_name(name)
+            # With what it has besides, it would be another path to a Triton that decodes before it looks.
+            if encoded and ("?" in name or "#" in name):
+                raise InvalidRequest("The model's name is not accepted.", param="model", code="invalid_value")
         return operation
 
-    def check_message(self, method: str, message: bytes) -> None:
-        """Raise :class:`InvalidRequest` when *message*, the first of a call in :data:`NAMING`, names no model."""
+    def read(self, method: str, message: bytes) -> str:
+        """
+        Return the model that *message*, of a call that is about one, names; empty for all models.
+
+        Raises :class:`InvalidRequest` for what cannot be read, and for the name of a model to load that is none;
+        :class:`ManagementDisabled` for a load that brings more than a name.
+        """
+        kind, field = _NAMING[method]
         try:
-            name = NAMING[method].FromString(message).model_name
+            found = kind.FromString(message)
         except Exception as error:  # protobuf's error has no public name that all its versions share
             raise InvalidRequest("The message cannot be read.") from error
-        check_name(name)
+        name: str = getattr(found, field)
+        if _RPCS[method].loads:
+            check_name(name)
+            self._check_overrides(found.parameters)
+        return name
 
-    def _check(self, operation: Operation) -> None:
-        if not operation.manages or operation.group in self._allowed:
+    @property
+    def overrides(self) -> bool:
+        """Whether who loads a model may bring a configuration and files for it."""
+        return _OVERRIDES in self._allowed
+
+    def loading_body(self, body: bytes) -> bytes:
+        """
+        Return what a load or unload over HTTP with this *body* says to Triton: nothing that replaces the model.
+
+        Written anew, because two parsers may read one text in two ways. Raises :class:`InvalidRequest`,
+        :class:`ManagementDisabled`.
+        """
+        if not body:
+            return b""
+        try:
+            said = msgspec.json.decode(body, type=_LoadBody)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(
+                "The body of a load or unload has to be JSON, with 'parameters' or nothing."
+            ) from error
+        self._check_overrides(said.parameters)
+        return msgspec.json.encode(said)
+
+    def _check_overrides(self, parameters: Collection[str]) -> None:
+        if not self.overrides and not _HARMLESS.issuperset(parameters):
+            raise ManagementDisabled(
+                "This load replaces the model's configuration or files, which are programs that Triton runs; the "
+                f"service allows it with --kserve-allow {_OVERRIDES}."
+            )
+
+
+def _readings(segment: str) -> Iterator[str]:
+    while True:
+        yield segment
+        decoded = unquote(segment, errors="surrogateescape")
+        if decoded == segment:
             return
-        flag = "--model-control-mode explicit" if operation.loads else f"--kserve-allow {operation.group}"
-        raise ManagementDisabled(f"This changes the server ({operation.group}); the service allows it with {flag}.")
-
-    @staticmethod
-    def _check_encoded(segment: str) -> None:
-        # Whether and how often a name is decoded is Triton's affair, and differs between its releases.
-        while True:
-            check_name(segment)
-            decoded = unquote(segment, errors="surrogateescape")
-            if decoded == segment:
-                return
-            segment = decoded
+        segment = decoded
