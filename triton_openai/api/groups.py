@@ -7,6 +7,9 @@ from aiohttp.typedefs import Handler
 
 from triton_openai.config import Group
 
+#: Groups whose requests count against what a key may use.
+COUNTED: frozenset[Group] = frozenset({"inference", "embedding"})
+
 ROUTE_GROUPS: web.AppKey[dict[web.AbstractRoute, Group]] = web.AppKey("route_groups", dict)
 
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from aiohttp import web
 
 from triton_openai.api.access import KEY
-from triton_openai.api.groups import group_of
+from triton_openai.api.groups import COUNTED, group_of
 from triton_openai.config import AccessSettings
 from triton_openai.server.credentials import identify
 from triton_openai.server.key_source import Keys
@@ -23,8 +23,6 @@ from triton_openai.telemetry.observation import OBSERVATION
 from triton_openai.worker import WORKER
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# What is counted against a key's limits.
-_COUNTED = frozenset({"inference", "embedding"})
 _TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
 
 
@@ -68,7 +66,7 @@ async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
     observation = request[OBSERVATION]
     request[KEY] = key
     observation.key = key.name
-    if guard.limits is None or not key.limit.any or group not in _COUNTED:
+    if guard.limits is None or not key.limit.any or group not in COUNTED:
         return await handler(request)
     ticket = request[_TICKET] = guard.limits.admit(key.name, key.limit)
     if ticket.refusal is not None:

@@ -9,7 +9,7 @@ frontend counts them as inference, and its documentation as a group of their own
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from multidict import CIMultiDictProxy
 
@@ -31,6 +31,11 @@ class Restrictions:
         if "inference" in headers:
             headers.setdefault("embedding", headers["inference"])
         self._headers = headers
+
+    @property
+    def groups(self) -> Collection[Group]:
+        """The groups that are restricted."""
+        return self._headers.keys()
 
     def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
         """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""
