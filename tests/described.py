@@ -41,7 +41,7 @@ def check(method: str, path: str, status: int, headers: Mapping[str, str], body:
     kind = headers["Content-Type"].partition(";")[0]
     for name, header in described["headers"].items():
         assert name in headers or not _resolve(header).get("required"), name
-    if method == "HEAD":
+    if method.upper() == "HEAD":
         assert body == b""
         return
     assert kind in described["content"], f"{method} {path}: {status} {kind}"
