@@ -34,6 +34,7 @@ keys:
   - {name: all, key: sk-all}
   - {name: one model, key: sk-one, models: [m, "acme/*"]}
   - {name: few, key: sk-few, requests_per_minute: 2, tokens_per_minute: 1000}
+  - {name: thousand, key: sk-thousand, tokens_per_minute: 1000}
   - {name: tokens, key: sk-tokens, tokens_per_minute: 5}
   - {name: alone, key: sk-alone, concurrent_requests: 1}
 """
@@ -295,6 +296,37 @@ async def test_tokens_of_an_answer_that_is_left(keys_file: Path) -> None:
 
     # Four of the prompt, and the token that had come at least.
     assert int(ticket.headers["x-ratelimit-remaining-tokens"]) <= 995
+
+
+def charged(proxy: Proxy) -> int:
+    """Return how many tokens are counted for the key that may use 1000 in a minute."""
+    assert proxy.client.app is not None
+    limits = proxy.client.app[GUARD].limits
+    assert limits is not None
+    ticket = limits.admit("thousand", RateLimit(tokens_per_minute=1000))
+    ticket.close(0)
+    return 1000 - int(ticket.headers["x-ratelimit-remaining-tokens"])
+
+
+async def test_tokens_that_nobody_counts(keys_file: Path) -> None:
+    """Without a count and a tokenizer an estimate is charged, which no answer shows; nothing for what was refused."""
+    key = {"api-key": "sk-thousand"}
+    inputs = ("text_input BYTES 1", "sampling_parameters? BYTES 1", "stream? BOOL 1", "exclude_input_in_output? BOOL 1")
+    async with FakeTriton(config_of("m", inputs)) as triton:
+        triton.responses = [{"text_output": text} for text in (" one", " two")]
+        settings = Settings(triton=TritonSettings(url=(triton.url,)), access=AccessSettings(api_keys_file=keys_file))
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            body = {"model": "m", "prompt": "a prompt of 20 bytes", "max_tokens": 5}
+            whole = await proxy.post("/v1/completions", body, **key)
+            assert (200, False) == (whole.status, "usage" in whole.json)
+            # Five for the prompt, and two for the eight bytes of the answer.
+            assert 7 == charged(proxy)
+            assert 404 == (await proxy.post("/v1/completions", {**body, "model": "nobody"}, **key)).status
+            assert 400 == (await proxy.post("/v1/completions", {**body, "n": -1}, **key)).status
+            triton.responses = []
+            assert 500 <= (await proxy.post("/v1/completions", body, **key)).status
+            assert 7 == charged(proxy)
 
 
 async def test_one_at_a_time(keys_file: Path) -> None:
