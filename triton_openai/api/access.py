@@ -7,7 +7,7 @@ from typing import Protocol
 from aiohttp import web
 
 from triton_openai.api.service import service_of
-from triton_openai.errors import ModelNotFound
+from triton_openai.errors import ManagementDisabled, ModelNotFound
 from triton_openai.models import ServedModel
 from triton_openai.server.keys import ApiKey
 
@@ -26,6 +26,13 @@ def may_use(request: web.Request, model: str) -> bool:
     """Return whether the model that clients call *model* is there for *request*."""
     key = request.get(KEY)
     return key is None or key.allows(model)
+
+
+def check_may_manage(request: web.Request) -> None:
+    """Raise :class:`ManagementDisabled` where the request's key may not load and unload models."""
+    key = request.get(KEY)
+    if key is not None and not key.manage:
+        raise ManagementDisabled(f"The key '{key.name}' may not load and unload models.")
 
 
 async def find_model(request: web.Request, name: str) -> ServedModel:
