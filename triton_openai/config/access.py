@@ -104,6 +104,9 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_json_values: Annotated[Count, Meta(description="Most values in a request's JSON, token ids included.")] = (
         1_000_000
     )
+    max_json_containers: Annotated[
+        Count, Meta(description="Most lists and objects in it: they cost far more to read than what is in them.")
+    ] = 100_000
     max_json_string: Annotated[
         Count, Meta(description="Longest string in a request's JSON, as it is written.", extra={"metavar": "BYTES"})
     ] = 16 * 1024 * 1024
