@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,9 +18,12 @@ import structlog
 from aiohttp import web
 
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.tls_fixture import Authority
 from triton_openai.app import create_app
 from triton_openai.config import LimitSettings, Settings, TritonSettings
+from triton_openai.config.tls import TlsSettings
 from triton_openai.server.connections import Site
+from triton_openai.tls import server_context
 
 QUICK = LimitSettings(header_timeout=0.3, body_timeout=0.3, keepalive_timeout=30, min_body_rate=10**9)
 BODY = json.dumps({"model": "m", "prompt": "a"}).encode()
@@ -28,7 +33,9 @@ WAIT = 20
 
 
 @asynccontextmanager
-async def listening(limits: LimitSettings, *responses: dict[str, Any]) -> AsyncIterator[int]:
+async def listening(
+    limits: LimitSettings, *responses: dict[str, Any], certificate: Path | None = None
+) -> AsyncIterator[int]:
     """Run the service as the command does, and yield its port."""
     inputs = ("text_input BYTES 1", "sampling_parameters? BYTES 1", "stream? BOOL 1", "exclude_input_in_output? BOOL 1")
     async with FakeTriton(config_of("m", inputs)) as triton:
@@ -37,7 +44,8 @@ async def listening(limits: LimitSettings, *responses: dict[str, Any]) -> AsyncI
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()
         with socket.create_server(("127.0.0.1", 0)) as sock:
-            await Site(runner, sock, limits=limits, backlog=16).start()
+            tls = server_context(TlsSettings(certificate=certificate))
+            await Site(runner, sock, limits=limits, backlog=16, ssl_context=tls).start()
             try:
                 yield sock.getsockname()[1]
             finally:
@@ -248,27 +256,34 @@ async def test_many_headers() -> None:
 
 
 @asynccontextmanager
-async def reading_little(port: int) -> AsyncIterator[Client]:
+async def reading_little(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
     """Connect with the smallest of buffers."""
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
-        reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+        reader, writer = await asyncio.open_connection(
+            sock=sock, limit=1024, ssl=tls, server_hostname=None if tls is None else "127.0.0.1"
+        )
         try:
             yield Client(reader, writer)
         finally:
-            writer.close()
+            # Not closed: the farewell of TLS would be waited for.
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_takes_nothing(stream: bool) -> None:
+@pytest.mark.parametrize("stream, encrypted", [(False, False), (True, False), (True, True)])
+async def test_a_client_that_takes_nothing(stream: bool, encrypted: bool, tmp_path: Path) -> None:
     """Who does not read its answer is disconnected, and not before some time; who reads slowly is served."""
     pieces = [{"text_output": f"{number}" + "b" * 100_000} for number in range(200)]
     ask = json.dumps({"model": "m", "prompt": "a", "max_tokens": 10**6, "stream": stream}).encode()
     limits = LimitSettings(write_timeout=0.5)
-    async with listening(limits, *pieces) as port:
-        async with reading_little(port) as slow:
+    authority = Authority(tmp_path)
+    certificate, tls = (authority.issue("service"), authority.client()) if encrypted else (None, None)
+    async with listening(limits, *pieces, certificate=certificate) as port:
+        async with reading_little(port, tls) as slow:
             slow.writer.write(HEAD % len(ask) + ask)
             received = b""
             while not received.endswith((b"]}", b"0\r\n\r\n")):
@@ -277,7 +292,7 @@ async def test_a_client_that_takes_nothing(stream: bool) -> None:
                 assert part
                 received = received[-10:] + part
         with structlog.testing.capture_logs() as captured:
-            async with reading_little(port) as client:
+            async with reading_little(port, tls) as client:
                 client.writer.write(HEAD % len(ask) + ask)
 
                 async def cut() -> None:
@@ -287,3 +302,9 @@ async def test_a_client_that_takes_nothing(stream: bool) -> None:
                 await asyncio.wait_for(cut(), WAIT)
                 # What had been sent, and no end of it.
                 assert not (await client.rest()).endswith((b"]}", b"0\r\n\r\n"))
+
+
+async def test_a_handshake_that_does_not_come(tmp_path: Path) -> None:
+    """It has the time that the head of a request has."""
+    async with listening(QUICK, certificate=Authority(tmp_path).issue("service")) as port, connected(port) as client:
+        assert b"" == await client.rest()
