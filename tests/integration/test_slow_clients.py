@@ -230,7 +230,7 @@ async def test_a_body_is_asked_for_when_it_is_wanted() -> None:
 
 async def test_many_headers() -> None:
     """Their number and their size together are limited, also while the head goes on; a body is no part of a head."""
-    limits = LimitSettings(max_headers_size=200_000)
+    limits = LimitSettings(max_head_size=200_000)
     line = b"X-Number-%d: " + b"a" * 10_000 + b"\r\n"
     async with listening(limits) as port:
         async with connected(port) as client:

@@ -87,9 +87,11 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     max_header_size: Annotated[
         int,
-        Meta(ge=1024, le=1024 * 1024, description="Longest header, or request line.", extra={"metavar": "BYTES"}),
+        Meta(
+            ge=1024, le=1024 * 1024, description="Longest single header, or request line.", extra={"metavar": "BYTES"}
+        ),
     ] = 64 * 1024
-    max_headers_size: Annotated[
+    max_head_size: Annotated[
         int,
         Meta(
             ge=1024,

@@ -54,7 +54,7 @@ class Connection(web.RequestHandler):
         )
         # The settings
         self._head_timeout = limits.header_timeout
-        self._largest_head = limits.max_headers_size
+        self._largest_head = limits.max_head_size
         self._write_timeout = limits.write_timeout
         # The request
         self._answering = 0
