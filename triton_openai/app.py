@@ -109,7 +109,7 @@ def create_app(
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
-    app[DESCRIPTION] = Description(lambda: describe(app, settings))
+    app[DESCRIPTION] = Description(lambda: describe(app, service.settings))
     check_groups(app)
     return app
 
@@ -209,6 +209,7 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)
     service.live.current = settings
+    app[DESCRIPTION].forget()
 
 
 def control_of(app: web.Application) -> ModelControl:

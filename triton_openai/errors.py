@@ -155,7 +155,7 @@ class HeadersTooLarge(InvalidRequest):
 
 
 class ManagementDisabled(InvalidRequest):
-    """What manages Triton, such as loading models, is off unless the operator allows it."""
+    """What manages Triton, such as loading models, is off unless the operator allows it, and may be for a key."""
 
     status = 403
     code = "management_disabled"

@@ -20,6 +20,7 @@ from triton_openai.chat.offload import run as offloaded
 from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout
+from triton_openai.estimates import tokens_in, tokens_in_pieces
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
@@ -102,6 +103,14 @@ class Run:
         if self.usage is not None or self._tokens is None or self._prompt_tokens is None:
             return self.usage
         return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._tokens)
+
+    @property
+    def usage_estimate(self) -> Usage:
+        """About what the counts up to now are, made of what is known of them and of the texts."""
+        prompt, tokens, ids = self._prompt_tokens, self._tokens, self.generation.prompt_ids
+        if prompt is None:
+            prompt = len(ids) if ids is not None else tokens_in(self.generation.prompt)
+        return Usage(prompt_tokens=prompt, completion_tokens=tokens or tokens_in_pieces(self._text))
 
     @property
     def steps(self) -> int:

@@ -34,6 +34,7 @@ keys:
   - {name: all, key: sk-all}
   - {name: one model, key: sk-one, models: [m, "acme/*"]}
   - {name: few, key: sk-few, requests_per_minute: 2, tokens_per_minute: 1000}
+  - {name: thousand, key: sk-thousand, tokens_per_minute: 1000}
   - {name: tokens, key: sk-tokens, tokens_per_minute: 5}
   - {name: alone, key: sk-alone, concurrent_requests: 1}
 """
@@ -49,8 +50,16 @@ def keys_file(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.fixture
+def managing(tmp_path: Path) -> Path:
+    """A file of keys of which one may not manage models."""
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{name: user, key: sk-user, manage: false}, {name: admin, key: sk-admin}]")
+    return file
+
+
 @asynccontextmanager
-async def service(access: AccessSettings, **parts: Any) -> AsyncIterator[Proxy]:
+async def service(access: AccessSettings, *, control: Any = "none", **parts: Any) -> AsyncIterator[Proxy]:
     """Run the service before a Triton with the models ``m`` and ``other``, which answer with two tokens that count."""
     outputs = ("text_output BYTES -1", "num_input_tokens UINT32 1", "num_output_tokens UINT32 1")
     inputs = (
@@ -61,7 +70,8 @@ async def service(access: AccessSettings, **parts: Any) -> AsyncIterator[Proxy]:
         triton.responses = [
             {"text_output": text, "num_input_tokens": 4, "num_output_tokens": 1} for text in ("one", " two")
         ]
-        settings = Settings(triton=TritonSettings(url=(triton.url,)), access=access, **parts)
+        connection = TritonSettings(url=(triton.url,), model_control_mode=control)
+        settings = Settings(triton=connection, access=access, **parts)
         async with serving(settings) as proxy:
             await proxy.ready()
             yield proxy
@@ -122,6 +132,19 @@ def tricks(path: str) -> Iterator[str]:
     yield f"{path};x=1"
     yield f"{path}%00"
     yield f"{path}%20"
+    yield "/" + path[1:].replace("/", "%252f")
+    yield f"/%252e%252e{path}"
+    yield "/" + path[1:].replace("/", "%c0%af")
+    yield path.replace("/", "/;a=b/")
+    yield path.replace("/", "/%2e/")
+    yield path.replace("/", "\\")
+    yield f"{path}/."
+    yield f"{path}/x/.."
+    yield f"{path}%3f"
+    yield f"{path}%0d%0aapi-key:%20sk-all"
+    yield f"//health/live@x{path}"
+    yield f"HTTPS://X{path}"
+    yield f"http://x//{path[1:]}/"
     yield f"http://x{path}"
     yield f"http://x/health/live/..{path}"
 
@@ -143,7 +166,7 @@ async def test_no_way_around_a_key(keys_file: Path) -> None:
                 assert b'"data"' not in body
 
 
-@pytest.mark.parametrize("group", ["inference", "embedding", "model-repository", "health"])
+@pytest.mark.parametrize("group", ["inference", "embedding", "model-repository", "metrics", "health", "info"])
 async def test_no_way_around_a_restriction(group: Any) -> None:
     """A restricted group is closed on every alias and in every spelling, and the other groups are open."""
     restricted = RestrictedApi(apis=(group,), header="admin-key", value="secret")
@@ -242,6 +265,20 @@ async def test_listing_all_models(keys_file: Path) -> None:
         assert ["m"] == [model["id"] for model in json.loads(body)["data"]]
 
 
+async def test_keys_that_may_not_manage(managing: Path) -> None:
+    """They use models and list them, and do not load and unload them; for the others it is as without keys."""
+    async with service(AccessSettings(api_keys_file=managing), control="explicit") as proxy:
+        for call in ("load", "unload"):
+            for prefix in ("/v1", ""):
+                path = f"{prefix}/models/nobody/{call}"
+                user = await proxy.post(path, b"", **{"api-key": "sk-user"})
+                assert (403, "management_disabled") == (user.status, user.error["code"])
+                assert "'user'" in user.error["message"]
+                assert 403 != (await proxy.post(path, b"", **{"api-key": "sk-admin"})).status
+        assert 200 == (await raw(proxy, "GET", "/v1/models", "api-key: sk-user"))[0]
+        assert 200 == (await proxy.post("/v1/completions", COMPLETION, **{"api-key": "sk-user"})).status
+
+
 async def test_limits_with_the_official_client(keys_file: Path) -> None:
     """Answers say what is left, streams too; a refusal says when to come again."""
     async with service(AccessSettings(api_keys_file=keys_file)) as proxy, client_of(proxy, "sk-few") as client:
@@ -295,6 +332,37 @@ async def test_tokens_of_an_answer_that_is_left(keys_file: Path) -> None:
 
     # Four of the prompt, and the token that had come at least.
     assert int(ticket.headers["x-ratelimit-remaining-tokens"]) <= 995
+
+
+def charged(proxy: Proxy) -> int:
+    """Return how many tokens are counted for the key that may use 1000 in a minute."""
+    assert proxy.client.app is not None
+    limits = proxy.client.app[GUARD].limits
+    assert limits is not None
+    ticket = limits.admit("thousand", RateLimit(tokens_per_minute=1000))
+    ticket.close(0)
+    return 1000 - int(ticket.headers["x-ratelimit-remaining-tokens"])
+
+
+async def test_tokens_that_nobody_counts(keys_file: Path) -> None:
+    """Without a count and a tokenizer an estimate is charged, which no answer shows; nothing for what was refused."""
+    key = {"api-key": "sk-thousand"}
+    inputs = ("text_input BYTES 1", "sampling_parameters? BYTES 1", "stream? BOOL 1", "exclude_input_in_output? BOOL 1")
+    async with FakeTriton(config_of("m", inputs)) as triton:
+        triton.responses = [{"text_output": text} for text in (" one", " two")]
+        settings = Settings(triton=TritonSettings(url=(triton.url,)), access=AccessSettings(api_keys_file=keys_file))
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            body = {"model": "m", "prompt": "a prompt of 20 bytes", "max_tokens": 5}
+            whole = await proxy.post("/v1/completions", body, **key)
+            assert (200, False) == (whole.status, "usage" in whole.json)
+            # Five for the prompt, and two for the eight bytes of the answer.
+            assert 7 == charged(proxy)
+            assert 404 == (await proxy.post("/v1/completions", {**body, "model": "nobody"}, **key)).status
+            assert 400 == (await proxy.post("/v1/completions", {**body, "n": -1}, **key)).status
+            triton.responses = []
+            assert 500 <= (await proxy.post("/v1/completions", body, **key)).status
+            assert 7 == charged(proxy)
 
 
 async def test_one_at_a_time(keys_file: Path) -> None:

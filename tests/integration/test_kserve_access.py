@@ -33,6 +33,7 @@ ALICE, BOB = {"Authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
 KEYS = """
 keys:
   - {name: alice, key: sk-alice}
+  - {name: user, key: sk-user, manage: false}
   - {name: bob, key: sk-bob, models: [small, "team *", "*-small"]}
   - {name: twice, key: sk-twice, requests_per_minute: 2}
   - {name: single, key: sk-single, concurrent_requests: 1}
@@ -316,6 +317,24 @@ async def test_restricted_apis(api: Any, path: str, method: str, rpc: str) -> No
 
 
 # What manages the server
+
+
+async def test_a_key_that_is_not_for_managing(tmp_path: Path) -> None:
+    """It infers, and loads nothing; another key does."""
+    explicit = {"model_control_mode": "explicit"}
+    async with with_keys(tmp_path, triton=explicit, server={"kserve_allow": ("logging",)}) as (relays, triton):
+        user = {"api-key": "sk-user"}
+        assert 200 == (await ask(relays, "/v2/models/small/infer", user))[0]
+        triton.requests.clear()
+        for path in ("/v2/repository/models/small/load", "/v2/repository/models/small/unload", "/v2/logging"):
+            status, error, _ = await ask(relays, path, user)
+            assert (403, "The key 'user' may not load and unload models.") == (status, error), path
+        load = service_pb2.RepositoryModelLoadRequest(model_name="small")
+        denied = await call(relays, "RepositoryModelLoad", load, headers=user)
+        assert grpc.StatusCode.PERMISSION_DENIED == denied[0]
+        assert not triton.requests
+        assert not triton.calls
+        assert 200 == (await ask(relays, "/v2/repository/models/small/load", ALICE))[0]
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from aiohttp import web
 
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.tls_fixture import Authority
 from triton_openai.app import create_app
 from triton_openai.config import LimitSettings, Settings, TritonSettings
+from triton_openai.config.tls import TlsSettings
 from triton_openai.server.connections import Site
+from triton_openai.tls import server_context
 
 QUICK = LimitSettings(header_timeout=0.3, body_timeout=0.3, keepalive_timeout=30, min_body_rate=10**9)
 BODY = json.dumps({"model": "m", "prompt": "a"}).encode()
@@ -26,15 +33,19 @@ WAIT = 20
 
 
 @asynccontextmanager
-async def listening(limits: LimitSettings) -> AsyncIterator[int]:
+async def listening(
+    limits: LimitSettings, *responses: dict[str, Any], certificate: Path | None = None
+) -> AsyncIterator[int]:
     """Run the service as the command does, and yield its port."""
-    async with FakeTriton(config_of("m")) as triton:
-        triton.responses = [{"text_output": "one"}]
+    inputs = ("text_input BYTES 1", "sampling_parameters? BYTES 1", "stream? BOOL 1", "exclude_input_in_output? BOOL 1")
+    async with FakeTriton(config_of("m", inputs)) as triton:
+        triton.responses = list(responses) or [{"text_output": "one"}]
         app = create_app(Settings(triton=TritonSettings(url=(triton.url,)), limits=limits))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
         await runner.setup()
         with socket.create_server(("127.0.0.1", 0)) as sock:
-            await Site(runner, sock, limits=limits, backlog=16).start()
+            tls = server_context(TlsSettings(certificate=certificate))
+            await Site(runner, sock, limits=limits, backlog=16, ssl_context=tls).start()
             try:
                 yield sock.getsockname()[1]
             finally:
@@ -192,3 +203,108 @@ async def test_a_body_that_is_announced_too_large() -> None:
         client.writer.write(HEAD % 10**12)
         status, _, body = await client.answer()
         assert (413, "request_too_large") == (status, body["error"]["code"])
+
+
+async def read_status(client: Client) -> bytes:
+    """Read one status line with its headers."""
+    return (await asyncio.wait_for(client.reader.readuntil(b"\r\n\r\n"), WAIT)).partition(b"\r\n")[0]
+
+
+async def test_a_body_is_asked_for_when_it_is_wanted() -> None:
+    """``100 Continue`` comes for a request that is let in, and not for one that is refused whatever it is."""
+    expect = b"Expect: 100-continue\r\nContent-Length: "
+    async with listening(LimitSettings()) as port:
+        async with connected(port) as client:
+            client.writer.write(HEAD.replace(b"Content-Length: ", expect) % len(BODY))
+            assert b"HTTP/1.1 100 Continue" == await read_status(client)
+            client.writer.write(BODY)
+            assert 200 == (await client.answer())[0]
+        async with connected(port) as client:
+            client.writer.write(HEAD.replace(b"Content-Length: ", expect) % 10**12)
+            assert 413 == (await client.answer())[0]
+        async with connected(port) as client:
+            client.writer.write(HEAD.replace(b"Content-Length: ", b"Expect: a miracle\r\nContent-Length: ") % len(BODY))
+            client.writer.write(BODY)
+            assert 200 == (await client.answer())[0]
+
+
+async def test_many_headers() -> None:
+    """Their number and their size together are limited, also while the head goes on; a body is no part of a head."""
+    limits = LimitSettings(max_head_size=200_000)
+    line = b"X-Number-%d: " + b"a" * 10_000 + b"\r\n"
+    async with listening(limits) as port:
+        async with connected(port) as client:
+            client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n" + b"X-A: b\r\n" * 200 + b"\r\n")
+            status, _, refusal = await client.answer()
+            assert (431, "headers_too_large") == (status, refusal["error"]["code"])
+        async with connected(port) as client:
+            client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n")
+            for number in range(100):
+                client.writer.write(line % number)
+                try:
+                    await client.writer.drain()
+                except ConnectionError:
+                    break
+            with contextlib.suppress(ConnectionError):
+                assert 431 == (await client.answer())[0]
+            assert b"" == await client.rest()
+        async with connected(port) as client:
+            body = BODY[:-1] + b" " * 1_000_000 + b"}"
+            for _ in range(2):
+                client.writer.write(HEAD % len(body) + body)
+                assert 200 == (await client.answer())[0]
+
+
+@asynccontextmanager
+async def reading_little(port: int, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
+    """Connect with the smallest of buffers."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(
+            sock=sock, limit=1024, ssl=tls, server_hostname=None if tls is None else "127.0.0.1"
+        )
+        try:
+            yield Client(reader, writer)
+        finally:
+            # Not closed: the farewell of TLS would be waited for.
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+
+@pytest.mark.parametrize("stream, encrypted", [(False, False), (True, False), (True, True)])
+async def test_a_client_that_takes_nothing(stream: bool, encrypted: bool, tmp_path: Path) -> None:
+    """Who does not read its answer is disconnected, and not before some time; who reads slowly is served."""
+    pieces = [{"text_output": f"{number}" + "b" * 100_000} for number in range(200)]
+    ask = json.dumps({"model": "m", "prompt": "a", "max_tokens": 10**6, "stream": stream}).encode()
+    limits = LimitSettings(write_timeout=0.5)
+    authority = Authority(tmp_path)
+    certificate, tls = (authority.issue("service"), authority.client()) if encrypted else (None, None)
+    async with listening(limits, *pieces, certificate=certificate) as port:
+        async with reading_little(port, tls) as slow:
+            slow.writer.write(HEAD % len(ask) + ask)
+            received = b""
+            while not received.endswith((b"]}", b"0\r\n\r\n")):
+                # It takes less than everything in the time, and a little more often than that.
+                part = await asyncio.wait_for(slow.reader.read(2_000_000), WAIT)
+                assert part
+                received = received[-10:] + part
+        with structlog.testing.capture_logs() as captured:
+            async with reading_little(port, tls) as client:
+                client.writer.write(HEAD % len(ask) + ask)
+
+                async def cut() -> None:
+                    while not [line for line in captured if "took nothing" in line.get("reason", "")]:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
+
+                await asyncio.wait_for(cut(), WAIT)
+                # What had been sent, and no end of it.
+                assert not (await client.rest()).endswith((b"]}", b"0\r\n\r\n"))
+
+
+async def test_a_handshake_that_does_not_come(tmp_path: Path) -> None:
+    """It has the time that the head of a request has."""
+    async with listening(QUICK, certificate=Authority(tmp_path).issue("service")) as port, connected(port) as client:
+        assert b"" == await client.rest()

@@ -88,6 +88,14 @@ def test_errors(body: str, status: int, code: str) -> None:
     assert (status, code) == (caught.value.status, caught.value.code)
 
 
+def test_lists_and_objects() -> None:
+    """They have a limit of their own, however little is in them, and brackets in strings are none of them."""
+    limits = LimitSettings(max_json_containers=10)
+    check_json(json.dumps([{}, {"a": [1] * 1000, "b": "[" * 1000}, *[[]] * 6]).encode(), limits)
+    with pytest.raises(PayloadTooLarge, match="more than 10 lists and objects"):
+        check_json(json.dumps([{}, {"a": [1] * 1000, "b": "[" * 1000}, *[[]] * 7]).encode(), limits)
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -306,6 +306,13 @@ def test_a_bias_reaches_just_its_tokens(tokenizer: Tokenizer, data: st.DataObjec
         assert {number: weight for number, weight in biases if weight} == as_the_backend_does(tokenizer, words)
 
 
+def test_very_many_biases_are_refused(tokenizer: Tokenizer) -> None:
+    """A text has to be found for each of them, on the event loop."""
+    with pytest.raises(InvalidRequest, match="2000 tokens, and may hold 1024") as caught:
+        bias_words(tokenizer, [(number, 1.0) for number in range(2000)])
+    assert "logit_bias" == caught.value.param
+
+
 def as_the_backend_does(tokenizer: Tokenizer, words: Sequence[tuple[str, float]]) -> Mapping[int, float]:
     """Return the bias of each token, as ``preprocessing`` adds them up."""
     bias: dict[int, float] = {}

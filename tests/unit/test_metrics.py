@@ -46,6 +46,10 @@ class FakeAnswer(msgspec.Struct, kw_only=True):
     steps: int = 2
 
     @property
+    def usage_estimate(self) -> Usage:
+        return Usage(prompt_tokens=0, completion_tokens=0)
+
+    @property
     def usage_so_far(self) -> Usage | None:
         """The counts up to now."""
         return self.usage or self.partial

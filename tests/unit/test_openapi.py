@@ -17,8 +17,8 @@ from triton_openai.api.openapi.document import routes
 from triton_openai.api.openapi.operations import OPERATIONS
 from triton_openai.api.openapi.published import DESCRIPTION
 from triton_openai.api.openapi.schemas import prose
-from triton_openai.app import create_app
-from triton_openai.config import Settings
+from triton_openai.app import create_app, take_over
+from triton_openai.config import AccessSettings, RestrictedApi, Settings
 from triton_openai.config.tree import ApiSettings
 
 Json = dict[str, Any]
@@ -35,8 +35,8 @@ def test_every_route_has_an_operation_and_every_operation_a_route() -> None:
     """What is served is described, and the other way round; no line of the table is for nothing."""
     served = list(routes(create_app(Settings())))
 
-    assert {(path, method) for path, method, _ in served} == {(path, method) for path, method, _ in operations()}
-    assert {handler for _, _, handler in served} == set(OPERATIONS)
+    assert {(route.path, route.method) for route in served} == {(path, method) for path, method, _ in operations()}
+    assert {route.handler for route in served} == set(OPERATIONS)
 
 
 def test_names_are_unique_and_plain() -> None:
@@ -53,6 +53,8 @@ def references(node: Any) -> Iterator[str]:
     if isinstance(node, dict):
         if isinstance(node.get("$ref"), str):
             yield node["$ref"]
+        for requirement in node.get("security", ()):
+            yield from (f"#/components/securitySchemes/{name}" for name in requirement)
         for value in node.values():
             yield from references(value)
     elif isinstance(node, list):
@@ -93,6 +95,65 @@ def test_refused_fields_are_fields() -> None:
     for operation in OPERATIONS.values():
         if operation.request is not None:
             assert operation.refused.keys() <= set(typing.get_type_hints(operation.request))
+
+
+def described_with(**access: Any) -> Json:
+    """Return the description of a service with these settings of *access*."""
+    return dict(json.loads(create_app(Settings(access=AccessSettings(**access)))[DESCRIPTION].body))
+
+
+def test_what_is_asked_for_is_described_and_nothing_else() -> None:
+    """Without keys and restrictions nobody is turned away for lacking them; no header that opens is told."""
+    restricted = RestrictedApi(apis=("inference",), header="secret-header", value="b")
+    open_to_all, keys, inference = (
+        described_with(), described_with(api_key=("a-key",)), described_with(openai_restricted_api=(restricted,)),
+    )  # fmt: skip
+    chat, health, models = "/v1/chat/completions", "/health", "/v1/models"
+
+    assert "securitySchemes" not in open_to_all["components"]
+    assert not [op for methods in open_to_all["paths"].values() for op in methods.values() if "401" in op["responses"]]
+    assert {"bearer", "api-key", "x-api-key"} == {
+        scheme.get("name", scheme.get("scheme")) for scheme in keys["components"]["securitySchemes"].values()
+    }
+    # Any of them is enough; for health there is nothing to show.
+    assert [["BearerKey"], ["ApiKeyHeader"], ["XApiKeyHeader"]] == [
+        list(one) for one in keys["paths"][chat]["post"]["security"]
+    ]
+    assert [] == keys["paths"][health]["get"]["security"]
+    assert {"401", "429"} <= keys["paths"][chat]["post"]["responses"].keys()
+    assert "x-ratelimit-remaining-tokens" in keys["paths"][chat]["post"]["responses"]["200"]["headers"]
+    assert "x-ratelimit-remaining-tokens" not in keys["paths"][models]["get"]["responses"]["200"]["headers"]
+    assert "429" not in keys["paths"][models]["get"]["responses"]
+    assert "401" not in keys["paths"][health]["get"]["responses"]
+    assert "WWW-Authenticate" in keys["components"]["responses"]["Error401"]["headers"]
+    # Who restricts inference restricts embeddings.
+    for path, method, answered in ((chat, "post", True), ("/v1/embeddings", "post", True), (models, "get", False)):
+        assert answered == ("401" in inference["paths"][path][method]["responses"])
+    assert "secret-header" not in json.dumps(inference)
+
+
+def test_heads_are_described_without_bodies() -> None:
+    """HEAD is served wherever GET is, with the same answers but for what is in them."""
+    for methods in document()["paths"].values():
+        assert ("head" in methods) == ("get" in methods)
+        if "head" in methods:
+            get, head = methods["get"]["responses"], methods["head"]["responses"]
+            assert get.keys() == head.keys()
+            assert not [answer for answer in head.values() if "content" in answer or "$ref" in answer]
+            assert get["200"]["headers"] == head["200"]["headers"]
+
+
+async def test_it_is_made_again_when_settings_have_changed() -> None:
+    """What is read again while the service runs shows in its description."""
+    app = create_app(Settings())
+    async with TestClient(TestServer(app)) as client:
+        before = await (await client.get("/openapi.json")).json()
+        settings = Settings(access=AccessSettings(api_key=("a-key",)), api=ApiSettings(strict_parameters=True))
+        await take_over(app, settings, False)
+        after = await (await client.get("/openapi.json", headers={"api-key": "a-key"})).json()
+
+    assert "securitySchemes" not in before["components"]
+    assert after == json.loads(create_app(settings)[DESCRIPTION].body)
 
 
 @pytest.mark.parametrize("strict", [False, True])

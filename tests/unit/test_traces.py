@@ -56,6 +56,10 @@ class FakeAnswer:
     steps: int = 2
 
     @property
+    def usage_estimate(self) -> Usage:
+        return Usage(prompt_tokens=0, completion_tokens=0)
+
+    @property
     def usage_so_far(self) -> Usage | None:
         """The counts up to now."""
         return self.usage

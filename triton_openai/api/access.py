@@ -28,6 +28,13 @@ def may_use(request: web.Request, model: str) -> bool:
     return key is None or key.allows(model)
 
 
+def check_may_manage(request: web.Request) -> None:
+    """Raise :class:`ManagementDisabled` where the request's key may not load and unload models."""
+    key = request.get(KEY)
+    if key is not None:
+        key.check_may_manage()
+
+
 async def find_model(request: web.Request, name: str) -> ServedModel:
     """
     Return the served model called *name*, or the default one where that is empty.

@@ -7,7 +7,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from triton_openai.api.body_limits import check_counts, check_json
 from triton_openai.config import LimitSettings
@@ -61,6 +61,7 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
     """Return the body. Raises :class:`PayloadTooLarge` at once when it is announced to be, and for a slow client."""
     if request.content_length is not None and request.content_length > request.client_max_size:
         raise _too_large(request)
+    await _ask_for_body(request)
     if request.content.is_eof():
         # It has arrived with the head, as most do.
         return await request.read()
@@ -81,6 +82,14 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
                 raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).")
     finally:
         reading.cancel()
+
+
+async def _ask_for_body(request: web.Request) -> None:
+    """Send ``100 Continue`` to a client that waits for it, now that its request is let in and not too large."""
+    if request.version >= HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # It is no part of the answer, which is still to come.
+        request.writer.output_size = 0
 
 
 def _too_large(request: web.Request) -> PayloadTooLarge:

@@ -40,7 +40,11 @@ def check_json(body: bytes, limits: LimitSettings) -> None:
     """
     opened = body.count(b"[") + body.count(b"{")
     many = opened + body.count(b",") >= limits.max_json_values
-    if not many and opened <= limits.max_json_depth and len(body) <= limits.max_json_string:
+    if (
+        not many
+        and opened <= min(limits.max_json_depth, limits.max_json_containers)
+        and len(body) <= limits.max_json_string
+    ):
         # It cannot be any of this, whatever stands in its strings.
         return
     # Without escaped characters, every second part is what stands in quotes.
@@ -57,7 +61,10 @@ def check_json(body: bytes, limits: LimitSettings) -> None:
         )
     bare = b" ".join(parts[::2])
     # Each value but the first of a list or an object follows a comma, and the first an opening bracket.
-    values = 1 + bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+    containers = bare.count(b"[") + bare.count(b"{")
+    values = 1 + bare.count(b",") + containers
+    if containers > limits.max_json_containers:
+        raise PayloadTooLarge(f"The request's JSON has more than {limits.max_json_containers} lists and objects.")
     if values > limits.max_json_values:
         raise _too_many_values(limits)
     brackets = bare.translate(None, _ALL_BUT_BRACKETS)

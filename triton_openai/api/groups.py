@@ -7,6 +7,9 @@ from aiohttp.typedefs import Handler
 
 from triton_openai.config import Group
 
+#: Groups whose requests count against what a key may use.
+COUNTED: frozenset[Group] = frozenset({"inference", "embedding"})
+
 ROUTE_GROUPS: web.AppKey[dict[web.AbstractRoute, Group]] = web.AppKey("route_groups", dict)
 
 
@@ -30,7 +33,15 @@ class Routes:
     def _add(self, group: Group, methods: tuple[str, ...], path: str, handler: Handler) -> None:
         resource = self._router.add_resource(path)
         for method in methods:
-            self._groups[resource.add_route(method, handler)] = group
+            self._groups[resource.add_route(method, handler, expect_handler=_expect)] = group
+
+
+async def _expect(request: web.Request) -> None:
+    """
+    Do nothing about the header ``Expect``: aiohttp would ask for a body before anybody has looked who wants to send it.
+
+    It is asked for when it is about to be read. Expectations that are not known may be ignored (RFC 9110, 10.1.1).
+    """
 
 
 def group_of(request: web.Request) -> Group | None:

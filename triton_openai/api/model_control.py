@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from triton_openai.api.access import may_use
+from triton_openai.api.access import check_may_manage, may_use
 from triton_openai.api.bodies import read_json
 from triton_openai.api.models import describe
 from triton_openai.api.service import service_of
@@ -39,6 +39,7 @@ async def load(request: web.Request) -> web.Response:
     """Load a model, and describe it once it is served."""
     control, models = service_of(request).control, service_of(request).models
     control.check_allowed()
+    check_may_manage(request)
     if request.can_read_body:
         # Nothing is dropped in silence here: Triton's own request can replace a model's configuration.
         await read_json(request, LoadRequest, strict=True)
@@ -51,6 +52,7 @@ async def unload(request: web.Request) -> web.Response:
     """Unload a model, once what runs on it has ended."""
     control = service_of(request).control
     control.check_allowed()
+    check_may_manage(request)
     body = await read_json(request, UnloadRequest, strict=True) if request.can_read_body else UnloadRequest()
     model = await control.unload(_name(request), dependents=body.unload_dependents)
     return web.Response(body=_encode(Unloaded(model=model)), content_type="application/json")

@@ -87,14 +87,28 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     max_header_size: Annotated[
         int,
-        Meta(ge=1024, le=1024 * 1024, description="Longest header, or request line.", extra={"metavar": "BYTES"}),
+        Meta(
+            ge=1024, le=1024 * 1024, description="Longest single header, or request line.", extra={"metavar": "BYTES"}
+        ),
     ] = 64 * 1024
+    max_head_size: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=16 * 1024 * 1024,
+            description="Most of a request's head while it is not complete: the request line and all headers.",
+            extra={"metavar": "BYTES"},
+        ),
+    ] = 256 * 1024
     max_json_depth: Annotated[
         int, Meta(ge=8, le=500, description="Deepest nesting of a request's JSON.", extra={"metavar": "LEVELS"})
     ] = 100
     max_json_values: Annotated[Count, Meta(description="Most values in a request's JSON, token ids included.")] = (
         1_000_000
     )
+    max_json_containers: Annotated[
+        Count, Meta(description="Most lists and objects in it: they cost far more to read than what is in them.")
+    ] = 100_000
     max_json_string: Annotated[
         Count, Meta(description="Longest string in a request's JSON, as it is written.", extra={"metavar": "BYTES"})
     ] = 16 * 1024 * 1024
@@ -107,7 +121,8 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Annotated[int, Meta(ge=1, le=2048)], Meta(description="Most prompts, inputs or documents in one request.")
     ] = 2048
     header_timeout: Annotated[
-        Seconds, Meta(description="Time in which a client has to send the head of its request.")
+        Seconds,
+        Meta(description="Time for a TLS handshake, and in which a client has to send the head of its request."),
     ] = 30.0
     body_timeout: Annotated[
         Seconds, Meta(description="Time in which it has to send the body, plus one second for each --min-body-rate.")
@@ -115,6 +130,9 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     min_body_rate: Annotated[
         Count, Meta(description="Bytes in a second that a long body has to come with.", extra={"metavar": "BYTES"})
     ] = 4096
+    write_timeout: Annotated[
+        Seconds, Meta(description="Time after which a client that takes nothing of its answer is disconnected.")
+    ] = 300.0
     keepalive_timeout: Annotated[
         Seconds,
         Meta(

@@ -1,7 +1,8 @@
 """
 Connections whose clients have to hurry, and that say in their API's form what was no HTTP.
 
-aiohttp gives a client as long for the head of its request as for the next one, and answers what it cannot read in
+aiohttp gives a client as long for the head of its request as for the next one, and all the time in the world to take
+its answer; it bounds each header and their number, and not all of them together; and it answers what it cannot read in
 plain text.
 """
 
@@ -13,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -31,9 +32,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Connection(web.RequestHandler):
-    """One connection: while no request is being answered, a timer runs from the first byte of the next one's head."""
+    """
+    One connection.
 
-    __slots__ = ("_answering", "_body", "_deadline", "_head_began", "_head_timeout")
+    While no request is being answered, a timer runs from the first byte of the next one's head. While a client does not
+    take what was sent, another one looks whether it has taken anything.
+    """
+
+    __slots__ = (
+        *("_answering", "_body", "_deadline", "_head_began", "_head_size", "_head_timeout", "_largest_head"),
+        *("_pipe", "_unsent", "_watch", "_write_timeout"),
+    )
 
     def __init__(
         self,
@@ -56,21 +65,45 @@ class Connection(web.RequestHandler):
         )
         # The settings
         self._head_timeout = limits.header_timeout
+        self._largest_head = limits.max_head_size
+        self._write_timeout = limits.write_timeout
         self._body = body
         # The request
         self._answering = 0
         self._head_began = False
+        self._head_size = 0
         self._deadline: asyncio.TimerHandle | None = None
+        # The answer: what was not sent yet at a time since when nothing can have been added to it
+        self._pipe: asyncio.WriteTransport | None = None
+        self._unsent: int | None = None
+        self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin to wait: a client that connects has something to ask."""
         super().connection_made(transport)
+        # aiohttp forgets its own when it closes it, which is not when all has been sent.
+        self._pipe = cast(asyncio.WriteTransport, transport)
         self._wait_for_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Wait no longer."""
+        self._pipe = None
         self._stop_waiting()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Learn that the client does not take what was sent."""
+        super().pause_writing()
+        self._unsent = self._pipe.get_write_buffer_size() if self._pipe is not None else None
+        self._watch_client(anew=True)
+
+    def resume_writing(self) -> None:
+        """Learn that it goes on."""
+        super().resume_writing()
+        self._unsent = None
 
     def data_received(self, data: bytes) -> None:
         """Take what has come, of a head or of a body."""
@@ -79,16 +112,26 @@ class Connection(web.RequestHandler):
             if self._deadline is None:
                 self._wait_for_head()
         super().data_received(data)
+        # aiohttp waits for a request, and this was not the end of one's head.
+        if self._waiter is None or self._waiter.done():
+            self._head_size = 0
+        else:
+            self._head_size += len(data)
+            if self._head_size > self._largest_head:
+                self._refuse(HeadersTooLarge("The headers are too large together."))
 
     def begin(self) -> None:
         """Learn that a request's head has come."""
         self._answering += 1
+        self._unsent = None
         self._stop_waiting()
 
     def end(self) -> None:
         """Learn that it has been answered."""
         self._answering -= 1
+        self._unsent = None
         self._head_began = False
+        self._watch_client()
 
     def handle_error(
         self,
@@ -103,6 +146,8 @@ class Connection(web.RequestHandler):
             raise ConnectionError("The answer has begun: it cannot be an error any more.")
         if isinstance(exc, LineTooLong):
             error: ServiceError = HeadersTooLarge("The request line or a header is too long.")
+        elif isinstance(exc, HttpProcessingError) and exc.message.startswith("Too many headers"):
+            error = HeadersTooLarge(f"The request has more than {self.max_headers} headers.")
         elif isinstance(exc, HttpProcessingError):
             # Not what the parser says: it repeats what it got.
             error = InvalidRequest("The request is not valid HTTP.", code="invalid_http")
@@ -139,10 +184,44 @@ class Connection(web.RequestHandler):
             self._wait_for_head()
             return
         if self._head_began:
-            error = RequestTimeout("The head of the request did not arrive in time.")
-            transport.write(_as_http(error, self._body(error)))
+            self._refuse(RequestTimeout("The head of the request did not arrive in time."))
+            return
         _log.debug("connection closed", reason="no head of a request in time")
         self.force_close()
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Tell *error* to a client whose request is none yet, and end its connection."""
+        self._stop_waiting()
+        if self.transport is not None:
+            _log.debug("request refused", status=error.status, code=error.code)
+            self.transport.write(_as_http(error, self._body(error)))
+            self.force_close()
+
+    def _watch_client(self, *, anew: bool = False) -> None:
+        if self._watch is not None:
+            if not anew:
+                return
+            self._watch.cancel()
+        self._watch = asyncio.get_running_loop().call_later(self._write_timeout, self._look_at_client)
+
+    def _look_at_client(self, *, sure: bool = False) -> None:
+        """End the connection of a client that has taken nothing since the last look."""
+        self._watch = None
+        pipe = self._pipe
+        unsent = 0 if pipe is None else pipe.get_write_buffer_size()
+        if pipe is None or not unsent:
+            return
+        if unsent != self._unsent:
+            # Only where nobody can write meanwhile does the same size mean that nothing was taken.
+            self._unsent = unsent if self.writing_paused or not self._answering else None
+            self._watch_client()
+        elif sure:
+            _log.info("connection closed", reason="the client took nothing of its answer", seconds=self._write_timeout)
+            pipe.abort()
+        else:
+            # After a pause of the event loop, what could be sent meanwhile is being sent now.
+            look = partial(self._look_at_client, sure=True)
+            self._watch = asyncio.get_running_loop().call_later(_PATIENCE, look)
 
 
 def _headers() -> dict[str, str]:
@@ -204,5 +283,7 @@ class Site(web.SockSite):
             partial(Connection, manager, self._limits, self._body, auto_decompress=self._auto_decompress, loop=loop),
             sock=self._sock,
             ssl=self._ssl_context,
+            # The head of the connection, so to speak.
+            ssl_handshake_timeout=None if self._ssl_context is None else self._limits.header_timeout,
             backlog=self._backlog,
         )

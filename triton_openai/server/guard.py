@@ -14,8 +14,9 @@ from pathlib import Path
 from aiohttp import web
 
 from triton_openai.api.access import KEY
-from triton_openai.api.groups import group_of
+from triton_openai.api.groups import COUNTED, group_of
 from triton_openai.config import AccessSettings
+from triton_openai.server.charging import tokens_charged
 from triton_openai.server.credentials import identify
 from triton_openai.server.key_source import Keys
 from triton_openai.server.ratelimits import RateLimits, Ticket, open_limits
@@ -24,8 +25,6 @@ from triton_openai.telemetry.observation import OBSERVATION
 from triton_openai.worker import WORKER
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# What is counted against a key's limits.
-_COUNTED = frozenset({"inference", "embedding"})
 _TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
 
 
@@ -73,15 +72,23 @@ async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
     observation = request[OBSERVATION]
     request[KEY] = key
     observation.key = key.name
-    if guard.limits is None or not key.limit.any or group not in _COUNTED:
+    if guard.limits is None or not key.limit.any or group not in COUNTED:
         return await handler(request)
     ticket = request[_TICKET] = guard.limits.admit(key.name, key.limit)
     if ticket.refusal is not None:
         raise ticket.refusal
+    served = cut_short = False
     try:
-        return await handler(request)
+        response = await handler(request)
+        served = True
+        return response
+    except (asyncio.CancelledError, ConnectionError):
+        cut_short = True
+        raise
     finally:
-        ticket.close(observation.tokens_so_far)
+        cut_short |= observation.client_left
+        counts = key.limit.tokens_per_minute is not None
+        ticket.close(tokens_charged(observation, served=served, cut_short=cut_short) if counts else 0)
 
 
 async def add_limit_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -10,6 +10,7 @@ Keys come from the settings and from a file::
         requests_per_minute: 600
         tokens_per_minute: 100000
         concurrent_requests: 20
+        manage: false                   # may not load and unload models
       - name: team-b
         sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
 """
@@ -28,7 +29,7 @@ import yaml
 from msgspec import Meta
 
 from triton_openai.config import AccessSettings
-from triton_openai.errors import ConfigurationError
+from triton_openai.errors import ConfigurationError, ManagementDisabled
 from triton_openai.server.ratelimits import RateLimit
 from triton_openai.server.shared_counts import CAPACITY
 
@@ -42,15 +43,26 @@ _NOBODY = bytes(32)
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What the holder of a key may do; ``models`` are names with ``*`` in them or not, and ``None`` all models."""
+    """
+    What the holder of a key may do; ``models`` are names with ``*`` in them or not, and ``None`` all models.
+
+    ``manage`` is whether they may be loaded and unloaded, and Triton be managed in other ways, where the service lets
+    anybody do that.
+    """
 
     name: str
     models: tuple[str, ...] | None = None
+    manage: bool = True
     limit: RateLimit = RateLimit()
 
     def allows(self, model: str) -> bool:
         """Return whether the key opens the model that clients call *model*."""
         return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
+
+    def check_may_manage(self) -> None:
+        """Raise :class:`ManagementDisabled` where the key is not for loading models and the like."""
+        if not self.manage:
+            raise ManagementDisabled(f"The key '{self.name}' may not load and unload models.")
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,6 +70,7 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     key: _KeyText | tuple[_KeyText, ...] | None = None
     sha256: _Digest | tuple[_Digest, ...] | None = None
     models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
+    manage: bool = True
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrent_requests: _Limit | None = None
@@ -155,7 +168,7 @@ def _from_file(file: Path) -> Iterable[tuple[bytes, ApiKey]]:
             concurrent_requests=entry.concurrent_requests,
         )
         for digest in digests:
-            yield digest, ApiKey(name=entry.name, models=entry.models, limit=limit)
+            yield digest, ApiKey(name=entry.name, models=entry.models, manage=entry.manage, limit=limit)
 
 
 def _several(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -113,6 +113,8 @@ class RelayVisit:
         self._fields["key"] = key.name
         if operation is None:
             return
+        if operation.manages:
+            key.check_may_manage()
         self.names_models = key.models is not None and operation.about == "model"
         if key.models is not None and operation.about == "everything":
             raise KeyNotSufficient("This is about all models or the whole server, and the key opens certain models.")

@@ -9,7 +9,7 @@ frontend counts them as inference, and its documentation as a group of their own
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from multidict import CIMultiDictProxy
 
@@ -36,6 +36,11 @@ class Restrictions:
     def header_names(self) -> frozenset[str]:
         """The headers that open something, in lower case."""
         return frozenset(name.lower() for name, _ in self._headers.values())
+
+    @property
+    def groups(self) -> Collection[Group]:
+        """The groups that are restricted."""
+        return self._headers.keys()
 
     def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
         """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""

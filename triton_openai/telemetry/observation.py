@@ -46,6 +46,11 @@ class Answering(Protocol):
         ...
 
     @property
+    def usage_estimate(self) -> Usage:
+        """About what the tokens up to now are, where they are not counted."""
+        ...
+
+    @property
     def steps(self) -> int:
         """In how many steps it came; 1 is an answer in one piece."""
         ...
@@ -159,16 +164,6 @@ class Observation:
         if self.answers:
             return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
         return None if self.input_tokens is None else Usage(prompt_tokens=self.input_tokens, completion_tokens=0)
-
-    @property
-    def tokens_so_far(self) -> int:
-        """The tokens that are known to have been used, of answers that were cut short too; 0 where nobody counts."""
-        total = self.input_tokens or 0
-        for number, answer in enumerate(self.answers):
-            usage = answer.usage_so_far
-            if usage is not None:
-                total += usage.completion_tokens + (0 if number % self.n else usage.prompt_tokens)
-        return total
 
     @property
     def finish_reasons(self) -> Sequence[str]:

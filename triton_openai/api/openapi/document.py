@@ -6,16 +6,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
 from triton_openai import __version__
+from triton_openai.api.groups import ROUTE_GROUPS
+from triton_openai.api.openapi.access import Access
 from triton_openai.api.openapi.operations import COMMON, NAMES, OPERATIONS, Handler, Operation
 from triton_openai.api.openapi.schemas import Schemas, prose
 from triton_openai.api.openapi.shapes import ErrorEnvelope
-from triton_openai.config import Settings
+from triton_openai.config import Group, Settings
 from triton_openai.errors import ServiceError
 
 _JSON = "application/json"
@@ -26,17 +28,28 @@ _STREAM = (
     "the first one is an event with an error, and ends the stream. Lines that begin with a colon are comments."
 )
 _REQUEST_ID = "The request's id: the client's own `x-request-id`, or one that was made for it."
-_ABOUT = "The OpenAI API in front of NVIDIA Triton Inference Server."
+_ABOUT = (
+    "The OpenAI API in front of NVIDIA Triton Inference Server.\n\nWhat cannot be read as a request is answered with "
+    "errors of the form of those below: 400 (`invalid_http`), 408 (`request_timeout`) or 431 (`headers_too_large`)."
+)
 _RETRY = "Seconds after which trying again may work."
 _PARAMETER = re.compile(r"\{(\w+)\}")
-#: What aiohttp adds by itself.
-_IMPLIED = frozenset({"HEAD", "OPTIONS", "*"})
+
+
+class Route(NamedTuple):
+    """One path with one method."""
+
+    path: str
+    method: str
+    group: Group
+    handler: Handler
 
 
 def describe(app: web.Application, settings: Settings) -> dict[str, Any]:
     """Return the OpenAPI document of *app* as *settings* have it."""
-    served = [(path, method, handler) for path, method, handler in routes(app) if handler in OPERATIONS]
-    operations = [OPERATIONS[handler] for handler in dict.fromkeys(handler for _, _, handler in served)]
+    served = [route for route in routes(app) if route.handler in OPERATIONS]
+    operations = [OPERATIONS[handler] for handler in dict.fromkeys(route.handler for route in served)]
+    access = Access(settings.access)
     schemas = Schemas(
         [operation.request for operation in operations if operation.request is not None],
         [ErrorEnvelope, *(kind for operation in operations for kind in _answers(operation))],
@@ -48,15 +61,22 @@ def describe(app: web.Application, settings: Settings) -> dict[str, Any]:
             schemas.refuse(operation.request, operation.refused)
     paths: dict[str, dict[str, Any]] = {}
     first: dict[str, str] = {}
-    for path, method, handler in served:
-        operation = OPERATIONS[handler]
+    errors: dict[int, dict[type[ServiceError], None]] = {}
+    for route in served:
+        path, method, operation = route.path, route.method, OPERATIONS[route.handler]
+        kinds = [*COMMON, *access.errors(route.group), *operation.errors]
+        for kind in kinds:
+            errors.setdefault(kind.status, {})[kind] = None
         described: dict[str, Any] = {
             "operationId": operation.name,
             "tags": [operation.group],
-            "summary": prose(handler.__doc__),
+            "summary": prose(route.handler.__doc__),
             "parameters": [*_path_parameters(path), *_headers(operation, settings)],
-            "responses": _responses(operation, schemas),
+            "responses": _responses(operation, schemas, {kind.status for kind in kinds}, access.headers(route.group)),
         }
+        security = access.security(route.group)
+        if security is not None:
+            described["security"] = security
         if operation.name in first:
             described["operationId"] += f"_{method}{re.sub(r'[^a-z0-9]+', '_', path).rstrip('_')}"
             described["description"] = f"The same as {first[operation.name]}."
@@ -65,6 +85,10 @@ def describe(app: web.Application, settings: Settings) -> dict[str, Any]:
             content = {_JSON: {"schema": schemas.reference(operation.request)}}
             described["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[method] = described
+    failures = {status: _failure(status, list(kinds), schemas, access) for status, kinds in sorted(errors.items())}
+    for methods in paths.values():
+        if "head" in methods:
+            methods["head"] = _without_bodies(methods["head"], failures)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -77,21 +101,24 @@ def describe(app: web.Application, settings: Settings) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "responses": _error_responses(operations, schemas),
+            "responses": {f"Error{status}": failure for status, failure in failures.items()},
             "headers": {
                 "RequestId": {"description": _REQUEST_ID, "required": True, "schema": {"type": "string"}},
                 "RetryAfter": {"description": _RETRY, "schema": {"type": "integer", "minimum": 1}},
+                **access.header_components,
             },
+            **({"securitySchemes": access.schemes} if access.schemes else {}),
         },
     }
 
 
-def routes(app: web.Application) -> Iterator[tuple[str, str, Handler]]:
-    """Yield path, method and handler of all that *app* serves; ``HEAD`` goes without saying where there is ``GET``."""
+def routes(app: web.Application) -> Iterator[Route]:
+    """Yield all that *app* serves."""
+    groups = app[ROUTE_GROUPS]
     for route in app.router.routes():
         resource = route.resource
-        if resource is not None and route.method not in _IMPLIED:
-            yield resource.canonical, route.method.lower(), route.handler
+        if resource is not None:
+            yield Route(resource.canonical, route.method.lower(), groups[route], route.handler)
 
 
 def _answers(operation: Operation) -> Iterator[type[msgspec.Struct]]:
@@ -131,7 +158,10 @@ def _header(name: str, description: str, schema: Mapping[str, Any]) -> dict[str,
     return {"name": name, "in": "header", "description": description, "schema": schema}
 
 
-def _responses(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+def _responses(
+    operation: Operation, schemas: Schemas, failures: set[int], headers: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the answers to *operation*, which may be *failures*, and have *headers* when they are none."""
     schema = {"type": "object"} if operation.answer is None else schemas.reference(operation.answer)
     content: dict[str, Any] = {_JSON: {"schema": schema}}
     if operation.text:
@@ -141,32 +171,37 @@ def _responses(operation: Operation, schemas: Schemas) -> dict[str, Any]:
         event = [schemas.reference(operation.event), schemas.reference(ErrorEnvelope)]
         content[_EVENTS] = {"schema": {"anyOf": event}}
         description = f"{description} {_STREAM}"
-    found: dict[str, Any] = {"200": {"description": description, "headers": _ANSWER_HEADERS, "content": content}}
-    for status in sorted({*(kind.status for kind in _errors(operation)), *operation.failures}):
+    answer = {"description": description, "headers": {**_ANSWER_HEADERS, **headers}, "content": content}
+    found: dict[str, Any] = {"200": answer}
+    for status in sorted({*failures, *operation.failures}):
         found[str(status)] = {"$ref": f"#/components/responses/Error{status}"}
         if status in operation.failures:
             types = [schemas.reference(operation.failures[status]), schemas.reference(ErrorEnvelope)]
-            found[str(status)] = _failure(status, (), {"anyOf": types})
+            found[str(status)] = _refusal(status, (), {"anyOf": types}, {})
     return found
 
 
-def _errors(operation: Operation) -> Iterator[type[ServiceError]]:
-    yield from dict.fromkeys((*COMMON, *operation.errors))
+def _failure(status: int, kinds: Sequence[type[ServiceError]], schemas: Schemas, access: Access) -> dict[str, Any]:
+    return _refusal(status, kinds, schemas.reference(ErrorEnvelope), access.failure_headers(status))
 
 
-def _error_responses(operations: Sequence[Operation], schemas: Schemas) -> dict[str, Any]:
-    """Return an answer for each status that an error of *operations* has."""
-    kinds: dict[int, list[type[ServiceError]]] = {}
-    for kind in dict.fromkeys(kind for operation in operations for kind in _errors(operation)):
-        kinds.setdefault(kind.status, []).append(kind)
-    envelope = schemas.reference(ErrorEnvelope)
-    return {f"Error{status}": _failure(status, kinds[status], envelope) for status in sorted(kinds)}
-
-
-def _failure(status: int, kinds: Sequence[type[ServiceError]], schema: dict[str, Any]) -> dict[str, Any]:
+def _refusal(
+    status: int, kinds: Sequence[type[ServiceError]], schema: dict[str, Any], more: Mapping[str, Any]
+) -> dict[str, Any]:
     lines = [f"{HTTPStatus(status).phrase}."]
     lines += [f"- `{kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}" for kind in kinds]
-    headers = dict(_ANSWER_HEADERS)
+    headers = {**_ANSWER_HEADERS, **more}
     if status in (429, 503):
         headers["Retry-After"] = {"$ref": "#/components/headers/RetryAfter"}
     return {"description": "\n".join(lines), "headers": headers, "content": {_JSON: {"schema": schema}}}
+
+
+def _without_bodies(operation: Mapping[str, Any], failures: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a GET *operation* as HEAD has it: the same answers, of which nothing but the head comes."""
+    answers = {
+        status: {key: value for key, value in failures[int(status)].items() if key != "content"}
+        if "$ref" in answer
+        else {key: value for key, value in answer.items() if key != "content"}
+        for status, answer in operation["responses"].items()
+    }
+    return {**operation, "responses": answers}

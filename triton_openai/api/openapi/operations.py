@@ -58,19 +58,13 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: What any request can be answered with: a mistake of ours, and the end of the service.
-COMMON: tuple[type[errors.ServiceError], ...] = (
-    errors.ServiceError,
-    errors.UpstreamUnavailable,
-    errors.InvalidApiKey,
-    errors.ApiRestricted,
-    errors.OriginNotAllowed,
-    errors.RateLimited,
-)
+COMMON: tuple[type[errors.ServiceError], ...] = (errors.ServiceError, errors.UpstreamUnavailable)
 #: Where a body is read and a model is asked for.
 _BODY = (
     errors.InvalidRequest,
     errors.ConfigurationError,
     errors.ModelNotFound,
+    errors.RequestTimeout,
     errors.PayloadTooLarge,
     errors.UnsupportedMediaType,
 )
@@ -92,6 +86,7 @@ _CONTROL = (
     errors.ManagementDisabled,
     errors.ModelNotFound,
     errors.ModelConflict,
+    errors.RequestTimeout,
     errors.PayloadTooLarge,
     errors.UnsupportedMediaType,
     errors.UpstreamError,
