@@ -118,6 +118,33 @@ def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> N
     assert [index == 1 for index, _ in connections] == [ending.result() for ending in endings]
 
 
+def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
+    """It cannot say that it does; the other one answers meanwhile."""
+    with workers(tmp_path, triton, 2, "--worker-timeout", "2") as service:
+        before = pids(service)
+        os.kill(before[0], signal.SIGSTOP)
+        until(lambda: pids(service)[0] != before[0], 20)
+        statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
+        after = pids(service)
+        ends = [(line["event"], line.get("how")) for line in log_of(service) if line.get("worker") == 0]
+
+    assert {200} == statuses
+    assert before[1] == after[1]
+    assert ("worker hangs and is killed", None) in ends
+    assert ("worker ended", "killed by SIGKILL") in ends
+
+
+def test_a_worker_tells_where_it_is(triton: TestTriton, tmp_path: Path) -> None:
+    """What the parent has a hanging one do first, an operator may have any one do: it goes on."""
+    with workers(tmp_path, triton, 2) as service:
+        before = pids(service)
+        os.kill(before[0], signal.SIGQUIT)
+        until(lambda: "most recent call first" in service.log.read_text())
+        assert 200 == service.status("/health/live")
+        assert before == pids(service)
+        assert alive(before[0])
+
+
 def connections_to_all(service: Service) -> list[tuple[int, http.client.HTTPConnection]]:
     """Return connections and the numbers of the workers that have them, at least one of each worker."""
     processes = {pid: index for index, pid in pids(service).items()}

@@ -69,6 +69,15 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             extra={"metavar": "N"},
         ),
     ] = 1
+    worker_timeout: Annotated[
+        float,
+        Meta(
+            ge=2,
+            le=86_400,
+            description="A worker whose event loop has not turned for this long hangs: it is killed and replaced.",
+            extra={"metavar": "SECONDS", "live": True},
+        ),
+    ] = 60.0
     max_body_size: Annotated[
         int, Meta(ge=1024, description="Largest request body that is read.", extra={"metavar": "BYTES"})
     ] = 64 * 1024 * 1024
