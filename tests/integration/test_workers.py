@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.clients.service import Reply, Service, exchange, serving, steered, until
+from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.demo.repository import build_repository
 
@@ -143,6 +144,42 @@ def test_a_worker_tells_where_it_is(triton: TestTriton, tmp_path: Path) -> None:
         assert 200 == service.status("/health/live")
         assert before == pids(service)
         assert alive(before[0])
+
+
+def test_limits_are_those_of_the_service(triton: TestTriton, tmp_path: Path) -> None:
+    """One worker may fill them, another one's requests wait for it, and the metrics of all are one sum."""
+    limits = ("--max-running-requests", "3", "--max-queued-requests", "2", "--queue-timeout", "60")
+    with workers(tmp_path, triton, 2, *limits) as service, contextlib.ExitStack() as opened:
+        body = _stream(63, repeat=2000, delay_ms=20)
+
+        def connect(worker: int) -> http.client.HTTPConnection:
+            found = connections_to_all(service)
+            for _, connection in found:
+                opened.callback(connection.close)
+            return next(connection for index, connection in found if index == worker)
+
+        def ask(worker: int) -> http.client.HTTPConnection:
+            connection = connect(worker)
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            return connection
+
+        def count(name: str) -> float:
+            return Scrape(service.send("GET", "/metrics").body.decode()).sum(f"triton_openai_requests_{name}")
+
+        running = [ask(0) for _ in range(3)]
+        until(lambda: count("running") == 3)
+        waiting = [ask(1), ask(0)]
+        until(lambda: count("queued") == 2)
+        for worker in (0, 1):
+            refused = exchange(connect(worker), "POST", "/v1/completions", body)
+            assert (503, "overloaded") == (refused.status, refused.error["code"])
+        triton.record.wait_for(lambda events: engine_requests(events, 63) == 3, 20)
+
+        for number, one in enumerate(waiting):
+            running[number].close()
+            opened.enter_context(contextlib.closing(one.getresponse()))
+            triton.record.wait_for(lambda events: engine_requests(events, 63) == 4 + number, 20)  # noqa: B023
+        assert (3, 0) == (count("running"), count("queued"))
 
 
 def connections_to_all(service: Service) -> list[tuple[int, http.client.HTTPConnection]]:
