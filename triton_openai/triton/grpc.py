@@ -36,7 +36,6 @@ from triton_openai.triton.tensors import (
     TensorSpec,
 )
 
-_CONTROL_TIMEOUT = 10.0
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
 
@@ -124,7 +123,8 @@ def translate(error: grpc.RpcError, model: str) -> ServiceError:
 class GrpcStream:
     """The answers of one ``ModelStreamInfer`` call. See :class:`triton_openai.triton.client.ResponseStream`."""
 
-    def __init__(self, call: Any, request: InferRequest, left: set[asyncio.Task[None]]) -> None:
+    def __init__(self, channel: GrpcChannel, call: Any, request: InferRequest, left: set[asyncio.Task[None]]) -> None:
+        self._channel = channel
         self._call = call
         self._cancellable = request.cancellable
         self._left = left
@@ -194,6 +194,8 @@ class GrpcStream:
         if not self._ended:
             self._error = error
             self._call.cancel()
+            if error.code == "upstream_silent":
+                self._channel.distrust()
 
     def close(self) -> None:
         """Cancel the work unless it has ended."""
@@ -231,6 +233,7 @@ class GrpcClient:
     """One Triton behind its gRPC port. See :class:`triton_openai.triton.client.TritonClient`."""
 
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
+        self._settings = settings
         self._channel = GrpcChannel(url, settings)
         self._left: set[asyncio.Task[None]] = set()
 
@@ -250,14 +253,24 @@ class GrpcClient:
         message: Any,
         *,
         model: str = "",
-        timeout: float | None = _CONTROL_TIMEOUT,
+        limited: bool = True,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
+        timeout = self._settings.control_timeout if limited else None
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             return await getattr(self._channel.stub(), method)(
                 message, timeout=timeout, metadata=(*self._channel.metadata(), *headers.items())
             )
+        except asyncio.CancelledError:
+            # Whoever gave up had reason to: further calls need not find out one by one that nobody is there.
+            if loop.time() - began >= self._settings.connect_timeout:
+                self._channel.distrust()
+            raise
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._channel.distrust()
             raise translate(error, model) from error
 
     async def live(self) -> bool:
@@ -281,7 +294,7 @@ class GrpcClient:
     async def load_model(self, model: str) -> None:
         """Load a model; returns when it is ready, however long that takes."""
         message = service_pb2.RepositoryModelLoadRequest(model_name=model)
-        await self._unary("RepositoryModelLoad", message, model=model, timeout=None)
+        await self._unary("RepositoryModelLoad", message, model=model, limited=False)
 
     async def unload_model(self, model: str, *, dependents: bool = False) -> None:
         """Begin to unload a model."""
@@ -292,13 +305,14 @@ class GrpcClient:
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request; how long it may take is the caller's business."""
         message = await message_of(request)
-        answer = await self._unary("ModelInfer", message, model=request.model, timeout=None, headers=request.headers)
+        answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
         return decode_response(answer)
 
     async def stream(self, request: InferRequest) -> GrpcStream:
         """Start a ``ModelStreamInfer`` call. Nothing is awaited here: the first read reports what goes wrong."""
         metadata = (*self._channel.metadata(), *request.headers.items())
-        return GrpcStream(self._channel.stub().ModelStreamInfer(metadata=metadata), request, self._left)
+        call = self._channel.stub().ModelStreamInfer(metadata=metadata)
+        return GrpcStream(self._channel, call, request, self._left)
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""

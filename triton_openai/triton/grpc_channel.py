@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from triton_openai.triton.grpc_large import serialize
 _SERVICE = "/inference.GRPCInferenceService"
 # Calls on a channel that was replaced may go on for as long as they like; this bounds what they like.
 _OLD_CHANNEL_SECONDS = 24 * 3600.0
+_TRUST_SECONDS = 1.0
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     # The default limit of 4 MiB is smaller than a long answer or a batch of embeddings.
     ("grpc.max_receive_message_length", -1),
@@ -48,6 +50,8 @@ class GrpcChannel:
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._doubted = False
+        self._made = 0.0
 
     def metadata(self) -> tuple[Header, ...]:
         """Return what every call carries."""
@@ -61,9 +65,16 @@ class GrpcChannel:
     def channel(self) -> grpc.aio.Channel:
         """Return the channel itself, for calls that no stub has."""
         files = self._files.current() if self._files is not None else None
-        if self._channel is None or files is not self._used:
+        if self._channel is None or self._doubted or files is not self._used:
+            self._doubted = False
             self._channel = self._replace(files)
         return self._channel
+
+    def distrust(self) -> None:
+        """Begin further calls on a new connection: one was silent, and the way that they all take may be cut."""
+        # Not again and again for a model that is silent.
+        if time.monotonic() - self._made >= _TRUST_SECONDS:
+            self._doubted = True
 
     def _replace(self, files: GrpcFiles | None) -> grpc.aio.Channel:
         # Not before it is used: a channel belongs to the running loop.
@@ -72,6 +83,7 @@ class GrpcChannel:
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         self._used = files
+        self._made = time.monotonic()
         if files is None:
             channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
         else:
