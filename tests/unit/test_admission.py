@@ -237,7 +237,7 @@ async def test_never_more_than_the_limits_and_nobody_is_forgotten(
 
 
 def test_lag_that_stays() -> None:
-    """One pause is none; only what is late every time counts."""
+    """One pause is none; only what is late every time counts, and one good moment is not the end of it."""
     lag = LoopLag(samples=3)
     assert (0.0, 0.0) == (lag.latest, lag.sustained)
     for late in (5.0, 0.0, 5.0):
@@ -246,6 +246,12 @@ def test_lag_that_stays() -> None:
     for late in (4.0, 3.0):
         lag.note(late)
     assert (3.0, 3.0) == (lag.latest, lag.sustained)
+    for late in (0.0, 4.0, 0.0):
+        lag.note(late)
+    assert (0.0, 3.0) == (lag.latest, lag.sustained)
+    for late in (1.0, 0.5):
+        lag.note(late)
+    assert (0.5, 1.0) == (lag.latest, lag.sustained)
 
 
 async def test_lag_is_measured() -> None:

@@ -113,7 +113,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_loop_lag: Annotated[
         Seconds | None,
         Meta(
-            description="A process that is late by more than this for half a second refuses new requests with 503.",
+            description="A process that is late by more than this, five times in a row, refuses new requests with 503.",
             extra={"live": True},
         ),
     ] = 1.0
