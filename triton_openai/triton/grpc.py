@@ -128,6 +128,7 @@ class GrpcStream:
         self._call = call
         self._cancellable = request.cancellable
         self._left = left
+        self._sending: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[Any] | None = None
         self._request: InferRequest | None = request
         self._model = request.model
@@ -153,10 +154,8 @@ class GrpcStream:
         """Return the next message, or ``None`` at the end of the call."""
         try:
             if self._request is not None:
-                message = await message_of(self._request)
-                self._request = None
-                await self._call.write(message)
-                await self._call.done_writing()
+                self._sending = asyncio.create_task(self._send(self._request))
+                await self._sending
             answer = await (self._call.read() if self._cancellable else self._read_apart())
         except grpc.RpcError as error:
             self._ended = True
@@ -178,6 +177,18 @@ class GrpcStream:
             raise classify(Failure(await self._call.details() or "", self._model, code.name))
         return None
 
+    async def _send(self, request: InferRequest) -> None:
+        """Send the request: a task of its own, because cancelling a call does not end a wait for its connection."""
+        message = await message_of(request)
+        self._request = None
+        await self._call.write(message)
+        await self._call.done_writing()
+
+    def _cancel(self) -> None:
+        self._call.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+
     async def _read_apart(self) -> Any:
         """
         Return the next message, read in a task of its own.
@@ -193,9 +204,9 @@ class GrpcStream:
         """Make :meth:`read` raise *error* and cancel the work."""
         if not self._ended:
             self._error = error
-            self._call.cancel()
+            self._cancel()
             if error.code == "upstream_silent":
-                self._channel.distrust()
+                self._channel.doubt()
 
     def close(self) -> None:
         """Cancel the work unless it has ended."""
@@ -203,7 +214,7 @@ class GrpcStream:
             return
         self._ended = True
         if self._cancellable or self._request is not None or self._error is not None:
-            self._call.cancel()
+            self._cancel()
             return
         task = asyncio.get_running_loop().create_task(_read_out(self._call, self._reading))
         self._left.add(task)
@@ -257,6 +268,7 @@ class GrpcClient:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         timeout = self._settings.control_timeout if limited else None
+        await self._channel.settled()
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -266,7 +278,7 @@ class GrpcClient:
         except asyncio.CancelledError:
             # Whoever gave up had reason to: further calls need not find out one by one that nobody is there.
             if loop.time() - began >= self._settings.connect_timeout:
-                self._channel.distrust()
+                self._channel.doubt()
             raise
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -309,8 +321,9 @@ class GrpcClient:
         return decode_response(answer)
 
     async def stream(self, request: InferRequest) -> GrpcStream:
-        """Start a ``ModelStreamInfer`` call. Nothing is awaited here: the first read reports what goes wrong."""
+        """Start a ``ModelStreamInfer`` call; the first read reports what goes wrong."""
         metadata = (*self._channel.metadata(), *request.headers.items())
+        await self._channel.settled()
         call = self._channel.stub().ModelStreamInfer(metadata=metadata)
         return GrpcStream(self._channel, call, request, self._left)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +15,6 @@ from triton_openai.triton.grpc_large import serialize
 _SERVICE = "/inference.GRPCInferenceService"
 # Calls on a channel that was replaced may go on for as long as they like; this bounds what they like.
 _OLD_CHANNEL_SECONDS = 24 * 3600.0
-_TRUST_SECONDS = 1.0
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     # The default limit of 4 MiB is smaller than a long answer or a batch of embeddings.
     ("grpc.max_receive_message_length", -1),
@@ -51,7 +49,7 @@ class GrpcChannel:
         self._stub: Any = None
         self._closing: set[asyncio.Task[None]] = set()
         self._doubted = False
-        self._made = 0.0
+        self._checking: asyncio.Task[None] | None = None
 
     def metadata(self) -> tuple[Header, ...]:
         """Return what every call carries."""
@@ -71,10 +69,30 @@ class GrpcChannel:
         return self._channel
 
     def distrust(self) -> None:
-        """Begin further calls on a new connection: one was silent, and the way that they all take may be cut."""
-        # Not again and again for a model that is silent.
-        if time.monotonic() - self._made >= _TRUST_SECONDS:
-            self._doubted = True
+        """Begin further calls on a new connection: nobody has answered on this one, and the way may be cut."""
+        self._doubted = True
+
+    def doubt(self) -> None:
+        """Find out whether anybody is there: one call was silent, which the model may be and not the way to it."""
+        if self._checking is None and self._stub is not None:
+            self._checking = asyncio.get_running_loop().create_task(self._check(self._stub))
+
+    async def settled(self) -> None:
+        """Wait until there is no doubt, so that the next call does not have to find out too."""
+        if self._checking is not None:
+            await asyncio.wait({self._checking})
+
+    async def _check(self, stub: Any) -> None:
+        try:
+            await stub.ServerLive(
+                service_pb2.ServerLiveRequest(), timeout=self._settings.connect_timeout, metadata=self.metadata()
+            )
+        except grpc.RpcError as error:
+            # Whoever refuses is there, and a connection that is known to be lost is made again by the library.
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and stub is self._stub:
+                self.distrust()
+        finally:
+            self._checking = None
 
     def _replace(self, files: GrpcFiles | None) -> grpc.aio.Channel:
         # Not before it is used: a channel belongs to the running loop.
@@ -82,13 +100,18 @@ class GrpcChannel:
             task = asyncio.get_running_loop().create_task(self._channel.close(_OLD_CHANNEL_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+        options = (
+            *_OPTIONS,
+            # How long an attempt may take, until the server has greeted; the name is from its lesser use.
+            ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000)),
+        )
         self._used = files
-        self._made = time.monotonic()
         if files is None:
-            channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
+            channel = grpc.aio.insecure_channel(self._target, options=options)
         else:
             name = self._settings.server_name
-            options = (*_OPTIONS, ("grpc.ssl_target_name_override", name)) if name is not None else _OPTIONS
+            if name is not None:
+                options = (*options, ("grpc.ssl_target_name_override", name))
             credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
             channel = grpc.aio.secure_channel(self._target, credentials, options=options)
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -108,7 +131,7 @@ class GrpcChannel:
 
     async def close(self) -> None:
         """Close every channel; calls in flight are cancelled."""
-        closing = list(self._closing)
+        closing = [*self._closing, *([self._checking] if self._checking is not None else [])]
         for task in closing:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)
