@@ -32,6 +32,7 @@ from triton_openai.server.connections import mark_answering
 from triton_openai.server.cors import CORS, Cors, add_cors_headers, answer_preflights
 from triton_openai.server.guard import GUARD, Guard, add_limit_headers, let_in
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
+from triton_openai.server.places import open_places
 from triton_openai.server.relay_door import RELAY_DOOR, RelayDoor
 from triton_openai.telemetry.access_log import AccessLog
 from triton_openai.telemetry.exposition import Exposition
@@ -83,7 +84,7 @@ def create_app(
         client=connection,
         background=Background(),
         admission=Admission(
-            settings.server, lambda: lag.sustained, workers=worker.count, gates=gates, observer=observers
+            settings.server, lambda: lag.sustained, places=open_places(worker), gates=gates, observer=observers
         ),
         images=images or _image_loader(settings),
     )
@@ -222,7 +223,9 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     service = app[SERVICE]
     work = (service.models.catalog.run(), app[LOOP_LAG].run(), app[MODEL_GATES].watch())
     tasks = [asyncio.create_task(one) for one in work]
+    service.admission.open()
     yield
+    service.admission.close()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

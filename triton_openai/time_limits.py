@@ -10,10 +10,14 @@ import msgspec
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest
 
+# What is left to a request that has waited for as long as it may.
+_LEAST_SECONDS = 0.001
+
 
 class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Seconds until the first token, between two, and for the whole answer, which may have no limit.
+    Seconds until the first token, between two, and for the whole answer, which may have no limit. The wait for other
+    requests to end counts.
 
     Clients give theirs in the headers ``x-first-token-timeout``, ``x-idle-timeout`` and ``x-request-timeout``.
     """
@@ -37,6 +41,19 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
             idle=_shorter("x-idle-timeout", headers, settings.idle_timeout) or settings.idle_timeout,
             total=_shorter("x-request-timeout", headers, total) or total,
         )
+
+    @property
+    def patience(self) -> float:
+        """Longest time that a request may wait before anything is done for it."""
+        return self.first_token if self.total is None else min(self.first_token, self.total)
+
+    def after(self, seconds: float) -> TimeLimits:
+        """Return what is left of them when the request has waited for *seconds*, which was less than its patience."""
+        if not seconds:
+            return self
+        total = None if self.total is None else max(self.total - seconds, _LEAST_SECONDS)
+        first_token = max(self.first_token - seconds, _LEAST_SECONDS)
+        return msgspec.structs.replace(self, first_token=first_token, total=total)
 
 
 def _shorter(header: str, headers: Mapping[str, str], allowed: float | None) -> float | None:

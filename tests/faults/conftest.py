@@ -45,12 +45,18 @@ def own(module_triton: Own) -> Own:
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
+def module_service_transport(request: pytest.FixtureRequest) -> str:
+    """How that service reaches Triton."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
 def module_service(
-    request: pytest.FixtureRequest, module_triton: Own, tmp_path_factory: pytest.TempPathFactory
+    module_service_transport: str, module_triton: Own, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
     """The service with short timeouts, over each transport in turn."""
     arguments = [f"--{name}={value}" for name, value in QUICK.items()]
-    arguments += ["--triton-url", module_triton.url(request.param)]
+    arguments += ["--triton-url", module_triton.url(module_service_transport)]
     arguments += ["--tokenizer", str(module_triton.repository.tokenizer)]
     with watched(tmp_path_factory.mktemp("service"), *arguments) as running:
         # What stays from now on is there from the first requests.

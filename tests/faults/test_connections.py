@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import resource
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,6 +17,7 @@ from tests.clients.service import Reply, steered
 from tests.faults.relay import Relay
 from tests.faults.surroundings import (
     COMPLETIONS,
+    ENGINES,
     QUICK,
     TRANSPORTS,
     WORDS,
@@ -26,33 +29,82 @@ from tests.faults.surroundings import (
     failure,
     watched,
 )
+from triton_openai.errors import UpstreamTimeout
+from triton_openai.triton.client import TritonClient
+from triton_openai.triton.connection import ConnectionSettings
+from triton_openai.triton.grpc import GrpcClient
+from triton_openai.triton.http import HttpClient
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_half_open(own: Own, transport: str, tmp_path: Path) -> None:
-    """A way that carries nothing any more ends streams as silence does; those that idled on it are not used again."""
-    address = urlsplit(own.url(transport))
-    with contextlib.ExitStack() as opened:
-        relay = opened.enter_context(Relay((str(address.hostname), int(address.port or 0))))
-        arguments = [f"--{name}={value}" for name, value in QUICK.items()]
-        arguments += ["--triton-url", f"{transport}://127.0.0.1:{relay.port}"]
-        arguments += ["--tokenizer", str(own.repository.tokenizer)]
-        service = opened.enter_context(watched(tmp_path, *arguments))
-        assert_works(service)
+    """A way that carries nothing any more ends streams as silence does; nothing that idled on it is used again."""
+    with half_open(own, transport, tmp_path) as (relay, service):
         with service.back_to_level():
             with Stream(service, "vllm_model", steered(text=WORDS, eos=False, delay_ms=50)) as stream:
                 stream.chunk()
                 relay.freeze()
                 events = stream.rest()
             assert "upstream_silent" == failure(events[-1])["code"]
-            if transport == "http":
-                reply = service.post(COMPLETIONS, body("vllm_model", steered(text=WORDS)))
-                assert (200, WORDS) == (reply.status, reply.json["choices"][0]["text"])
-            # What does not stream, and gRPC's one connection, are found dead by their own timeouts and pings, after
-            # longer than a test is to take.
+            assert_served(service)
             relay.reset()
             assert_works(service)
         assert [] == service.complaints()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_half_open_for_a_single_answer(own: Own, transport: str, tmp_path: Path) -> None:
+    """A call that does not stream finds it out by its own timeout, and for all others."""
+    with half_open(own, transport, tmp_path) as (relay, service):
+        with service.back_to_level():
+            relay.freeze()
+            lost = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
+            assert (504, "upstream_timeout") == (lost.status, lost.error["code"])
+            assert_served(service)
+            relay.reset()
+            assert_works(service)
+        assert [] == service.complaints()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_half_open_while_nobody_asks(own: Own, transport: str) -> None:
+    """The service itself asks Triton for its models, and finds it out for all: once, and not call by call."""
+    address = urlsplit(own.url(transport))
+    settings = ConnectionSettings(connect_timeout=5, control_timeout=1.5)
+    with Relay((str(address.hostname), int(address.port or 0))) as relay:
+        url = f"{transport}://127.0.0.1:{relay.port}"
+        client: TritonClient = HttpClient(url, settings) if transport == "http" else GrpcClient(url, settings)
+        try:
+            # Several connections, where a call has one of its own.
+            await asyncio.gather(*(client.repository_index() for _ in range(5)))
+            relay.freeze()
+            with pytest.raises(UpstreamTimeout):
+                await client.repository_index()
+            await asyncio.gather(*(client.repository_index() for _ in range(5)))
+        finally:
+            await client.close()
+
+
+@contextlib.contextmanager
+def half_open(own: Own, transport: str, folder: Path) -> Iterator[tuple[Relay, Watched]]:
+    """Run a service that reaches Triton over a relay, both in use."""
+    address = urlsplit(own.url(transport))
+    with contextlib.ExitStack() as opened:
+        relay = opened.enter_context(Relay((str(address.hostname), int(address.port or 0))))
+        arguments = [f"--{name}={value}" for name, value in QUICK.items()]
+        arguments += ["--triton-url", f"{transport}://127.0.0.1:{relay.port}"]
+        arguments += ["--tokenizer", str(own.repository.tokenizer)]
+        service = opened.enter_context(watched(folder, *arguments))
+        assert_works(service)
+        yield relay, service
+
+
+def assert_served(service: Watched) -> None:
+    """Assert that the first request of each kind is answered, whatever the service thinks of its Triton."""
+    assert 200 == service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"}).status
+    for model in ENGINES:
+        reply = service.post(COMPLETIONS, body(model, steered(text=WORDS)))
+        assert (200, WORDS) == (reply.status, reply.json["choices"][0]["text"])
 
 
 def test_descriptors_used_up(own: Own, tmp_path: Path) -> None:

@@ -139,21 +139,28 @@ def test_frozen_in_a_stream(own: Own, service: Watched, model: str) -> None:
     assert_works(service)
 
 
-def test_frozen_before_the_answer(own: Own, service: Watched) -> None:
-    """Requests that a frozen Triton never answers end with a 504, or an error event once the stream is open."""
+def test_frozen_before_the_answer(own: Own, service: Watched, module_service_transport: str) -> None:
+    """
+    Requests that a frozen Triton never answers end with a 504, or an error event once the stream is open.
+
+    Over gRPC, where a connection is one when the server has greeted, further ones find that nobody can be reached.
+    """
     own.server.pause()
     try:
         whole = service.post(COMPLETIONS, body("ensemble", "Hello"))
         vector = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
-        with Stream(service, "vllm_model", "Hello") as stream:
-            events = stream.rest()
+        streamed = service.post(COMPLETIONS, body("vllm_model", "Hello", stream=True))
         assert 200 == service.status("/health/live")
     finally:
         own.server.resume()
 
     assert (504, "upstream_silent") == (whole.status, whole.error["code"])
-    assert (504, "upstream_timeout") == (vector.status, vector.error["code"])
-    assert ["upstream_silent"] == [failure(event)["code"] for event in events]
+    if module_service_transport == "http":
+        assert (504, "upstream_timeout") == (vector.status, vector.error["code"])
+        assert ["upstream_silent"] == [failure(event)["code"] for event in streamed.events]
+    else:
+        for refused in (vector, streamed):
+            assert (503, "upstream_unavailable") == (refused.status, refused.error["code"])
     assert_works(service)
 
 

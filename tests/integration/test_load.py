@@ -39,6 +39,26 @@ async def test_what_is_too_much_is_refused_with_503(triton: TestTriton) -> None:
         assert "b" == (await waiting).json["choices"][0]["message"]["content"]
 
 
+async def test_a_client_does_not_wait_for_longer_than_it_wants(triton: TestTriton) -> None:
+    """Its time runs from when it came: the queue may keep it no longer than that, and what is left holds after it."""
+    settings = changed(proxy_settings(triton, "http"), server={"max_running_requests": 1, "queue_timeout": 600})
+    endless = steered(text="a", repeat=2000, delay_ms=20)
+    async with serving(settings) as proxy:
+        await proxy.ready()
+        body = request("chat", "vllm_model", endless, stream=True, max_tokens=2000)
+        async with proxy.client.post("/v1/chat/completions", json=body) as running:
+            await running.content.readany()
+            for name in ("x-request-timeout", "x-first-token-timeout"):
+                refused = await proxy.post("/v1/chat/completions", body, **{name: "0.3"})
+                assert (503, "overloaded", "1") == (
+                    refused.status,
+                    refused.error["code"],
+                    refused.headers["Retry-After"],
+                )
+            wrong = await proxy.post("/v1/chat/completions", body, **{"x-request-timeout": "soon"})
+            assert (400, "x-request-timeout") == (wrong.status, wrong.error["param"])
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("endpoint", PATHS)
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.service import Reply, Service, serving, until
+from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
 
 ENDLESS = {"text": "one two three", "eos": False, "delay_ms": 50}
@@ -55,7 +58,7 @@ def test_balancers_can_notice(triton: TestTriton, tmp_path: Path, workers: str) 
     Then nobody can connect, and a stream that runs is answered to its end.
     """
     several = ("--workers", workers, "--shutdown-delay", "2", "--shutdown-grace", "60")
-    text = {"text": "one two three ", "repeat": 20, "delay_ms": 120}
+    text = {"text": "one two three ", "repeat": 12, "delay_ms": 120}
     body = {"model": "ensemble", "prompt": f"<<steer {json.dumps(text)}>>", "max_tokens": 71, "stream": True}
     replies: list[Reply] = []
     before = len(asked(triton.record.events(), 71))
@@ -109,6 +112,38 @@ def test_a_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> No
 
     # As an event of the stream, or as the whole answer where it had not begun.
     assert b'"service_stopping"' in replies[0].body
+
+
+def test_who_waits_is_told_too(triton: TestTriton, tmp_path: Path) -> None:
+    """A request that was not let in yet is served when there is room in time, and else gets a 503 like the others."""
+    limits = ("--max-running-requests", "1", "--shutdown-grace", "600")
+    before = len(asked(triton.record.events()))
+    with serving(tmp_path, "--triton-url", triton.http_url, *limits) as service:
+        with contextlib.closing(service.connect()) as running, ThreadPoolExecutor(2) as threads:
+            running.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+            triton.record.wait_for(lambda events: len(asked(events)) > before, 10)
+            first = threads.submit(service.post, "/v1/completions", {**BODY, "stream": True})
+            until(lambda: _queued(_metrics(service)) == 1)
+            second = threads.submit(service.post, "/v1/completions", BODY)
+            until(lambda: _queued(_metrics(service)) == 2)
+            service.process.send_signal(signal.SIGINT)
+            # The one that runs leaves, the next one takes its place, and then there is no time for the last.
+            running.close()
+            triton.record.wait_for(lambda events: len(asked(events)) > before + 1, 10)
+            service.process.send_signal(signal.SIGINT)
+            told = first.result(30), second.result(30)
+        assert 0 == service.process.wait(30)
+
+    assert b'"service_stopping"' in told[0].body
+    assert (503, "service_stopping", "1") == (told[1].status, told[1].error["code"], told[1].headers["Retry-After"])
+
+
+def _metrics(service: Service) -> str:
+    return service.send("GET", "/metrics").body.decode()
+
+
+def _queued(text: str) -> float:
+    return Scrape(text).sum("triton_openai_requests_queued")
 
 
 def asked(events: list[dict[str, Any]], length: int = 2000) -> list[dict[str, Any]]:

@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clients.service import Reply, Service, exchange, serving, steered, until
+from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.demo.repository import build_repository
 
@@ -116,6 +115,64 @@ def test_a_worker_that_dies_is_replaced(triton: TestTriton, tmp_path: Path) -> N
     assert {200} == statuses
     assert before[1] == after[1]
     assert [index == 1 for index, _ in connections] == [ending.result() for ending in endings]
+
+
+def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
+    """
+    It cannot say that it does; the other one answers meanwhile.
+
+    What it is asked first, where it is, an operator may ask too: who can answer goes on.
+    """
+    with workers(tmp_path, triton, 2, "--worker-timeout", "3") as service:
+        before = pids(service)
+        os.kill(before[1], signal.SIGQUIT)
+        until(lambda: "most recent call first" in service.log.read_text())
+        os.kill(before[0], signal.SIGSTOP)
+        until(lambda: pids(service)[0] != before[0], 30)
+        statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
+        after = pids(service)
+        ends = [(line["event"], line.get("how")) for line in log_of(service) if line.get("worker") == 0]
+
+    assert {200} == statuses
+    assert before[1] == after[1]
+    assert ("worker hangs and is killed", None) in ends
+    assert ("worker ended", "killed by SIGKILL") in ends
+
+
+def test_limits_are_those_of_the_service(triton: TestTriton, tmp_path: Path) -> None:
+    """One worker may fill them, another one's requests wait for it, and the metrics of all are one sum."""
+    limits = ("--max-running-requests", "3", "--max-queued-requests", "2", "--queue-timeout", "60")
+    with workers(tmp_path, triton, 2, *limits) as service, contextlib.ExitStack() as opened:
+        body = _stream(63, repeat=2000, delay_ms=20)
+
+        def connect(worker: int) -> http.client.HTTPConnection:
+            found = connections_to_all(service)
+            for _, connection in found:
+                opened.callback(connection.close)
+            return next(connection for index, connection in found if index == worker)
+
+        def ask(worker: int) -> http.client.HTTPConnection:
+            connection = connect(worker)
+            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            return connection
+
+        def count(name: str) -> float:
+            return Scrape(service.send("GET", "/metrics").body.decode()).sum(f"triton_openai_requests_{name}")
+
+        running = [ask(0) for _ in range(3)]
+        until(lambda: count("running") == 3)
+        waiting = [ask(1), ask(0)]
+        until(lambda: count("queued") == 2)
+        for worker in (0, 1):
+            refused = exchange(connect(worker), "POST", "/v1/completions", body)
+            assert (503, "overloaded") == (refused.status, refused.error["code"])
+        triton.record.wait_for(lambda events: engine_requests(events, 63) == 3, 20)
+
+        for number, one in enumerate(waiting):
+            running[number].close()
+            opened.enter_context(contextlib.closing(one.getresponse()))
+            triton.record.wait_for(lambda events: engine_requests(events, 63) == 4 + number, 20)  # noqa: B023
+        assert (3, 0) == (count("running"), count("queued"))
 
 
 def connections_to_all(service: Service) -> list[tuple[int, http.client.HTTPConnection]]:
@@ -239,11 +296,10 @@ def test_one_triton_for_all(tmp_path: Path) -> None:
         assert 0 == service.process.wait(40)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_worker_ended_by_hand_is_replaced(triton: TestTriton, tmp_path: Path, number: signal.Signals) -> None:
+def test_a_worker_ended_by_hand_is_replaced(triton: TestTriton, tmp_path: Path) -> None:
     """The port stays open: at no moment is anybody turned away."""
     with workers(tmp_path, triton, 2) as service:
-        for index in (0, 1):
+        for index, number in enumerate((signal.SIGTERM, signal.SIGKILL)):
             before = pids(service)
             os.kill(before[index], number)
             while pids(service)[index] == before[index]:

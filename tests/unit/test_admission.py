@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.server.admission import Admission
+from triton_openai.server.places import Places
 from triton_openai.telemetry.loop_lag import LoopLag
 from triton_openai.telemetry.observation import Observation, Observer
 
@@ -31,9 +32,11 @@ class Seen(Observer):
         self.waiting -= 1
 
 
-def gate(*, lag: float = 0.0, workers: int = 1, observer: Observer | None = None, **limits: int | float) -> Admission:
+def gate(
+    *, lag: float = 0.0, places: Places | None = None, observer: Observer | None = None, **limits: int | float
+) -> Admission:
     """Return a gate with these limits."""
-    return Admission(ServerSettings(**limits), lambda: lag, workers=workers, observer=observer)  # type: ignore[arg-type]
+    return Admission(ServerSettings(**limits), lambda: lag, places=places, observer=observer)  # type: ignore[arg-type]
 
 
 def observation() -> Observation:
@@ -152,6 +155,28 @@ async def test_who_waits_too_long_is_sent_away() -> None:
     assert {} == dict(admission.running)
 
 
+async def test_who_has_less_patience_waits_less() -> None:
+    """A client that set itself a shorter time is not kept for longer."""
+    admission = gate(max_running_requests=1, queue_timeout=600)
+    first = Visitor(admission)
+    await settled()
+    with pytest.raises(ServiceOverloaded) as caught:
+        async with admission.enter("m", observation(), patience=0.01):
+            pass
+    assert ("1", 0) == (caught.value.headers()["Retry-After"], admission.queued)
+    await first.leave()
+
+
+async def test_a_place_is_taken_though_the_queue_is_full() -> None:
+    """Who waits for another model is in nobody's way."""
+    admission = gate(max_running_requests_per_model=1, max_queued_requests=1)
+    visitors = [Visitor(admission, model) for model in ("a", "a", "b")]
+    await settled()
+    assert [0, 2] == inside(visitors)
+    for visitor in visitors:
+        await visitor.leave()
+
+
 async def test_who_gives_up_while_being_let_in_passes_the_place_on() -> None:
     """A client that leaves at the wrong moment must not take a place with it."""
     admission = gate(max_running_requests=1)
@@ -172,16 +197,6 @@ async def test_a_late_process_takes_nobody_in() -> None:
             pass
     async with gate(lag=0.5).enter("m", observation()):
         pass
-
-
-async def test_workers_share_the_limits() -> None:
-    """Each has its part, rounded up, so that no limit becomes nothing."""
-    admission = gate(max_running_requests=3, workers=2)
-    visitors = [Visitor(admission) for _ in range(3)]
-    await settled()
-    assert [0, 1] == inside(visitors)
-    for visitor in visitors:
-        await visitor.leave()
 
 
 @given(
@@ -222,7 +237,7 @@ async def test_never_more_than_the_limits_and_nobody_is_forgotten(
 
 
 def test_lag_that_stays() -> None:
-    """One pause is none; only what is late every time counts."""
+    """One pause is none; only what is late every time counts, and one good moment is not the end of it."""
     lag = LoopLag(samples=3)
     assert (0.0, 0.0) == (lag.latest, lag.sustained)
     for late in (5.0, 0.0, 5.0):
@@ -231,6 +246,12 @@ def test_lag_that_stays() -> None:
     for late in (4.0, 3.0):
         lag.note(late)
     assert (3.0, 3.0) == (lag.latest, lag.sustained)
+    for late in (0.0, 4.0, 0.0):
+        lag.note(late)
+    assert (0.0, 3.0) == (lag.latest, lag.sustained)
+    for late in (1.0, 0.5):
+        lag.note(late)
+    assert (0.5, 1.0) == (lag.latest, lag.sustained)
 
 
 async def test_lag_is_measured() -> None:

@@ -6,15 +6,20 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
 import uvloop
 
 from triton_openai.errors import UpstreamTimeout, UpstreamUnavailable
+from triton_openai.triton.client import TritonClient
+from triton_openai.triton.connection import ConnectionSettings
+from triton_openai.triton.grpc import GrpcClient
+from triton_openai.triton.http import HttpClient
 from triton_openai.triton.http_connection import ConnectionPool
 from triton_openai.triton.http_stream import HttpStream
+from triton_openai.triton.tensors import InferRequest
 
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"
@@ -86,6 +91,48 @@ async def test_silence_on_one_connection_is_held_against_the_idle_ones(code: str
         last = await pool.acquire()
         last.close()
         assert (last is other) is left
+
+
+@contextlib.contextmanager
+def stopped() -> Iterator[str]:
+    """Yield the address of a server that is stopped: the kernel takes connections for it, and nobody ever answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("transport", ["http", "grpc"])
+@pytest.mark.parametrize("how", ["abort", "close", "cancel"])
+async def test_a_stream_to_a_server_that_is_stopped(transport: str, how: str) -> None:
+    """It ends when it is told to, also while its request could not even be sent."""
+    settings = ConnectionSettings(connect_timeout=60)
+    with stopped() as address:
+        url = f"{transport}://{address}"
+        client: TritonClient = HttpClient(url, settings) if transport == "http" else GrpcClient(url, settings)
+        stream = await client.stream(InferRequest(model="m", id="r", inputs=()))
+        reading = asyncio.ensure_future(stream.read())
+        await asyncio.wait({reading}, timeout=0.05)
+        if how == "abort":
+            stream.abort(UpstreamTimeout("Silent.", code="upstream_silent"))
+        elif how == "cancel":
+            reading.cancel()
+        else:
+            stream.close()
+        await asyncio.wait({reading}, timeout=10)
+        assert reading.done()
+        (result,) = await asyncio.gather(reading, return_exceptions=True)
+        # Who closes a stream reads it no more.
+        assert how == "close" or isinstance(result, UpstreamTimeout if how == "abort" else asyncio.CancelledError)
+        stream.close()
+        await asyncio.wait_for(client.close(), 10)
+
+
+async def test_a_server_that_is_stopped_is_connected_to_for_a_while() -> None:
+    """Over gRPC too, where a connection is one when the server has greeted."""
+    with stopped() as address:
+        client = GrpcClient(f"grpc://{address}", ConnectionSettings(connect_timeout=0.2, control_timeout=60))
+        with pytest.raises(UpstreamUnavailable):
+            await asyncio.wait_for(client.live(), 15)
+        await client.close()
 
 
 async def test_a_connection_that_is_lost_at_once(monkeypatch):

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triton_openai.server.ratelimits import RateLimit, RateLimits, open_limits
-from triton_openai.server.shared_counts import CAPACITY, Counts
+from triton_openai.server.shared_counts import Counts
+from triton_openai.server.shared_table import CAPACITY
 from triton_openai.worker import Worker
 
 Open = Callable[..., Counts]

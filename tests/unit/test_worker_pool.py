@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,8 @@ class Member:
         self.settings = settings
         self.held = [settings]
         self.listening = False
+        self.signs = 0
+        self.signals: list[signal.Signals] = []
         self.refusal: str | None = None
         self.refuses: str | None = None
         self.told: list[Message] = []
@@ -69,6 +72,9 @@ class Member:
         if self.refuses is None:
             self.held.append(settings)
         return self.refuses
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
 
     def kill(self) -> None:
         self.end(-9)
@@ -249,6 +255,44 @@ async def test_who_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
         await pool.end(notice=False, hurried=asyncio.Event())
 
         assert -9 == await factory.members[0].status
+
+
+async def test_who_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked where it hangs first; one that says something now and then is left alone, whatever else it does."""
+    monkeypatch.setattr("triton_openai.workers.watchdog._LAST_WORDS_SECONDS", 0.0)
+    factory = Factory()
+    # Smaller than the settings allow, so that nobody has to wait.
+    settings = Settings(server=ServerSettings(worker_timeout=0.2))
+    with capture_logs() as logs:
+        async with running(factory, settings=settings):
+            silent, alive = factory.members
+
+            async def speak() -> None:
+                while True:
+                    alive.signs += 1
+                    await asyncio.sleep(0.01)
+
+            speaking = asyncio.create_task(speak())
+            await until(lambda: len(factory.members) == 3)
+            speaking.cancel()
+
+    assert (-9, [signal.SIGQUIT]) == (silent.status.result(), silent.signals)
+    assert [] == alive.signals
+    hung = [entry["worker"] for entry in logs if entry["event"] == "worker hangs and is killed"]
+    assert [0] == hung[:1]
+
+
+async def test_who_does_not_listen_yet_is_not_watched() -> None:
+    """A start may take as long as its disk does."""
+    factory = Factory()
+    settings = Settings(server=ServerSettings(worker_timeout=0.02))
+    pool = Pool(settings, 1, factory.start, forget=factory.forget)
+    task = asyncio.create_task(pool.run())
+    await until(lambda: factory.members)
+    await asyncio.sleep(0.1)
+    assert [] == factory.members[0].signals
+    await pool.end(notice=False, hurried=asyncio.Event())
+    await asyncio.wait_for(task, 10)
 
 
 @pytest.mark.parametrize(

@@ -176,14 +176,20 @@ async def handle(request: web.Request) -> web.StreamResponse:
     adapter = model.adapter.name
     observation = observe(request, "text_completion", model=body.model, adapter=adapter, stream=bool(body.stream))
     observation.parameters = body
-    async with service.admission.enter(model.owner, observation):
-        return await _answer(request, service, model, body, observation)
+    limits = TimeLimits.of(service.settings.triton, request.headers, stream=bool(body.stream))
+    async with service.admission.enter(model.owner, observation, patience=limits.patience):
+        limits = limits.after(observation.queued_seconds)
+        return await _answer(request, service, model, body, observation, limits)
 
 
 async def _answer(
-    request: web.Request, service: Service, model: ServedModel, body: CompletionRequest, observation: Observation
+    request: web.Request,
+    service: Service,
+    model: ServedModel,
+    body: CompletionRequest,
+    observation: Observation,
+    limits: TimeLimits,
 ) -> web.StreamResponse:
-    limits = TimeLimits.of(service.settings.triton, request.headers, stream=bool(body.stream))
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("cmpl")
     n = body.n or 1

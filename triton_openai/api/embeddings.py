@@ -93,7 +93,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     observation.response_id = job.id
     try:
-        async with service.admission.enter(model.owner, observation):
+        async with service.admission.enter(model.owner, observation, patience=limits.patience):
+            limits = limits.after(observation.queued_seconds)
             result = await embed(service, model, job, timeout=limits.total)
     except ContextLengthExceeded as error:
         error.param = error.param or "input"

@@ -90,7 +90,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
     rerank_id = observation.response_id = new_id("rerank")
     pairs = [(query, document) for document in documents]
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
-    async with service.admission.enter(model.owner, observation):
+    async with service.admission.enter(model.owner, observation, patience=limits.patience):
+        limits = limits.after(observation.queued_seconds)
         result = await score(service, model, body, rerank_id, pairs, param="documents", timeout=limits.total)
     observation.input_tokens = result.prompt_tokens
     # Equal scores keep the order of their documents.

@@ -66,7 +66,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
     pairs, second = _pairs(body)
     score_id = observation.response_id = new_id("score")
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
-    async with service.admission.enter(model.owner, observation):
+    async with service.admission.enter(model.owner, observation, patience=limits.patience):
+        limits = limits.after(observation.queued_seconds)
         result = await score(service, model, body, score_id, pairs, param=second, timeout=limits.total)
     observation.input_tokens = result.prompt_tokens
     answer = ScoreList(

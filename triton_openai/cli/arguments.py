@@ -35,11 +35,13 @@ _TRITON_ACCESS = frozenset(option.name for option in options() if option.section
 # What a command has no use for: the demo brings its own Triton, and inspecting serves nothing.
 _LEFT_OUT = {
     "serve": frozenset[str](),
-    "demo": frozenset({"triton-url", "model-repository", "workers", "load-model", *_TLS, *_TRITON_ACCESS}),
+    "demo": frozenset(
+        {"triton-url", "model-repository", "workers", "worker-timeout", "load-model", *_TLS, *_TRITON_ACCESS}
+    ),
     "inspect": frozenset(
         {
             *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
-            *("workers", "shutdown-delay"),
+            *("workers", "worker-timeout", "shutdown-delay"),
             *("first-token-timeout", "idle-timeout", "request-timeout", "stream-timeout"),
             *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
             *("max-queued-requests", "queue-timeout", "max-loop-lag"),

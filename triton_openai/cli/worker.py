@@ -7,6 +7,7 @@ Its one argument is the number of the socket over which its parent talks to it.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.errors import ConfigurationError
 from triton_openai.telemetry.logging import configure_logging, get_logger
 from triton_openai.workers.messages import (
+    Alive,
     Channel,
     End,
     Greet,
@@ -39,12 +41,17 @@ from triton_openai.workers.messages import (
 
 log = get_logger(__name__)
 
+# How often the parent hears that the event loop turns.
+_ALIVE_SECONDS = 0.5
+
 
 def main() -> int:
     """Serve until the parent says that it is enough, or is gone; return the exit status."""
     # New settings come from the parent, whoever else of the group is told of them too.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
+    # Where it hangs, for the parent to ask before it makes an end of it; and for operators.
+    faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         order = receive_first(connection)
     except EOFError:
@@ -89,6 +96,7 @@ class _Ears:
     async def listen(self) -> None:
         """Obey until cancelled."""
         self._channel.send(Listening())
+        self._begin(self._show_life())
         try:
             while (message := await self._channel.receive()) is not None:
                 if isinstance(message, End):
@@ -105,6 +113,11 @@ class _Ears:
             for task in self._tasks:
                 task.cancel()
             self._channel.close()
+
+    async def _show_life(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_SECONDS)
+            self._channel.send(Alive())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         # What takes long must not hold up an order to end.

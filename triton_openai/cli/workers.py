@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from triton_openai.cli.sockets import address_of, listening_sockets
 from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.config import Settings
 from triton_openai.reload import Reloader, Source
+from triton_openai.server.places import vacate
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 from triton_openai.tls import server_context
@@ -62,10 +62,14 @@ async def _serve(
             worker, settings, sockets=sockets, address=address, environment=environ, heard=pool.heard
         )
 
+    def forget(index: int) -> None:
+        forget_worker(directory, index)
+        vacate(directory, index, count)
+
     async def take(new: Settings, renew: bool) -> None:
         await pool.take_over(adapted(new), renew)
 
-    pool = Pool(adapted(settings), count, start, forget=partial(forget_worker, directory))
+    pool = Pool(adapted(settings), count, start, forget=forget)
     with told_by_signals(stop):
         async with supervised(settings, launched) as supervision:
             serving = asyncio.create_task(pool.run())

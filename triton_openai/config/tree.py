@@ -69,6 +69,15 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             extra={"metavar": "N"},
         ),
     ] = 1
+    worker_timeout: Annotated[
+        float,
+        Meta(
+            ge=2,
+            le=86_400,
+            description="A worker whose event loop has not turned for this long hangs: it is killed and replaced.",
+            extra={"metavar": "SECONDS", "live": True},
+        ),
+    ] = 60.0
     max_body_size: Annotated[
         int, Meta(ge=1024, description="Largest request body that is read.", extra={"metavar": "BYTES"})
     ] = 64 * 1024 * 1024
@@ -104,7 +113,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_loop_lag: Annotated[
         Seconds | None,
         Meta(
-            description="A process that is late by more than this for half a second refuses new requests with 503.",
+            description="A process that is late by more than this, five times in a row, refuses new requests with 503.",
             extra={"live": True, "metavar": "SECONDS"},
         ),
     ] = 1.0

@@ -31,7 +31,7 @@ from msgspec import Meta
 from triton_openai.config import AccessSettings
 from triton_openai.errors import ConfigurationError, ManagementDisabled
 from triton_openai.server.ratelimits import RateLimit
-from triton_openai.server.shared_counts import CAPACITY
+from triton_openai.server.shared_table import CAPACITY
 
 # The characters of a name that stand in logs and messages.
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._@ -]{1,64}$")]

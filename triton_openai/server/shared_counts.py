@@ -1,9 +1,7 @@
 """
 What the workers of one service count together: requests and tokens of the last minute, and requests that run now.
 
-The counts of a key are its *account*: one record in a table of whole numbers. A service of one process has the table in
-its own memory; several processes map the same file, and a record is read and changed under a lock on its place in the
-file (``fcntl``), which the system takes from a process that dies. Everything here takes microseconds.
+The counts of a key are its *account*: one record in a shared table, read and changed under a lock on its place.
 
 A minute is counted in ticks of a second, of which the last 61 are kept: any minute begins and ends within ticks, and
 both count whole, so that no minute ever has more than a limit allows. Requests that run now are counted for each
@@ -13,26 +11,18 @@ worker on its own, so that the counts of one that died are cleared by the one th
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import mmap
-import os
-import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+from triton_openai.server.shared_table import ID_WORDS, SharedTable
 
 #: Seconds in which limits "per minute" are counted.
 WINDOW = 60
 # A minute that begins within a tick ends within the one that is 60 later.
 _TICKS = WINDOW + 1
-_WORD = 8
-_HEAD_WORDS = 2
-_ID_WORDS = 2
-#: Accounts that a table has room for.
-CAPACITY = 4096
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -77,18 +67,13 @@ class Account:
     def __init__(self, counts: Counts, start: int) -> None:
         self._counts = counts
         self._start = start
-        self._running = start + _ID_WORDS
+        self._running = start + ID_WORDS
         self._requests = self._running + counts.workers
         self._tokens = self._requests + 2 * _TICKS
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> contextlib.AbstractContextManager[None]:
         """Keep all others from this account."""
-        self._counts.lock(self._start)
-        try:
-            yield
-        finally:
-            self._counts.unlock(self._start)
+        return self._counts.locked(self._start)
 
     @property
     def running(self) -> int:
@@ -137,9 +122,9 @@ class Account:
         words[place + _TICKS] += number
 
 
-class Counts:
+class Counts(SharedTable):
     """
-    The table, as worker *index* of *workers* sees it; *file* is shared by them, and ``None`` for one process alone.
+    The table of the accounts.
 
     *clock* has to be the same in all processes (``time.monotonic`` is, on one machine). Raises ``OSError``.
     """
@@ -152,71 +137,16 @@ class Counts:
         workers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.index = index
-        self.workers = workers
+        super().__init__(file, index=index, workers=workers, width=workers + 4 * _TICKS)
         self.clock = clock
-        self._record = _ID_WORDS + workers + 4 * _TICKS
         self._accounts: dict[str, Account] = {}
-        size = (_HEAD_WORDS + CAPACITY * self._record) * _WORD
-        self._file: int | None = None
-        if file is None:
-            # Pages that nobody touches are none.
-            self._memory = mmap.mmap(-1, size)
-        else:
-            self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._file, size)
-            self._memory = mmap.mmap(self._file, size)
-        self.words = memoryview(self._memory).cast("Q")
-        self._forget_predecessor()
+        # What a worker that died in this one's place had running.
+        for start in self.starts():
+            self.words[start + ID_WORDS + index] = 0
 
     def account(self, name: str) -> Account:
         """Return the account *name*, a new one if need be. Raises ``OverflowError`` when there is no room for it."""
         known = self._accounts.get(name)
         if known is None:
-            known = self._accounts[name] = Account(self, self._find(name))
+            known = self._accounts[name] = Account(self, self.find(name))
         return known
-
-    def close(self) -> None:
-        """Let go of the table; accounts are of no use after that."""
-        self.words.release()
-        self._memory.close()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def lock(self, word: int) -> None:
-        """Wait until no other process has *word* locked, and lock it."""
-        if self._file is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, word * _WORD)
-
-    def unlock(self, word: int) -> None:
-        """Let others have *word*."""
-        if self._file is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, word * _WORD)
-
-    def _find(self, name: str) -> int:
-        first, second = struct.unpack_from("=QQ", hashlib.sha256(name.encode()).digest())
-        self.lock(0)
-        try:
-            used = self.words[0]
-            for number in range(used):
-                start = self._start(number)
-                if self.words[start] == first and self.words[start + 1] == second:
-                    return start
-            if used == CAPACITY:
-                raise OverflowError(f"There is no room for more than {CAPACITY} accounts.")
-            start = self._start(used)
-            self.words[start], self.words[start + 1] = first, second
-            # Only now: a process that died before has left a place that is taken again.
-            self.words[0] = used + 1
-            return start
-        finally:
-            self.unlock(0)
-
-    def _start(self, number: int) -> int:
-        return _HEAD_WORDS + number * self._record
-
-    def _forget_predecessor(self) -> None:
-        """Clear what a worker that died in this one's place had running."""
-        for number in range(self.words[0]):
-            self.words[self._start(number) + _ID_WORDS + self.index] = 0

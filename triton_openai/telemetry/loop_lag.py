@@ -22,6 +22,7 @@ class LoopLag:
         self._interval = interval
         self._tell = tell
         self._latest: deque[float] = deque(maxlen=samples)
+        self._sustained = 0.0
 
     @property
     def latest(self) -> float:
@@ -30,13 +31,18 @@ class LoopLag:
 
     @property
     def sustained(self) -> float:
-        """The least of the last measurements, in seconds: a lag that has not gone by itself; 0 until there are all."""
-        return min(self._latest) if len(self._latest) == self._latest.maxlen else 0.0
+        """
+        A lag that stays, in seconds: it rises only when all of the last measurements are above it, and falls only when
+        all are below, so that one good moment does not let everybody in at once. 0 until there are all.
+        """
+        return self._sustained
 
     def note(self, late: float) -> None:
         """Take one measurement in."""
         late = max(0.0, late)
         self._latest.append(late)
+        if len(self._latest) == self._latest.maxlen:
+            self._sustained = min(max(self._sustained, min(self._latest)), max(self._latest))
         if self._tell is not None:
             self._tell(late)
 

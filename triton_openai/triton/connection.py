@@ -46,12 +46,16 @@ class ConnectionSettings:
     """
     What both transports are given.
 
-    *connect_timeout* is in seconds. Raises :class:`ConfigurationError` for files that cannot be used and headers that
-    cannot be sent. Values of headers and tokens come into no message.
+    *connect_timeout*, and *control_timeout* for calls that only ask for something, are in seconds. Raises
+    :class:`ConfigurationError` for files that cannot be used and headers that cannot be sent. Values of headers and
+    tokens come into no message.
     """
 
-    def __init__(self, *, connect_timeout: float, access: TritonAccess = OPEN_ACCESS) -> None:
+    def __init__(
+        self, *, connect_timeout: float, control_timeout: float = 10.0, access: TritonAccess = OPEN_ACCESS
+    ) -> None:
         self.connect_timeout = connect_timeout
+        self.control_timeout = control_timeout
         self.access = access
         if access.key is not None and access.certificate is None:
             raise ConfigurationError("--triton-key means nothing without --triton-certificate.")

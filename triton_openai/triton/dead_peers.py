@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from typing import Any
 
 # Silence after which the other side is asked for a sign of life, how often, and how many times in vain.
 _IDLE_SECONDS = 15
@@ -33,6 +34,18 @@ def notice(transport: asyncio.BaseTransport) -> None:
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None:
         return
+    _watch(connection)
+
+
+def watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for *address* (as ``getaddrinfo`` has them) whose connection ends in the same way."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    _watch(made)
+    return made
+
+
+def _watch(connection: socket.socket) -> None:
     # A connection that cannot be watched is still one.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -36,7 +36,6 @@ from triton_openai.triton.tensors import (
     TensorSpec,
 )
 
-_CONTROL_TIMEOUT = 10.0
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
 
@@ -124,10 +123,12 @@ def translate(error: grpc.RpcError, model: str) -> ServiceError:
 class GrpcStream:
     """The answers of one ``ModelStreamInfer`` call. See :class:`triton_openai.triton.client.ResponseStream`."""
 
-    def __init__(self, call: Any, request: InferRequest, left: set[asyncio.Task[None]]) -> None:
+    def __init__(self, channel: GrpcChannel, call: Any, request: InferRequest, left: set[asyncio.Task[None]]) -> None:
+        self._channel = channel
         self._call = call
         self._cancellable = request.cancellable
         self._left = left
+        self._sending: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[Any] | None = None
         self._request: InferRequest | None = request
         self._model = request.model
@@ -153,10 +154,8 @@ class GrpcStream:
         """Return the next message, or ``None`` at the end of the call."""
         try:
             if self._request is not None:
-                message = await message_of(self._request)
-                self._request = None
-                await self._call.write(message)
-                await self._call.done_writing()
+                self._sending = asyncio.create_task(self._send(self._request))
+                await self._sending
             answer = await (self._call.read() if self._cancellable else self._read_apart())
         except grpc.RpcError as error:
             self._ended = True
@@ -178,6 +177,18 @@ class GrpcStream:
             raise classify(Failure(await self._call.details() or "", self._model, code.name))
         return None
 
+    async def _send(self, request: InferRequest) -> None:
+        """Send the request: a task of its own, because cancelling a call does not end a wait for its connection."""
+        message = await message_of(request)
+        self._request = None
+        await self._call.write(message)
+        await self._call.done_writing()
+
+    def _cancel(self) -> None:
+        self._call.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+
     async def _read_apart(self) -> Any:
         """
         Return the next message, read in a task of its own.
@@ -193,7 +204,9 @@ class GrpcStream:
         """Make :meth:`read` raise *error* and cancel the work."""
         if not self._ended:
             self._error = error
-            self._call.cancel()
+            self._cancel()
+            if error.code == "upstream_silent":
+                self._channel.doubt()
 
     def close(self) -> None:
         """Cancel the work unless it has ended."""
@@ -201,7 +214,7 @@ class GrpcStream:
             return
         self._ended = True
         if self._cancellable or self._request is not None or self._error is not None:
-            self._call.cancel()
+            self._cancel()
             return
         task = asyncio.get_running_loop().create_task(_read_out(self._call, self._reading))
         self._left.add(task)
@@ -231,6 +244,7 @@ class GrpcClient:
     """One Triton behind its gRPC port. See :class:`triton_openai.triton.client.TritonClient`."""
 
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
+        self._settings = settings
         self._channel = GrpcChannel(url, settings)
         self._left: set[asyncio.Task[None]] = set()
 
@@ -250,14 +264,25 @@ class GrpcClient:
         message: Any,
         *,
         model: str = "",
-        timeout: float | None = _CONTROL_TIMEOUT,
+        limited: bool = True,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
+        timeout = self._settings.control_timeout if limited else None
+        await self._channel.settled()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             return await getattr(self._channel.stub(), method)(
                 message, timeout=timeout, metadata=(*self._channel.metadata(), *headers.items())
             )
+        except asyncio.CancelledError:
+            # Whoever gave up had reason to: further calls need not find out one by one that nobody is there.
+            if loop.time() - began >= self._settings.connect_timeout:
+                self._channel.doubt()
+            raise
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._channel.distrust()
             raise translate(error, model) from error
 
     async def live(self) -> bool:
@@ -281,7 +306,7 @@ class GrpcClient:
     async def load_model(self, model: str) -> None:
         """Load a model; returns when it is ready, however long that takes."""
         message = service_pb2.RepositoryModelLoadRequest(model_name=model)
-        await self._unary("RepositoryModelLoad", message, model=model, timeout=None)
+        await self._unary("RepositoryModelLoad", message, model=model, limited=False)
 
     async def unload_model(self, model: str, *, dependents: bool = False) -> None:
         """Begin to unload a model."""
@@ -292,13 +317,15 @@ class GrpcClient:
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request; how long it may take is the caller's business."""
         message = await message_of(request)
-        answer = await self._unary("ModelInfer", message, model=request.model, timeout=None, headers=request.headers)
+        answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
         return decode_response(answer)
 
     async def stream(self, request: InferRequest) -> GrpcStream:
-        """Start a ``ModelStreamInfer`` call. Nothing is awaited here: the first read reports what goes wrong."""
+        """Start a ``ModelStreamInfer`` call; the first read reports what goes wrong."""
         metadata = (*self._channel.metadata(), *request.headers.items())
-        return GrpcStream(self._channel.stub().ModelStreamInfer(metadata=metadata), request, self._left)
+        await self._channel.settled()
+        call = self._channel.stub().ModelStreamInfer(metadata=metadata)
+        return GrpcStream(self._channel, call, request, self._left)
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""

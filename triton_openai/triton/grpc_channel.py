@@ -48,6 +48,8 @@ class GrpcChannel:
         self._channel: grpc.aio.Channel | None = None
         self._stub: Any = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._doubted = False
+        self._checking: asyncio.Task[None] | None = None
 
     def metadata(self) -> tuple[Header, ...]:
         """Return what every call carries."""
@@ -61,9 +63,36 @@ class GrpcChannel:
     def channel(self) -> grpc.aio.Channel:
         """Return the channel itself, for calls that no stub has."""
         files = self._files.current() if self._files is not None else None
-        if self._channel is None or files is not self._used:
+        if self._channel is None or self._doubted or files is not self._used:
+            self._doubted = False
             self._channel = self._replace(files)
         return self._channel
+
+    def distrust(self) -> None:
+        """Begin further calls on a new connection: nobody has answered on this one, and the way may be cut."""
+        self._doubted = True
+
+    def doubt(self) -> None:
+        """Find out whether anybody is there: one call was silent, which the model may be and not the way to it."""
+        if self._checking is None and self._stub is not None:
+            self._checking = asyncio.get_running_loop().create_task(self._check(self._stub))
+
+    async def settled(self) -> None:
+        """Wait until there is no doubt, so that the next call does not have to find out too."""
+        if self._checking is not None:
+            await asyncio.wait({self._checking})
+
+    async def _check(self, stub: Any) -> None:
+        try:
+            await stub.ServerLive(
+                service_pb2.ServerLiveRequest(), timeout=self._settings.connect_timeout, metadata=self.metadata()
+            )
+        except grpc.RpcError as error:
+            # Whoever refuses is there, and a connection that is known to be lost is made again by the library.
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and stub is self._stub:
+                self.distrust()
+        finally:
+            self._checking = None
 
     def _replace(self, files: GrpcFiles | None) -> grpc.aio.Channel:
         # Not before it is used: a channel belongs to the running loop.
@@ -71,12 +100,18 @@ class GrpcChannel:
             task = asyncio.get_running_loop().create_task(self._channel.close(_OLD_CHANNEL_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
+        options = (
+            *_OPTIONS,
+            # How long an attempt may take, until the server has greeted; the name is from its lesser use.
+            ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000)),
+        )
         self._used = files
         if files is None:
-            channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
+            channel = grpc.aio.insecure_channel(self._target, options=options)
         else:
             name = self._settings.server_name
-            options = (*_OPTIONS, ("grpc.ssl_target_name_override", name)) if name is not None else _OPTIONS
+            if name is not None:
+                options = (*options, ("grpc.ssl_target_name_override", name))
             credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
             channel = grpc.aio.secure_channel(self._target, credentials, options=options)
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -96,7 +131,7 @@ class GrpcChannel:
 
     async def close(self) -> None:
         """Close every channel; calls in flight are cancelled."""
-        closing = list(self._closing)
+        closing = [*self._closing, *([self._checking] if self._checking is not None else [])]
         for task in closing:
             task.cancel()
         await asyncio.gather(*closing, return_exceptions=True)

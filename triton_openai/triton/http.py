@@ -24,11 +24,11 @@ from triton_openai.triton.client import IndexEntry
 from triton_openai.triton.config_json import parse_model_config
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_connection import ConnectionPool
+from triton_openai.triton.http_session import HttpSession
 from triton_openai.triton.http_stream import HttpStream, error_text
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import BinaryResponse, InferRequest, InferResponse, ModelConfig, OutputTensor
 
-_CONTROL_TIMEOUT = 10.0
 _LARGE_BODY = 1 << 20
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _index_decoder = msgspec.json.Decoder(list[IndexEntry])
@@ -137,20 +137,18 @@ class HttpClient:
             ssl_context=self._ssl,
             server_name=settings.server_name if tls else None,
             connect_timeout=settings.connect_timeout,
+            doubted=self._renew,
+        )
+        self._session = HttpSession(
+            ssl_context=self._ssl,
+            timeout=aiohttp.ClientTimeout(total=settings.control_timeout, sock_connect=settings.connect_timeout),
         )
         # The headers of the settings as they stand in a request, made again when they change.
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""
-        self._session: aiohttp.ClientSession | None = None
 
-    def _http(self) -> aiohttp.ClientSession:
-        # Made on first use: a session belongs to the running loop.
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl or True),
-                timeout=aiohttp.ClientTimeout(total=_CONTROL_TIMEOUT, sock_connect=self._settings.connect_timeout),
-            )
-        return self._session
+    def _renew(self) -> None:
+        self._session.renew()
 
     @asynccontextmanager
     async def _call(
@@ -160,8 +158,14 @@ class HttpClient:
         options["headers"] = {**dict(self._settings.headers()), **options.get("headers", {})}
         if self._ssl is not None:
             options["server_hostname"] = self._settings.server_name
+        loop = asyncio.get_running_loop()
+        began, answered = loop.time(), False
         try:
-            async with self._http().request(method, f"{self._base}{path}", **options) as response:
+            async with (
+                self._session.call() as session,
+                session.request(method, f"{self._base}{path}", **options) as response,
+            ):
+                answered = True
                 if response.status >= 400:
                     text = error_text(await response.read())
                     raise classify(Failure(text, model, str(response.status)))
@@ -170,7 +174,13 @@ class HttpClient:
             raise self._cut_off(error) from error
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             raise unreachable(_reason(error)) from error
+        except asyncio.CancelledError:
+            # Whoever gave up had reason to: further calls need not find out one by one that nobody is there.
+            if not answered and loop.time() - began >= self._settings.connect_timeout:
+                self._pool.distrust()
+            raise
         except asyncio.TimeoutError as error:
+            self._pool.distrust()
             raise UpstreamTimeout("Triton did not answer in time.") from error
         except (aiohttp.ClientError, OSError) as error:
             raise self._cut_off(error) from error
@@ -260,5 +270,4 @@ class HttpClient:
     async def close(self) -> None:
         """Close the session and the idle connections."""
         self._pool.close()
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()

@@ -223,6 +223,8 @@ class Connection(asyncio.Protocol):
 class ConnectionPool:
     """
     Keep-alive connections to one address. Not bounded: admission is decided elsewhere, a stream must never wait here.
+
+    *doubted* is called when there is reason to think that the way to that address is cut; see :meth:`distrust`.
     """
 
     def __init__(
@@ -233,7 +235,9 @@ class ConnectionPool:
         ssl_context: ssl.SSLContext | None,
         connect_timeout: float,
         server_name: str | None = None,
+        doubted: Callable[[], None] | None = None,
     ) -> None:
+        self._doubted = doubted
         self._host = host
         self._port = port
         self._ssl = ssl_context
@@ -282,10 +286,15 @@ class ConnectionPool:
 
     def distrust(self) -> None:
         """Close every idle connection: one was silent, and the way that they all take may be cut."""
-        while self._idle:
-            self._idle.pop()[1].close()
+        self._close_idle()
+        if self._doubted is not None:
+            self._doubted()
 
     def close(self) -> None:
         """Close every idle connection; those in use close when they are given back."""
         self._closed = True
-        self.distrust()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            self._idle.pop()[1].close()

@@ -62,6 +62,10 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     """It accepts connections."""
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Its event loop turns."""
+
+
 class Greeting(msgspec.Struct, frozen=True, tag=True):
     """What is served, as it is to be printed."""
 
@@ -79,7 +83,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 FromParent = HandOver | Greet | NewSettings | End | Hurry
-FromWorker = Listening | Greeting | Taken | Refused
+FromWorker = Listening | Alive | Greeting | Taken | Refused
 Message = FromParent | FromWorker
 
 

@@ -15,6 +15,7 @@ from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.pauses import Pauses
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.workers.messages import End, Greet, Greeting, Hurry, Listening, Message
+from triton_openai.workers.watchdog import watch
 
 log = get_logger(__name__)
 
@@ -28,6 +29,7 @@ class Member(Protocol):
     pid: int
     settings: Settings
     listening: bool
+    signs: int
     refusal: str | None
 
     async def ended(self) -> int:
@@ -39,6 +41,9 @@ class Member(Protocol):
     async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
         """Give it new settings; return why it does not take them."""
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+
     def kill(self) -> None:
         """End it at once."""
 
@@ -48,7 +53,7 @@ class Pool:
     Keeps *count* workers running while :meth:`run` runs.
 
     *start* starts the worker with a number, and *forget* is told the number of one that has ended.
-    A worker that ends is replaced after a pause, which grows for one that keeps ending.
+    A worker that ends is replaced after a pause, which grows for one that keeps ending. One that hangs is ended.
     """
 
     def __init__(
@@ -184,12 +189,14 @@ class Pool:
             member.kill()
         elif self._ending.is_set():
             member.send(End(notice=False))
+        watching = asyncio.create_task(watch(member, index, lambda: self.settings.server.worker_timeout))
         try:
             status = await member.ended()
         except asyncio.CancelledError:
             member.kill()
             raise
         finally:
+            watching.cancel()
             del self._members[index]
             self._forget(index)
         if self._ending.is_set():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ _TAKE_OVER_SECONDS = 300.0
 
 class WorkerProcess:
     """
-    A running worker. *settings* are those that it was given last, *listening* whether it has accepted connections.
+    A running worker. *settings* are those that it was given last, *listening* whether it has accepted connections,
+    *signs* how often it has said anything.
 
     *refusal* is why it could not begin, where it said so. *heard* is called for what it says of itself.
     """
@@ -36,6 +38,7 @@ class WorkerProcess:
         self.pid = process.pid
         self.settings = settings
         self.listening = False
+        self.signs = 0
         self.refusal: str | None = None
         self._process = process
         self._channel = channel
@@ -100,6 +103,11 @@ class WorkerProcess:
         await asyncio.wait(ends, timeout=_TAKE_OVER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         return self._answer.result() if self._answer.done() else None
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
     def kill(self) -> None:
         """End it at once."""
         with contextlib.suppress(ProcessLookupError):
@@ -107,6 +115,7 @@ class WorkerProcess:
 
     async def _listen(self) -> None:
         while (message := await self._channel.receive()) is not None:
+            self.signs += 1
             if isinstance(message, Listening):
                 self.listening = True
             if isinstance(message, Refused) and not self.listening:
