@@ -161,14 +161,15 @@ class ManagementDisabled(InvalidRequest):
 
 
 class ModelNotFound(InvalidRequest):
-    """No served model has this name."""
+    """No served model has this *name*, of which the first 200 characters are kept."""
 
     status = 404
     code = "model_not_found"
 
     def __init__(self, name: str, *, hidden: bool = False) -> None:
+        self.name = name[:200]
         what = "does not exist, or this key may not use it" if hidden else "does not exist"
-        super().__init__(f"The model '{name[:200]}' {what}.", param="model")
+        super().__init__(f"The model '{self.name}' {what}.", param="model")
 
 
 class EndpointNotFound(InvalidRequest):

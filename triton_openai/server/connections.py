@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -21,6 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from triton_openai.config import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError
 from triton_openai.telemetry.logging import get_logger
+from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
 
 _log = get_logger(__name__)
 # Seconds between the end of the time and that of the connection.
@@ -29,11 +31,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Connection(web.RequestHandler):
-    """One connection: while no request is being answered, a timer runs from the first byte of the next one's head."""
+    """
+    One connection: while no request is being answered, a timer runs from the first byte of the next one's head.
 
-    __slots__ = ("_answering", "_deadline", "_head_began", "_head_timeout")
+    *observer* is told of requests that no handler gets to see.
+    """
 
-    def __init__(self, manager: web.Server, limits: LimitSettings, *, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = ("_answering", "_deadline", "_head_began", "_head_timeout", "_observer")
+
+    def __init__(
+        self, manager: web.Server, limits: LimitSettings, observer: Observer, *, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(
             manager,
             loop=loop,
@@ -45,6 +53,7 @@ class Connection(web.RequestHandler):
         )
         # The settings
         self._head_timeout = limits.header_timeout
+        self._observer = observer
         # The request
         self._answering = 0
         self._head_began = False
@@ -97,9 +106,11 @@ class Connection(web.RequestHandler):
         else:
             self.logger.error("request failed", exc_info=exc)
             error = ServiceError("The service failed to answer the request.")
-        _log.debug("request refused", status=error.status, code=error.code)
+        request_id = uuid.uuid4().hex
+        if isinstance(exc, HttpProcessingError):
+            self._tell(request_id, error)
         response = web.Response(
-            status=error.status, body=error.envelope(), content_type="application/json", headers=_headers()
+            status=error.status, body=error.envelope(), content_type="application/json", headers=_headers(request_id)
         )
         response.force_close()
         return response
@@ -127,19 +138,30 @@ class Connection(web.RequestHandler):
             self._wait_for_head()
             return
         if self._head_began:
-            transport.write(_as_http(RequestTimeout("The head of the request did not arrive in time.")))
-        _log.debug("connection closed", reason="no head of a request in time")
+            request_id, error = uuid.uuid4().hex, RequestTimeout("The head of the request did not arrive in time.")
+            self._tell(request_id, error)
+            transport.write(_as_http(request_id, error))
+        else:
+            _log.debug("connection closed", reason="no head of a request in time")
         self.force_close()
 
+    def _tell(self, request_id: str, error: ServiceError) -> None:
+        """Let what was no request be seen as one that was refused."""
+        observation = Observation(request_id=request_id, method="", path="")
+        observation.status, observation.error = error.status, error
+        self._observer.started(observation)
+        observation.ended = time.monotonic()
+        self._observer.ended(observation)
 
-def _headers() -> dict[str, str]:
-    return {"Server": "triton-openai", "x-request-id": uuid.uuid4().hex}
+
+def _headers(request_id: str) -> dict[str, str]:
+    return {"Server": "triton-openai", "x-request-id": request_id}
 
 
-def _as_http(error: ServiceError) -> bytes:
+def _as_http(request_id: str, error: ServiceError) -> bytes:
     body = error.envelope()
     headers = {
-        **_headers(),
+        **_headers(request_id),
         **error.headers(),
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
@@ -164,11 +186,12 @@ async def mark_answering(request: web.Request, handler: Handler) -> web.StreamRe
 class Site(web.SockSite):
     """Serves a runner's application on a socket, over such connections."""
 
-    __slots__ = ("_limits",)
+    __slots__ = ("_limits", "_observer")
 
     def __init__(self, runner: web.AppRunner, sock: socket.socket, *, limits: LimitSettings, **options: Any) -> None:
         super().__init__(runner, sock, **options)
         self._limits = limits
+        self._observer = runner.app[OBSERVERS]
 
     async def start(self) -> None:
         """Listen."""
@@ -178,7 +201,7 @@ class Site(web.SockSite):
         if manager is None:
             raise RuntimeError("The runner is not set up.")
         self._server = await loop.create_server(
-            partial(Connection, manager, self._limits, loop=loop),
+            partial(Connection, manager, self._limits, self._observer, loop=loop),
             sock=self._sock,
             ssl=self._ssl_context,
             backlog=self._backlog,
