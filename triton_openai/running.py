@@ -109,6 +109,11 @@ class Run:
         return self._steps
 
     @property
+    def text(self) -> str:
+        """What the backend has written up to now: before stop strings, and before anything is read out of it."""
+        return "".join(self._text)
+
+    @property
     def finished(self) -> bool:
         """Whether the generation has ended and ``finish_reason`` and ``usage`` are settled."""
         return self._ended

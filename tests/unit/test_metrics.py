@@ -44,6 +44,7 @@ class FakeAnswer(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
     partial: Usage | None = None
     steps: int = 2
+    text: str = ""
 
     @property
     def usage_so_far(self) -> Usage | None:

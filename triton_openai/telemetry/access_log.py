@@ -1,14 +1,17 @@
-"""One log line per request."""
+"""One log line per request, and a second one with its content for operators who want to see that."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from triton_openai.errors import ModelNotFound
+from triton_openai.telemetry.content import input_messages, output_messages
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.telemetry.observation import Observation, Observer
 
 _log = get_logger("triton_openai.access")
+# A name of its own, so that these lines can be sent elsewhere.
+_content_log = get_logger("triton_openai.content")
 # What a client writes may be long.
 _LONGEST_PATH = 256
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -54,3 +57,26 @@ class AccessLog(Observer):
         if observation.finish_reasons:
             fields["finish_reason"] = ",".join(dict.fromkeys(observation.finish_reasons))
         _log.info("request", **fields)
+
+
+class ContentLog(Observer):
+    """
+    Writes what a request asked and what it was answered, each text cut to *longest* characters.
+
+    Only of requests whose body could be read, and for whose model there is somebody to answer.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+
+    def ended(self, observation: Observation) -> None:
+        """Write the line."""
+        if observation.operation is None:
+            return
+        _content_log.info(
+            "content",
+            request_id=observation.request_id,
+            model=observation.model,
+            input_messages=input_messages(observation.parameters, self._longest),
+            output_messages=output_messages(observation.answers, self._longest),
+        )

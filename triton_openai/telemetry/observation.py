@@ -17,6 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
+from triton_openai.models import ServedModel
 from triton_openai.telemetry.upstream import Upstream
 
 #: Status of a request whose client left before it was answered, as nginx writes it.
@@ -48,6 +49,11 @@ class Answering(Protocol):
     @property
     def steps(self) -> int:
         """In how many steps it came; 1 is an answer in one piece."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What the backend has written up to now; nothing of it is to be logged unless the operator wants it."""
         ...
 
 
@@ -84,9 +90,10 @@ class Observation:
     ``queued_seconds`` is how long the request had to wait for others.
 
     ``parameters`` is the request's body, which has what the client asked for in fields of the API's names;
-    ``response_id`` is the id of the answer, with which those of the requests to Triton begin; ``reasoning_tokens``
-    counts those of the answers when it is called. ``upstream`` is what goes along to Triton, and ``log_fields`` what
-    stands in every line that is logged for the request.
+    ``response_id`` is the id of the answer, with which those of the requests to Triton begin; ``response_model`` is the
+    name of the model that answers, whatever alias the client used; ``reasoning_tokens`` counts those of the answers
+    when it is called. ``upstream`` is what goes along to Triton, and ``log_fields`` what stands in every line that is
+    logged for the request.
     """
 
     def __init__(self, *, request_id: str, method: str, path: str, request: web.BaseRequest | None = None) -> None:
@@ -107,6 +114,7 @@ class Observation:
         self.log_fields: Mapping[str, str] = {"request_id": request_id}
         # The answer
         self.response_id: str | None = None
+        self.response_model: str | None = None
         self.reasoning_tokens: Callable[[], int | None] = _not_counted
         self.stages: list[Stage] = []
         self.answers: Sequence[Answering] = ()
@@ -231,9 +239,10 @@ OBSERVATION: web.RequestKey[Observation] = web.RequestKey("observation", Observa
 OBSERVERS: web.AppKey[Observers] = web.AppKey("observers", Observers)
 
 
-def observe(request: web.Request, operation: str, *, model: str, adapter: str, stream: bool = False) -> Observation:
+def observe(request: web.Request, operation: str, *, model: ServedModel, stream: bool = False) -> Observation:
     """Say what *request* asks for, and of whom; returns its record for what is learned later."""
     observation = request[OBSERVATION]
-    observation.of(operation, model=model, adapter=adapter, stream=stream)
+    observation.of(operation, model=model.name, adapter=model.adapter.name, stream=stream)
+    observation.response_model = model.answers_as
     request.app[OBSERVERS].identified(observation)
     return observation
