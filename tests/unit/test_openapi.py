@@ -128,6 +128,7 @@ async def test_it_is_served_with_the_version() -> None:
     [
         ("GET", "/version", 200, "application/json", {"version": "1", "name": "triton-openai", "more": 1}),
         ("GET", "/version", 200, "application/json", {"version": "1"}),
+        ("GET", "/version", 200, "application/json", {"version": "1", "name": "triton-openai", "triton": {}}),
         ("GET", "/version", 200, "text/plain", {"version": "1", "name": "triton-openai"}),
         ("GET", "/version", 418, "application/json", {"version": "1", "name": "triton-openai"}),
         ("GET", "/versions", 200, "application/json", {"version": "1", "name": "triton-openai"}),
