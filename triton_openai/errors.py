@@ -41,6 +41,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+# Some backends put whole tracebacks into what they say.
+_LONGEST_REASON = 2000
+
 
 class ServiceError(Exception):
     """
@@ -70,6 +73,11 @@ class ServiceError(Exception):
             self.code = code
         self.detail = detail
         self.retry_after = retry_after
+
+    @property
+    def reason(self) -> str:
+        """What the log says of it: the detail, else the message, in a length that a line can have."""
+        return (self.detail or self.message)[:_LONGEST_REASON]
 
     def body(self) -> dict[str, Any]:
         """Return the ``error`` object of OpenAI's envelope."""

@@ -243,7 +243,7 @@ class Run:
                     stream.close()
         except ServiceError as error:
             # The engine of a model that is not decoupled has no way to answer, and stops all the same.
-            _log.debug("stop request failed", model=order.model, reason=error.detail or error.message)
+            _log.debug("stop request failed", model=order.model, reason=error.reason)
 
     def _count(self, delta: Delta) -> None:
         self._steps += 1

@@ -104,7 +104,7 @@ def _answer(request: web.Request, error: ServiceError, headers: dict[str, str] |
             path=request.path,
             status=error.status,
             code=error.code,
-            reason=error.detail or error.message,
+            reason=error.reason,
         )
     return web.Response(
         status=error.status,

@@ -165,7 +165,7 @@ class Catalog:
                 _log.info("Triton answers", models=len(snapshot.configs), version=version)
             else:
                 assert snapshot.error is not None
-                _log.warning("Triton does not answer", reason=snapshot.error.detail or snapshot.error.message)
+                _log.warning("Triton does not answer", reason=snapshot.error.reason)
         if snapshot.configs != before.configs or snapshot.waiting != before.waiting or not self.first.is_set():
             try:
                 await self._changed(snapshot)
