@@ -112,7 +112,7 @@ async def test_ids_that_are_none(proxies: dict[str, Proxy], name: str) -> None:
 
 
 async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None:
-    """It is known that nobody got the answer."""
+    """It is known that nobody got the answer, and how much of it was made by then."""
     client = proxies["http"].client
     with structlog.testing.capture_logs() as captured:
         body = request("chat", "vllm_model", steered(text="a ", repeat=2000, delay_ms=20), stream=True, max_tokens=2000)
@@ -122,4 +122,7 @@ async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None
             response.close()
         await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
 
-    assert lines(captured, request_id=name)[0]["client_left"]
+    (line,) = lines(captured, request_id=name)
+    assert (True, 499, "info") == (line["client_left"], line["status"], line["log_level"])
+    assert 1 <= line["output_tokens"] < 2000
+    assert line["input_tokens"]

@@ -153,16 +153,20 @@ class Observation:
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens of all answers, a prompt counted once; ``None`` where they are not known for each of them."""
+        """
+        The tokens of all answers, also of those that were cut short, a prompt counted once; ``None`` where they are not
+        known for each of them.
+        """
         prompt = completion = 0
         cached: int | None = 0
         for number, answer in enumerate(self.answers):
-            if answer.usage is None:
+            usage = answer.usage_so_far
+            if usage is None:
                 return None
-            completion += answer.usage.completion_tokens
+            completion += usage.completion_tokens
             if number % self.n == 0:
-                prompt += answer.usage.prompt_tokens
-                known = answer.usage.cached_tokens
+                prompt += usage.prompt_tokens
+                known = usage.cached_tokens
                 cached = None if cached is None or known is None else cached + known
         if self.answers:
             return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
