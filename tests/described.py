@@ -22,7 +22,8 @@ _ANSWERS = re.compile(r"#/components/schemas/(\w+)")
 @cache
 def document() -> Json:
     """Return the description of the service with its default settings."""
-    return dict(json.loads(create_app(Settings())[DESCRIPTION].body))
+    settings = Settings()
+    return dict(json.loads(create_app(settings)[DESCRIPTION].make(settings)))
 
 
 def check(method: str, path: str, status: int, headers: Mapping[str, str], body: bytes) -> None:

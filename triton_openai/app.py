@@ -111,7 +111,7 @@ def create_app(
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
-    app[DESCRIPTION] = Description(lambda: describe(app, settings))
+    app[DESCRIPTION] = Description(lambda settings: describe(app, settings))
     check_groups(app)
     return app
 

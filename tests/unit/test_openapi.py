@@ -17,7 +17,8 @@ from triton_openai.api.openapi.document import routes
 from triton_openai.api.openapi.operations import OPERATIONS
 from triton_openai.api.openapi.published import DESCRIPTION
 from triton_openai.api.openapi.schemas import prose
-from triton_openai.app import create_app
+from triton_openai.api.service import SERVICE
+from triton_openai.app import create_app, take_over
 from triton_openai.config import Settings
 from triton_openai.config.tree import ApiSettings
 
@@ -98,8 +99,8 @@ def test_refused_fields_are_fields() -> None:
 @pytest.mark.parametrize("strict", [False, True])
 def test_strict_parameters_are_described(strict: bool) -> None:
     """Where unknown fields are refused, the description says so; only where they are, at the top."""
-    app = create_app(Settings(api=ApiSettings(strict_parameters=strict)))
-    schemas = json.loads(app[DESCRIPTION].body)["components"]["schemas"]
+    settings = Settings(api=ApiSettings(strict_parameters=strict))
+    schemas = json.loads(create_app(settings)[DESCRIPTION].make(settings))["components"]["schemas"]
 
     assert schemas["ChatRequest"].get("additionalProperties", True) is not strict
     assert "additionalProperties" not in schemas["UserMessage"]
@@ -118,9 +119,21 @@ async def test_it_is_served_with_the_version() -> None:
         first, second = [await (await client.get("/openapi.json")).read() for _ in range(2)]
         version = await (await client.get("/version")).json()
 
-    assert first == second == app[DESCRIPTION].body
+    assert first == second == app[DESCRIPTION].made(app[SERVICE].settings)
     assert {"version": __version__, "name": "triton-openai"} == version
     assert __version__ == json.loads(first)["info"]["version"]
+
+
+async def test_it_follows_the_settings() -> None:
+    """What a running service has taken over is in it."""
+    app = create_app(Settings())
+    async with TestClient(TestServer(app)) as client:
+        before = await (await client.get("/openapi.json")).json()
+        await take_over(app, Settings(api=ApiSettings(strict_parameters=True)), False)
+        after = await (await client.get("/openapi.json")).json()
+
+    for found, closed in ((before, None), (after, False)):
+        assert closed is found["components"]["schemas"]["ChatRequest"].get("additionalProperties")
 
 
 @pytest.mark.parametrize(
