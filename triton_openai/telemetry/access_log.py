@@ -12,8 +12,6 @@ from triton_openai.telemetry.observation import Observation, Observer
 _log = get_logger("triton_openai.access")
 # A name of its own, so that these lines can be sent elsewhere.
 _content_log = get_logger("triton_openai.content")
-# What a client writes may be long.
-_LONGEST_PATH = 256
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
@@ -28,7 +26,7 @@ class AccessLog(Observer):
         error = observation.error
         fields: dict[str, Any] = {"request_id": observation.request_id}
         if observation.method:
-            fields |= {"method": observation.method, "path": observation.path[:_LONGEST_PATH]}
+            fields |= {"method": observation.method, "path": observation.path}
         fields |= {"status": observation.status, "seconds": round(observation.duration, 4)}
         if observation.key is not None:
             fields["key"] = observation.key
