@@ -63,7 +63,9 @@ class EmbeddedTriton:
         grpc_port: int | None = None,
         metrics_port: int | None = None,
     ) -> None:
-        self._repositories = [model_repository] if isinstance(model_repository, Path) else list(model_repository)
+        given = [model_repository] if isinstance(model_repository, Path) else model_repository
+        # Triton runs in a folder of its own.
+        self._repositories = [path.absolute() for path in given]
         self._environment = dict(environment)
         self._extra_backends = backends
         self._binary = binary
