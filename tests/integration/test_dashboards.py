@@ -37,7 +37,7 @@ VALUES = {
     "outcome": set(get_args(Outcome)),
     "operation": {OTHER, "chat", "text_completion", "embeddings", "rerank", "score"},
     "type": {"input", "output"},
-    "state": {"ready", "not_ready"},
+    "state": {"ready", "not_ready", "unloaded"},
 }
 # What Grafana puts in.
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*"}

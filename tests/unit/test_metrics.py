@@ -340,6 +340,18 @@ async def test_names_of_one_model_are_one_series_to_others() -> None:
     assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", gen_ai_request_model="a")
 
 
+async def test_models_that_nobody_wants_now_are_not_broken_ones() -> None:
+    """A model that was unloaded, or never loaded, is no reason to wake somebody up."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.waiting = {"gone": "unloaded", "never": "", "broken": "no such backend"}
+        async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
+            await proxy.ready()
+            found = await scrape(proxy)
+
+    states = ("ready", "not_ready", "unloaded")
+    assert [1, 1, 2] == [found.sum("triton_openai_triton_models", state=state) for state in states]
+
+
 async def test_metrics_can_be_turned_off() -> None:
     """Then there is no such path."""
     settings = Settings(metrics=MetricsSettings(enabled=False), triton=TritonSettings(url=("http://127.0.0.1:1",)))
