@@ -25,8 +25,8 @@ def document() -> Json:
     restricted = RestrictedApi(
         apis=("inference", "model-repository", "metrics", "health", "info"), header="a", value="b"
     )
-    access = AccessSettings(api_key=("a-key",), openai_restricted_api=(restricted,))
-    return dict(json.loads(create_app(Settings(access=access))[DESCRIPTION].body))
+    settings = Settings(access=AccessSettings(api_key=("a-key",), openai_restricted_api=(restricted,)))
+    return dict(json.loads(create_app(settings)[DESCRIPTION].make(settings)))
 
 
 def check(method: str, path: str, status: int, headers: Mapping[str, str], body: bytes) -> None:

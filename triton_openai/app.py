@@ -34,8 +34,9 @@ from triton_openai.server.guard import GUARD, Guard, add_limit_headers, let_in
 from triton_openai.server.middlewares import add_headers, envelope_errors, identify
 from triton_openai.server.places import open_places
 from triton_openai.server.relay_door import RELAY_DOOR, RelayDoor
-from triton_openai.telemetry.access_log import AccessLog
+from triton_openai.telemetry.access_log import AccessLog, ContentLog
 from triton_openai.telemetry.exposition import Exposition
+from triton_openai.telemetry.logging import get_logger
 from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
@@ -47,6 +48,7 @@ from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.metrics import TritonMetrics
 from triton_openai.worker import WORKER, Worker
 
+_log = get_logger(__name__)
 # Longest time that the last spans have to leave when the service ends.
 _LAST_SPANS_SECONDS = 3.0
 
@@ -72,7 +74,9 @@ def create_app(
     worker = worker or Worker()
     metrics = Metrics(worker) if settings.metrics.enabled else None
     tracing, send_spans = _traces(settings, connection)
-    observers = Observers(*(one for one in (AccessLog(), metrics, tracing) if one is not None))
+    characters = settings.server.log_content
+    content = None if characters is None else ContentLog(characters)
+    observers = Observers(*(one for one in (AccessLog(), content, metrics, tracing) if one is not None))
     lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
     draining = Draining()
     gates = ModelGates(draining, worker.directory)
@@ -110,7 +114,7 @@ def create_app(
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
-    app[DESCRIPTION] = Description(lambda: describe(app, service.settings))
+    app[DESCRIPTION] = Description(lambda settings: describe(app, settings))
     check_groups(app)
     return app
 
@@ -128,7 +132,7 @@ def _traces(
 
     check_installed(traces)
     locate = connection.address_of if isinstance(connection, Endpoint) else None
-    tracing = Tracing(locate, continue_traces=traces.continue_traces)
+    tracing = Tracing(locate, continue_traces=traces.continue_traces, content=traces.content)
 
     async def send(app: web.Application) -> AsyncIterator[None]:
         timeout = min(_LAST_SPANS_SECONDS, settings.server.shutdown_grace)
@@ -136,6 +140,14 @@ def _traces(
             yield
 
     return tracing, send
+
+
+def _warn_of_content(settings: Settings) -> None:
+    """Say where what clients write can be read: it must not be forgotten."""
+    if settings.server.log_content is not None:
+        _log.warning("prompts and answers are logged", characters=settings.server.log_content)
+    if settings.traces.content is not None and settings.traces.otlp_endpoint is not None:
+        _log.warning("prompts and answers are sent with traces", characters=settings.traces.content)
 
 
 def _add_metrics(app: web.Application, metrics: Metrics) -> None:
@@ -210,7 +222,6 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)
     service.live.current = settings
-    app[DESCRIPTION].forget()
 
 
 def control_of(app: web.Application) -> ModelControl:
@@ -221,6 +232,8 @@ def control_of(app: web.Application) -> ModelControl:
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
+    if app[WORKER].index == 0:
+        _warn_of_content(service.settings)
     work = (service.models.catalog.run(), app[LOOP_LAG].run(), app[MODEL_GATES].watch())
     tasks = [asyncio.create_task(one) for one in work]
     service.admission.open()

@@ -38,6 +38,6 @@ class Background:
         try:
             await asyncio.wait_for(work, timeout)
         except ServiceError as error:
-            _log.warning("background work failed", reason=error.detail or error.message)
+            _log.warning("background work failed", reason=error.reason)
         except asyncio.TimeoutError:
             _log.warning("background work took too long", seconds=timeout)

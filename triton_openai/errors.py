@@ -42,6 +42,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+# Some backends put whole tracebacks into what they say.
+_LONGEST_REASON = 2000
+
 
 class ServiceError(Exception):
     """
@@ -71,6 +74,11 @@ class ServiceError(Exception):
             self.code = code
         self.detail = detail
         self.retry_after = retry_after
+
+    @property
+    def reason(self) -> str:
+        """What the log says of it: the detail, else the message, in a length that a line can have."""
+        return (self.detail or self.message)[:_LONGEST_REASON]
 
     def body(self) -> dict[str, Any]:
         """Return the ``error`` object of OpenAI's envelope."""
@@ -169,14 +177,15 @@ class KeyNotSufficient(InvalidRequest):
 
 
 class ModelNotFound(InvalidRequest):
-    """No served model has this name."""
+    """No served model has this *name*, of which the first 200 characters are kept."""
 
     status = 404
     code = "model_not_found"
 
     def __init__(self, name: str, *, hidden: bool = False) -> None:
+        self.name = name[:200]
         what = "does not exist, or this key may not use it" if hidden else "does not exist"
-        super().__init__(f"The model '{name[:200]}' {what}.", param="model")
+        super().__init__(f"The model '{self.name}' {what}.", param="model")
 
 
 class EndpointNotFound(InvalidRequest):

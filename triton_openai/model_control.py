@@ -139,7 +139,7 @@ class ModelControl:
             try:
                 await self._client.load_model(model)
             except ServiceError as error:
-                _log.warning("model was not loaded", model=model, reason=error.detail or error.message)
+                _log.warning("model was not loaded", model=model, reason=error.reason)
                 raise
             finally:
                 # Also after a failure, of which the index tells the reason.

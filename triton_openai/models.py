@@ -54,6 +54,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     lora_delivery: LoraDelivery | None = None
     priorities: int = 0
 
+    @property
+    def answers_as(self) -> str:
+        """The name of what answers: that of the Triton model, or of the LoRA adapter."""
+        return self.owner if self.lora is None else self.lora.name
+
     async def prompter(self) -> Prompter:
         """Return tokenizer and template. Raises :class:`ConfigurationError`."""
         return await self.lazy_prompter.get()

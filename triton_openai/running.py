@@ -118,6 +118,11 @@ class Run:
         return self._steps
 
     @property
+    def text(self) -> str:
+        """What the backend has written up to now: before stop strings, and before anything is read out of it."""
+        return "".join(self._text)
+
+    @property
     def finished(self) -> bool:
         """Whether the generation has ended and ``finish_reason`` and ``usage`` are settled."""
         return self._ended
@@ -247,7 +252,7 @@ class Run:
                     stream.close()
         except ServiceError as error:
             # The engine of a model that is not decoupled has no way to answer, and stops all the same.
-            _log.debug("stop request failed", model=order.model, reason=error.detail or error.message)
+            _log.debug("stop request failed", model=order.model, reason=error.reason)
 
     def _count(self, delta: Delta) -> None:
         self._steps += 1

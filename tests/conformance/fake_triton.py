@@ -68,7 +68,11 @@ class FakeTriton:
     async def _index(self, request: web.Request) -> web.Response:
         self.index_calls += 1
         index = [{"name": name, "version": "1", "state": "READY"} for name in self.models]
-        index += [{"name": name, "state": "UNAVAILABLE", "reason": why} for name, why in self.waiting.items()]
+        # Of a model that was never loaded, the real one knows nothing but the name.
+        index += [
+            {"name": name, **({"state": "UNAVAILABLE", "reason": why} if why else {})}
+            for name, why in self.waiting.items()
+        ]
         return web.json_response(index)
 
     async def _config(self, request: web.Request) -> web.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -66,14 +67,52 @@ async def test_the_line_of_a_refusal(proxies: dict[str, Proxy]) -> None:
         return line
 
     assert (400, "invalid_value") == (line_of(refused)["status"], line_of(refused)["error"])
-    assert (404, "model_not_found") == (line_of(nobody)["status"], line_of(nobody)["error"])
+    assert (404, "model_not_found", "no-such-model", "info") == tuple(
+        line_of(nobody)[name] for name in ("status", "error", "model", "log_level")
+    )
     assert "debug" == line_of(health)["log_level"]
     # The status had left when it failed.
     assert (200, "upstream_error") == (line_of(failed)["status"], line_of(failed)["error"])
 
 
+@pytest.mark.parametrize(
+    "body, code",
+    [
+        (b"{", "invalid_json"),
+        (b'{"model": "ensemble", "messages": "a secret"}', "invalid_type"),
+        (b'{"model": "' + b"x" * 10_000 + b'", "messages": []}', "model_not_found"),
+    ],
+    ids=["no json", "wrong type", "long name"],
+)
+async def test_the_line_of_what_cannot_be_read(proxies: dict[str, Proxy], body: bytes, code: str) -> None:
+    """It was a request for work, and so it has a line for every day, without what is in it."""
+    with structlog.testing.capture_logs() as captured:
+        answer = await proxies["http"].post("/v1/chat/completions", body)
+        unknown = await proxies["http"].post("/v1/" + "x%0a" * 1000, b"{}")
+    (line,) = lines(captured, request_id=answer.headers["x-request-id"])
+    (other,) = lines(captured, request_id=unknown.headers["x-request-id"])
+
+    assert ("info", "/v1/chat/completions", code) == (line["log_level"], line["path"], line["error"])
+    assert "secret" not in str(line)
+    assert len(str(line)) < 1000
+    assert ("info", 404, 256) == (other["log_level"], other["status"], len(other["path"]))
+
+
+@pytest.mark.parametrize(
+    "name", ["a\tb", "x" * 7_000, "ünï", "a b", ""], ids=["tab", "long", "umlaut", "blank", "none"]
+)
+async def test_ids_that_are_none(proxies: dict[str, Proxy], name: str) -> None:
+    """A name that cannot go into headers and logs as it is is replaced by one of ours."""
+    with structlog.testing.capture_logs() as captured:
+        answer = await proxies["http"].post("/v1/chat/completions", b"{", **{"x-request-id": name})
+    (line,) = lines(captured)
+
+    assert line["request_id"] == answer.headers["x-request-id"] != name
+    assert re.fullmatch("[0-9a-f]{32}", line["request_id"])
+
+
 async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None:
-    """It is known that nobody got the answer."""
+    """It is known that nobody got the answer, and how much of it was made by then."""
     client = proxies["http"].client
     with structlog.testing.capture_logs() as captured:
         body = request("chat", "vllm_model", steered(text="a ", repeat=2000, delay_ms=20), stream=True, max_tokens=2000)
@@ -83,4 +122,7 @@ async def test_the_line_of_a_client_that_left(proxies: dict[str, Proxy]) -> None
             response.close()
         await asyncio.wait_for(until(lambda: bool(lines(captured, request_id=name))), 10)
 
-    assert lines(captured, request_id=name)[0]["client_left"]
+    (line,) = lines(captured, request_id=name)
+    assert (True, 499, "info") == (line["client_left"], line["status"], line["log_level"])
+    assert 1 <= line["output_tokens"] < 2000
+    assert line["input_tokens"]

@@ -145,8 +145,8 @@ def refused(reply: Reply, status: int = 400, code: str | None = None, param: str
         b'{"model": "ensemble", "temperature": NaN}',
         b'{"model": "ensemble", "temperature": -Infinity}',
         b'{"model": "ensemble", "temperature": 01}',
-        b'{"model": "ensemble", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"model": "ensemble", "user": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+        b'{"model": "ensemble", "user": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        b'{"model": "ensemble", "user": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
     ],
 )
 def test_not_json(service: Service, path: str, body: bytes) -> None:

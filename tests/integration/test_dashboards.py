@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import promql_parser
 import pytest
@@ -22,6 +22,7 @@ from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.server.relay_door import RELAY_DOOR
 from triton_openai.telemetry.instruments import INSTRUMENTS
+from triton_openai.telemetry.metrics import OTHER, Outcome
 from triton_openai.telemetry.state import LOOKED_UP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,13 @@ FROM_A_GPU = {
     "nv_gpu_utilization": {"gpu_uuid"},
     "nv_gpu_memory_used_bytes": {"gpu_uuid"},
     "nv_trt_llm_kv_cache_block_metrics": {"model", "version", "kv_cache_block_type"},
+}
+# What labels can say, where that is a list: a word that none of them says would match nothing, and alert nobody.
+VALUES = {
+    "outcome": set(get_args(Outcome)),
+    "operation": {OTHER, "chat", "text_completion", "embeddings", "rerank", "score"},
+    "type": {"input", "output"},
+    "state": {"ready", "not_ready", "unloaded"},
 }
 # What Grafana puts in.
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$instance": ".*", "$namespace": ".*"}
@@ -130,6 +138,9 @@ def test_expressions(exported: Scrape, title: str, expression: str) -> None:
         labels = FROM_A_GPU.get(one.name, exported.label_names(one.name))
         assert one.name in FROM_A_GPU or one.name in exported.names(), one.name
         assert {matcher.name for matcher in one.matchers.matchers} <= labels | TARGET, str(one)
+        for matcher in one.matchers.matchers:
+            if matcher.name in VALUES:
+                assert set(matcher.value.split("|")) <= VALUES[matcher.name], str(one)
         known |= labels
     assert grouped_by(expression) <= known
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -172,14 +173,19 @@ async def test_a_triton_that_is_down_at_the_start(server, transport):
         refused = await proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "one"})
         assert (503, "upstream_unavailable") == (refused.status, refused.error["code"])
         assert [] == await listed(proxy)
+        assert ["name", "version"] == sorted((await proxy.get("/version")).json)
 
         await asyncio.to_thread(server.start)
         await asyncio.to_thread(control, server, "text_embedding", "load")
         await until(lambda: lists(proxy, ["text_embedding"]))
         assert 200 == await ready(proxy)
+        triton = (await proxy.get("/version")).json["triton"]
+        assert "triton" == triton["name"]
+        assert re.fullmatch(r"2\.\d+\.\d+\S*", triton["version"])
 
         await asyncio.to_thread(server.kill)
         await until(lambda: has_status(proxy, 503))
+        assert "triton" not in (await proxy.get("/version")).json
         gone = await proxy.post("/v1/embeddings", {"model": "text_embedding", "input": "one"})
         assert 503 == gone.status
         unknown = await proxy.post("/v1/embeddings", {"model": "no_such_model", "input": "one"})

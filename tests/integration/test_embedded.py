@@ -206,6 +206,14 @@ def test_an_installed_binary_is_started_the_same_way(tmp_path, repository):
     assert {path.name for path in (tmp_path / "work" / "backends").iterdir()} == {"own", "added"}
 
 
+def test_a_repository_may_be_named_from_here(repository, monkeypatch):
+    """A path that is not absolute is one from the folder in which the service was started."""
+    monkeypatch.chdir(repository.parent)
+    path = Path(repository.name)
+    with EmbeddedTriton(model_repository=path, environment=os.environ, model_control_mode="explicit") as server:
+        assert is_ready(server)
+
+
 def test_models_can_be_loaded_on_demand(repository):
     """In explicit mode only the models that are named are loaded, and others on request."""
     server = EmbeddedTriton(model_repository=repository, environment=os.environ, model_control_mode="explicit")

@@ -18,6 +18,7 @@ import structlog
 from aiohttp import web
 
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.scrape import Scrape
 from tests.tls_fixture import Authority
 from triton_openai.app import create_app
 from triton_openai.config import LimitSettings, Settings, TritonSettings
@@ -195,6 +196,30 @@ async def test_what_is_no_http(data: bytes, status: int, code: str) -> None:
         assert headers["x-request-id"]
         assert "secret" not in str(body)
         assert b"" == await client.rest()
+
+
+@pytest.mark.parametrize(
+    "data, status, code",
+    [(b"\x16\x03\x01 secret\r\n\r\n", 400, "invalid_http"), (b"GET /secret HTTP/1.1\r\n", 408, "request_timeout")],
+)
+async def test_what_is_no_request_is_seen(data: bytes, status: int, code: str) -> None:
+    """It has its line in the log, under the id that its sender got, and is counted, though no handler has seen it."""
+    async with listening(QUICK) as port:
+        with structlog.testing.capture_logs() as captured:
+            async with connected(port) as client:
+                client.writer.write(data)
+                _, headers, _ = await client.answer()
+        async with connected(port) as other:
+            other.writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            found = Scrape((await other.rest()).partition(b"\r\n\r\n")[2].decode())
+
+    (line,) = [line for line in captured if line["event"] == "request"]
+    assert ("info", status, code, headers["x-request-id"]) == tuple(
+        line[name] for name in ("log_level", "status", "error", "request_id")
+    )
+    assert "secret" not in str(line)
+    assert 1 == found.sum("triton_openai_requests_total", status=str(status), outcome="invalid", operation="other")
+    assert 1 == found.sum("triton_openai_errors_total", code=code, model="")
 
 
 async def test_a_body_that_is_announced_too_large() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from triton_openai.errors import ServiceError, UpstreamUnavailable
 from triton_openai.triton.catalog import Catalog, Snapshot
-from triton_openai.triton.client import IndexEntry
+from triton_openai.triton.client import IndexEntry, ServerInfo
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 
@@ -21,9 +21,15 @@ class FakeClient:
         self.configs = {name: ModelConfig(name=name) for name in names}
         self.error: ServiceError | None = None
         self.gate: asyncio.Event | None = None
+        self.version: str | None = None
         self.index_calls = 0
         self.config_calls = 0
         self.parallel = self.most_parallel = 0
+
+    async def server_info(self) -> ServerInfo:
+        if self.version is None:
+            raise UpstreamUnavailable("It does not say.")
+        return ServerInfo(name="triton", version=self.version)
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         self.index_calls += 1
@@ -101,6 +107,22 @@ async def test_an_empty_triton_is_reachable():
 
     assert catalog.snapshot.reachable
     assert 1 == len(changes.seen)
+
+
+async def test_what_triton_says_of_itself():
+    """It is looked at together with the configs, and a Triton that does not say it serves as well."""
+    client = FakeClient("a")
+    catalog, _ = catalog_of(client)
+    await catalog.refresh()
+    assert (None, ["a"]) == (catalog.snapshot.server, list(catalog.snapshot.configs))
+
+    client.version = "2.60.0"
+    await catalog.renew()
+    assert ServerInfo(name="triton", version="2.60.0") == catalog.snapshot.server
+
+    client.error = UpstreamUnavailable("gone")
+    await catalog.refresh()
+    assert None is catalog.snapshot.server
 
 
 async def test_models_that_are_not_ready():

@@ -21,6 +21,7 @@ class FakeAnswer:
     usage: Usage | None = None
     usage_estimate = _ESTIMATE
     steps = 1
+    text = ""
 
     def __init__(self, counted: Usage | None, *, sent: bool = True, begun: bool = True) -> None:
         self.usage_so_far = counted

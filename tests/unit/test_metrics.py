@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
-from triton_openai.config import MetricsSettings, Settings, TritonSettings
+from triton_openai.config import MetricsSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import (
     InvalidRequest,
     ModelNotFound,
@@ -44,6 +44,7 @@ class FakeAnswer(msgspec.Struct, kw_only=True):
     usage: Usage | None = None
     partial: Usage | None = None
     steps: int = 2
+    text: str = ""
 
     @property
     def usage_estimate(self) -> Usage:
@@ -317,6 +318,42 @@ async def test_both_formats() -> None:
     assert {"model", "adapter"} == plain.label_names("triton_openai_requests_running")
     assert 1 == plain.sum("triton_openai_triton_up") == plain.sum("triton_openai_models_served")
     assert "_created" not in plain.text + text
+
+
+async def test_names_of_one_model_are_one_series_to_others() -> None:
+    """What reads vLLM's names may take one series for all that there is: aliases count for their model in them."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.responses = [{"text_output": "one"}]
+        settings = Settings(
+            metrics=MetricsSettings(vllm_names=True),
+            triton=TritonSettings(url=(triton.url,)),
+            models={"m": ModelSettings(aliases=("a", "b"))},
+        )
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            for name in ("a", "b", "m"):
+                assert 200 == (await proxy.post("/v1/completions", {"model": name, "prompt": "x"})).status
+            found = await scrape(proxy)
+
+    lines = found.text.splitlines()
+    assert ['vllm:num_requests_running{model_name="m"} 0.0'] == [
+        line for line in lines if line.startswith("vllm:num_requests_running")
+    ]
+    assert 3 == found.sum("vllm:e2e_request_latency_seconds_count", model_name="m")
+    assert 3 == found.sum("vllm:e2e_request_latency_seconds_bucket", model_name="m", le="+Inf")
+    assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", gen_ai_request_model="a")
+
+
+async def test_models_that_nobody_wants_now_are_not_broken_ones() -> None:
+    """A model that was unloaded, or never loaded, is no reason to wake somebody up."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.waiting = {"gone": "unloaded", "never": "", "broken": "no such backend"}
+        async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
+            await proxy.ready()
+            found = await scrape(proxy)
+
+    states = ("ready", "not_ready", "unloaded")
+    assert [1, 1, 2] == [found.sum("triton_openai_triton_models", state=state) for state in states]
 
 
 async def test_metrics_can_be_turned_off() -> None:

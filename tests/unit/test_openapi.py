@@ -17,6 +17,7 @@ from triton_openai.api.openapi.document import routes
 from triton_openai.api.openapi.operations import OPERATIONS
 from triton_openai.api.openapi.published import DESCRIPTION
 from triton_openai.api.openapi.schemas import prose
+from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app, take_over
 from triton_openai.config import AccessSettings, RestrictedApi, Settings
 from triton_openai.config.tree import ApiSettings
@@ -99,7 +100,8 @@ def test_refused_fields_are_fields() -> None:
 
 def described_with(**access: Any) -> Json:
     """Return the description of a service with these settings of *access*."""
-    return dict(json.loads(create_app(Settings(access=AccessSettings(**access)))[DESCRIPTION].body))
+    settings = Settings(access=AccessSettings(**access))
+    return dict(json.loads(create_app(settings)[DESCRIPTION].make(settings)))
 
 
 def test_what_is_asked_for_is_described_and_nothing_else() -> None:
@@ -153,14 +155,14 @@ async def test_it_is_made_again_when_settings_have_changed() -> None:
         after = await (await client.get("/openapi.json", headers={"api-key": "a-key"})).json()
 
     assert "securitySchemes" not in before["components"]
-    assert after == json.loads(create_app(settings)[DESCRIPTION].body)
+    assert after == json.loads(create_app(settings)[DESCRIPTION].make(settings))
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_strict_parameters_are_described(strict: bool) -> None:
     """Where unknown fields are refused, the description says so; only where they are, at the top."""
-    app = create_app(Settings(api=ApiSettings(strict_parameters=strict)))
-    schemas = json.loads(app[DESCRIPTION].body)["components"]["schemas"]
+    settings = Settings(api=ApiSettings(strict_parameters=strict))
+    schemas = json.loads(create_app(settings)[DESCRIPTION].make(settings))["components"]["schemas"]
 
     assert schemas["ChatRequest"].get("additionalProperties", True) is not strict
     assert "additionalProperties" not in schemas["UserMessage"]
@@ -179,9 +181,21 @@ async def test_it_is_served_with_the_version() -> None:
         first, second = [await (await client.get("/openapi.json")).read() for _ in range(2)]
         version = await (await client.get("/version")).json()
 
-    assert first == second == app[DESCRIPTION].body
+    assert first == second == app[DESCRIPTION].made(app[SERVICE].settings)
     assert {"version": __version__, "name": "triton-openai"} == version
     assert __version__ == json.loads(first)["info"]["version"]
+
+
+async def test_it_follows_the_settings() -> None:
+    """What a running service has taken over is in it."""
+    app = create_app(Settings())
+    async with TestClient(TestServer(app)) as client:
+        before = await (await client.get("/openapi.json")).json()
+        await take_over(app, Settings(api=ApiSettings(strict_parameters=True)), False)
+        after = await (await client.get("/openapi.json")).json()
+
+    for found, closed in ((before, None), (after, False)):
+        assert closed is found["components"]["schemas"]["ChatRequest"].get("additionalProperties")
 
 
 @pytest.mark.parametrize(
@@ -189,6 +203,7 @@ async def test_it_is_served_with_the_version() -> None:
     [
         ("GET", "/version", 200, "application/json", {"version": "1", "name": "triton-openai", "more": 1}),
         ("GET", "/version", 200, "application/json", {"version": "1"}),
+        ("GET", "/version", 200, "application/json", {"version": "1", "name": "triton-openai", "triton": {}}),
         ("GET", "/version", 200, "text/plain", {"version": "1", "name": "triton-openai"}),
         ("GET", "/version", 418, "application/json", {"version": "1", "name": "triton-openai"}),
         ("GET", "/versions", 200, "application/json", {"version": "1", "name": "triton-openai"}),

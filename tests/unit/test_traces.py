@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import HttpVersion11
 from hypothesis import given, settings
@@ -54,6 +55,7 @@ class FakeAnswer:
     error: ServiceError | None = None
     cancelled: bool = False
     steps: int = 2
+    text: str = ""
 
     @property
     def usage_estimate(self) -> Usage:
@@ -131,12 +133,19 @@ def test_what_was_asked_and_answered(recorder: Recorder) -> None:
         n=2,
         max_tokens=3,
         max_completion_tokens=4,
+        response_format={"type": "json_object"},
     )
     recorder.identify(observation, body)
     usage = Usage(prompt_tokens=7, completion_tokens=11, cached_tokens=5)
     answers = [FakeAnswer(first=observation.began + 0.25, usage=usage) for _ in range(2)]
     spans = recorder.end(
-        observation, answers=answers, n=2, response_id="chatcmpl-1", reasoning_tokens=lambda: 6, queued_seconds=0.5
+        observation,
+        answers=answers,
+        n=2,
+        response_id="chatcmpl-1",
+        response_model="behind-the-alias",
+        reasoning_tokens=lambda: 6,
+        queued_seconds=0.5,
     )
 
     span = spans["chat m"]
@@ -156,14 +165,16 @@ def test_what_was_asked_and_answered(recorder: Recorder) -> None:
         "gen_ai.request.stream": True,
         "gen_ai.request.temperature": 0.0,
         "gen_ai.request.top_p": 0.5,
-        "gen_ai.request.top_k": 3,
+        "gen_ai.request.top_k": 3.0,
         "gen_ai.request.frequency_penalty": 1.0,
         "gen_ai.request.presence_penalty": -1.0,
         "gen_ai.request.seed": 5,
         "gen_ai.request.stop_sequences": ("a", "b"),
         "gen_ai.request.choice.count": 2,
         "gen_ai.request.max_tokens": 4,
+        "gen_ai.output.type": "json",
         "gen_ai.response.id": "chatcmpl-1",
+        "gen_ai.response.model": "behind-the-alias",
         "gen_ai.response.finish_reasons": ("stop", "stop"),
         "gen_ai.response.time_to_first_chunk": pytest.approx(0.25),
         "gen_ai.usage.input_tokens": 7,
@@ -189,6 +200,41 @@ def test_what_was_not_said_is_not_there(recorder: Recorder) -> None:
     assert ("zz",) == found["gen_ai.request.stop_sequences"]
     assert not {name for name in found if name.startswith(("gen_ai.response.", "gen_ai.usage."))}
     assert "secret" not in str(found)
+
+
+@pytest.mark.parametrize(
+    "form, kind",
+    [
+        ({"type": "text"}, "text"),
+        ({"type": "json_schema"}, "json"),
+        ({"type": "structural_tag"}, None),
+        ({"type": ["no", "word"]}, None),
+        ("json", None),
+    ],
+)
+def test_output_types(recorder: Recorder, form: object, kind: str | None) -> None:
+    """What the client wants to get, where there is a word for it; nonsense is for others to refuse."""
+    observation = recorder.begin()
+    recorder.identify(observation, ChatRequest(model="m", messages=[], response_format=form))
+    found = values(recorder.end(observation)["chat m"])
+
+    assert kind == found.get("gen_ai.output.type")
+    assert isinstance(found["gen_ai.request.model"], str)
+
+
+def test_content_that_was_asked_for() -> None:
+    """Prompts and answers are there as JSON, cut; and by default they are not."""
+    body = msgspec.convert({"model": "m", "messages": [{"role": "user", "content": "secret"}]}, ChatRequest)
+    wanted = (None, None), ('[{"role":"user","parts":[{"type":"text","content":"secr…(+2 characters)"}]}]', "yes")
+    for characters, (asked, answered) in zip((None, 4), wanted, strict=True):
+        recorder = Recorder(content=characters)
+        observation = recorder.begin()
+        recorder.identify(observation, body)
+        found = values(recorder.end(observation, answers=[FakeAnswer(text="yes")])["chat m"])
+
+        assert asked == found.get("gen_ai.input.messages")
+        assert (answered or "None") in str(found.get("gen_ai.output.messages"))
+        assert characters is not None or "secr" not in str(found)
 
 
 def test_embeddings(recorder: Recorder) -> None:

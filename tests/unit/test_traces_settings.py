@@ -66,6 +66,23 @@ def test_standard_variables(environ: dict[str, str], url: str | None, protocol: 
     assert protocol in (None, settings.protocol)
 
 
+@pytest.mark.parametrize(
+    "environ, flags, characters",
+    [
+        ({}, {}, None),
+        ({"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "true"}, {}, 1024),
+        ({"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "SPAN_ONLY"}, {}, 1024),
+        ({"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "span_and_event"}, {"trace_content": "9"}, 9),
+        ({"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "EVENT_ONLY"}, {}, None),
+        ({"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "false"}, {}, None),
+        ({}, {"trace_content": "200"}, 200),
+    ],
+)
+def test_content(environ: dict[str, str], flags: dict[str, str], characters: int | None) -> None:
+    """Prompts and answers are in spans only where somebody says so."""
+    assert characters == read(environ, **flags).content
+
+
 def test_settings_win() -> None:
     """What was said to this service counts more than what is said to all."""
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://all:4318", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}

@@ -696,7 +696,7 @@ async def test_control_calls_that_fail(http, raw, kind):
     """An index or a config that is none is an error of ours."""
     http.close_after = True
     http.raw = raw
-    for call in (http.client.repository_index(), http.client.model_config("m")):
+    for call in (http.client.repository_index(), http.client.model_config("m"), http.client.server_info()):
         with pytest.raises(ServiceError) as caught:
             await call
         assert kind is type(caught.value)

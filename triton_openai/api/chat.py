@@ -114,8 +114,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, ChatRequest, strict=service.settings.api.strict_parameters)
     model = await model_of(request, body)
-    adapter = model.adapter.name
-    observation = observe(request, "chat", model=body.model, adapter=adapter, stream=bool(body.stream))
+    observation = observe(request, "chat", model=model, stream=bool(body.stream))
     observation.parameters = body
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=bool(body.stream))
     async with service.admission.enter(model.owner, observation, patience=limits.patience):

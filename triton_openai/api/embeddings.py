@@ -77,7 +77,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, EmbeddingsRequest, strict=service.settings.api.strict_parameters)
     model = await model_of(request, body)
-    observation = observe(request, "embeddings", model=body.model, adapter=model.adapter.name)
+    observation = observe(request, "embeddings", model=model)
     observation.parameters = body
     capabilities = model.adapter.capabilities
     if not capabilities.embed:

@@ -81,7 +81,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, RerankRequest, strict=service.settings.api.strict_parameters)
     model = await model_of(request, body)
-    observation = observe(request, "rerank", model=body.model, adapter=model.adapter.name)
+    observation = observe(request, "rerank", model=model)
     observation.parameters = body
     refuse(body, REFUSED)
     query, documents = text_of(body.query, "query"), texts_of(body.documents, "documents")

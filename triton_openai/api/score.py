@@ -60,7 +60,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     service = service_of(request)
     body = await read_json(request, ScoreRequest, strict=service.settings.api.strict_parameters)
     model = await model_of(request, body)
-    observation = observe(request, "score", model=body.model, adapter=model.adapter.name)
+    observation = observe(request, "score", model=model)
     observation.parameters = body
     refuse(body, REFUSED)
     pairs, second = _pairs(body)

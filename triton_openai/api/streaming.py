@@ -127,7 +127,7 @@ async def stream(
                 "stream failed",
                 request_id=request.get(REQUEST_ID),
                 model=runs[0].model.name,
-                reason=error.detail or error.message,
+                reason=error.reason,
                 code=error.code,
             )
             request[OBSERVATION].error = error

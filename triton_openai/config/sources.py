@@ -116,6 +116,8 @@ def _add_standard_variables(found: Layer, environ: Mapping[str, str]) -> None:
         return
     if standard.endpoint is not None:
         found.setdefault(endpoint, standard.endpoint)
+    if standard.content is not None:
+        found.setdefault(("traces", "content"), standard.content)
     if standard.protocol is not None and found.get(endpoint, (None, ""))[0] is not None:
         value, origin = standard.protocol
         annotation = msgspec.structs.fields(TracesSettings)[1].type

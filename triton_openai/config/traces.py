@@ -17,6 +17,18 @@ Protocol = Literal["grpc", "http/protobuf"]
 OTLP_PORTS: Mapping[Protocol, int] = {"grpc": 4317, "http/protobuf": 4318}
 #: What is behind the address of a collector that is spoken to over HTTP.
 _TRACES_PATH = "/v1/traces"
+_CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+# What it can say, of OpenTelemetry's instrumentations of generative AI; there are no events here, only spans.
+_CONTENT_WORDS = {
+    "true": True,
+    "span_only": True,
+    "span_and_event": True,
+    "false": False,
+    "no_content": False,
+    "event_only": False,
+}
+#: Characters of each text where that variable wants content, and no setting says how much.
+CONTENT_CHARACTERS = 1024
 
 
 class TracesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -47,6 +59,14 @@ class TracesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             "where no traces are sent from here."
         ),
     ] = True
+    content: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Put prompts and answers into spans too, each text cut to this many characters. By default "
+            "what OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT says; without either there are none.",
+            extra={"name": "trace-content", "metavar": "CHARACTERS"},
+        ),
+    ] = None
 
     @property
     def protocol(self) -> Protocol:
@@ -72,6 +92,7 @@ class StandardVariables(msgspec.Struct, frozen=True, kw_only=True):
     disabled: bool = False
     endpoint: tuple[str, str] | None = None
     protocol: tuple[str, str] | None = None
+    content: tuple[int, str] | None = None
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> StandardVariables:
@@ -81,6 +102,12 @@ class StandardVariables(msgspec.Struct, frozen=True, kw_only=True):
         Source: OpenTelemetry's specification, "Environment Variable Specification" and "OpenTelemetry Protocol
         Exporter". Raises :class:`ConfigurationError` for an exporter that is not here.
         """
+        content = environ.get(_CONTENT_VARIABLE, "").strip().lower() or "false"
+        if content not in _CONTENT_WORDS:
+            raise ConfigurationError(
+                f"{_CONTENT_VARIABLE}: {content!r} is not accepted: expected SPAN_ONLY, SPAN_AND_EVENT, true, or "
+                "NO_CONTENT, EVENT_ONLY, false."
+            )
         exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
         if exporter not in ("", "otlp", "none"):
             raise ConfigurationError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not accepted: expected otlp or none.")
@@ -93,6 +120,7 @@ class StandardVariables(msgspec.Struct, frozen=True, kw_only=True):
             disabled=environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true",
             endpoint=endpoint,
             protocol=protocol,
+            content=(CONTENT_CHARACTERS, _CONTENT_VARIABLE) if _CONTENT_WORDS[content] else None,
         )
 
 

@@ -158,6 +158,14 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line that is written.")
     ] = "info"
+    log_content: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Log prompts and answers too, each text cut to this many characters. They may hold what nobody "
+            "should read; by default they are never logged.",
+            extra={"metavar": "CHARACTERS"},
+        ),
+    ] = None
 
 
 class TritonSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 import uuid
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -22,6 +23,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from triton_openai.config import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError
 from triton_openai.telemetry.logging import get_logger
+from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
 
 _log = get_logger(__name__)
 # Seconds between the end of the time and that of the connection.
@@ -36,12 +38,13 @@ class Connection(web.RequestHandler):
     One connection.
 
     While no request is being answered, a timer runs from the first byte of the next one's head. While a client does not
-    take what was sent, another one looks whether it has taken anything.
+    take what was sent, another one looks whether it has taken anything. *observer* is told of requests that no handler
+    gets to see.
     """
 
     __slots__ = (
         *("_answering", "_body", "_deadline", "_head_began", "_head_size", "_head_timeout", "_largest_head"),
-        *("_pipe", "_unsent", "_watch", "_write_timeout"),
+        *("_observer", "_pipe", "_unsent", "_watch", "_write_timeout"),
     )
 
     def __init__(
@@ -49,6 +52,7 @@ class Connection(web.RequestHandler):
         manager: web.Server,
         limits: LimitSettings,
         body: ErrorBody,
+        observer: Observer,
         *,
         auto_decompress: bool,
         loop: asyncio.AbstractEventLoop,
@@ -68,6 +72,7 @@ class Connection(web.RequestHandler):
         self._largest_head = limits.max_head_size
         self._write_timeout = limits.write_timeout
         self._body = body
+        self._observer = observer
         # The request
         self._answering = 0
         self._head_began = False
@@ -154,9 +159,14 @@ class Connection(web.RequestHandler):
         else:
             self.logger.error("request failed", exc_info=exc)
             error = ServiceError("The service failed to answer the request.")
-        _log.debug("request refused", status=error.status, code=error.code)
+        request_id = uuid.uuid4().hex
+        if isinstance(exc, HttpProcessingError):
+            self._tell(request_id, error)
         response = web.Response(
-            status=error.status, body=self._body(error), content_type="application/json", headers=_headers()
+            status=error.status,
+            body=self._body(error),
+            content_type="application/json",
+            headers=_headers(request_id),
         )
         response.force_close()
         return response
@@ -193,9 +203,18 @@ class Connection(web.RequestHandler):
         """Tell *error* to a client whose request is none yet, and end its connection."""
         self._stop_waiting()
         if self.transport is not None:
-            _log.debug("request refused", status=error.status, code=error.code)
-            self.transport.write(_as_http(error, self._body(error)))
+            request_id = uuid.uuid4().hex
+            self._tell(request_id, error)
+            self.transport.write(_as_http(request_id, error, self._body(error)))
             self.force_close()
+
+    def _tell(self, request_id: str, error: ServiceError) -> None:
+        """Let what was no request be seen as one that was refused."""
+        observation = Observation(request_id=request_id, method="", path="")
+        observation.status, observation.error = error.status, error
+        self._observer.started(observation)
+        observation.ended = time.monotonic()
+        self._observer.ended(observation)
 
     def _watch_client(self, *, anew: bool = False) -> None:
         if self._watch is not None:
@@ -224,13 +243,13 @@ class Connection(web.RequestHandler):
             self._watch = asyncio.get_running_loop().call_later(_PATIENCE, look)
 
 
-def _headers() -> dict[str, str]:
-    return {"Server": "triton-openai", "x-request-id": uuid.uuid4().hex}
+def _headers(request_id: str) -> dict[str, str]:
+    return {"Server": "triton-openai", "x-request-id": request_id}
 
 
-def _as_http(error: ServiceError, body: bytes) -> bytes:
+def _as_http(request_id: str, error: ServiceError, body: bytes) -> bytes:
     headers = {
-        **_headers(),
+        **_headers(request_id),
         **error.headers(),
         "Content-Type": "application/json",
         "Content-Length": str(len(body)),
@@ -255,7 +274,7 @@ async def mark_answering(request: web.Request, handler: Handler) -> web.StreamRe
 class Site(web.SockSite):
     """Serves a runner's application on a socket, over such connections; *body* is the form that errors have."""
 
-    __slots__ = ("_auto_decompress", "_body", "_limits")
+    __slots__ = ("_auto_decompress", "_body", "_limits", "_observer")
 
     def __init__(
         self,
@@ -271,6 +290,8 @@ class Site(web.SockSite):
         self._limits = limits
         self._body = body
         self._auto_decompress = auto_decompress
+        # The relays have none: what passes through them is told of at their door.
+        self._observer = runner.app.get(OBSERVERS, Observer())
 
     async def start(self) -> None:
         """Listen."""
@@ -280,7 +301,15 @@ class Site(web.SockSite):
         if manager is None:
             raise RuntimeError("The runner is not set up.")
         self._server = await loop.create_server(
-            partial(Connection, manager, self._limits, self._body, auto_decompress=self._auto_decompress, loop=loop),
+            partial(
+                Connection,
+                manager,
+                self._limits,
+                self._body,
+                self._observer,
+                auto_decompress=self._auto_decompress,
+                loop=loop,
+            ),
             sock=self._sock,
             ssl=self._ssl_context,
             # The head of the connection, so to speak.

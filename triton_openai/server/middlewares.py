@@ -28,6 +28,8 @@ from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observat
 from triton_openai.telemetry.upstream import UPSTREAM
 
 _log = structlog.get_logger(__name__)
+# Characters of a path that are remembered: what a client writes may be long.
+_LONGEST_PATH = 256
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -37,7 +39,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
     name = request_id(request.headers)
     request[REQUEST_ID] = name
     observation = request[OBSERVATION] = Observation(
-        request_id=name, method=request.method, path=request.path, request=request
+        request_id=name, method=request.method, path=request.path[:_LONGEST_PATH], request=request
     )
     observers = request.app[OBSERVERS]
     draining = request.app[DRAINING]
@@ -91,7 +93,7 @@ async def envelope_errors(request: web.Request, handler: Handler) -> web.StreamR
         # The client left while it was being answered: there is nobody to tell.
         raise
     except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-        _log.exception("request failed", request_id=request[REQUEST_ID], path=request.path)
+        _log.exception("request failed", request_id=request[REQUEST_ID], path=request[OBSERVATION].path)
         return _answer(request, ServiceError("The service failed to answer the request."))
 
 
@@ -101,10 +103,10 @@ def _answer(request: web.Request, error: ServiceError, headers: dict[str, str] |
         _log.warning(
             "request refused",
             request_id=request[REQUEST_ID],
-            path=request.path,
+            path=request[OBSERVATION].path,
             status=error.status,
             code=error.code,
-            reason=error.detail or error.message,
+            reason=error.reason,
         )
     return web.Response(
         status=error.status,

@@ -51,6 +51,8 @@ class Exposition:
         self._relay = relay
         self._vllm_names = vllm_names
         self._metrics = metrics
+        # Kept when a model goes: what was counted for its aliases must not move to another series.
+        self._owners: dict[str, str] = {}
         self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))
         if metrics.folder is not None:
             # A process's own memory and time say nothing where each scrape meets another process.
@@ -68,25 +70,28 @@ class Exposition:
         usage = {} if relayed is None or not self._vllm_names else self._cache_usage(cache_usage(relayed))
         for model in self._models.served.values():
             self._metrics.show(model.name, model.adapter.name)
+            self._owners[model.name] = model.owner
         looked_up = list(state(self._models, self._worker, triton_metrics=up))
         # Reading the files of many workers takes a while.
-        body = await asyncio.to_thread(self._text, looked_up, usage, openmetrics)
+        body = await asyncio.to_thread(self._text, looked_up, usage, openmetrics, dict(self._owners))
         if relayed is not None and self._relay:
             body += _rest(relayed, frozenset(_FAMILY.findall(body)))
         return body, _CONTENT_TYPES[openmetrics]
 
-    def _text(self, looked_up: Sequence[Metric], usage: Mapping[str, float], openmetrics: bool) -> bytes:
+    def _text(
+        self, looked_up: Sequence[Metric], usage: Mapping[str, float], openmetrics: bool, owners: Mapping[str, str]
+    ) -> bytes:
         counted = [metric for one in self._collectors for metric in _without_times(one.collect())]
         # Workers that have counted nothing leave no trace of a metric, a process alone an empty one.
         families = [*looked_up, *(metric for metric in counted if metric.samples)]
         if self._vllm_names:
-            families += renamed(counted, usage)
+            families += renamed(counted, usage, owners)
         collected = _Collected(families)
         return generate_openmetrics(collected) if openmetrics else generate_latest(collected)
 
     def _cache_usage(self, engines: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the usage of *engines* by the served names of the models that they work for."""
-        found = {name: _engines(model) & engines.keys() for name, model in self._models.served.items()}
+        """Return the usage of *engines* by the Triton models that they work for."""
+        found = {model.owner: _engines(model) & engines.keys() for model in self._models.served.values()}
         return {name: max(engines[engine] for engine in known) for name, known in found.items() if known}
 
     async def close(self) -> None:

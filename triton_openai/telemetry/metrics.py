@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import prometheus_client.values
 import structlog
@@ -27,6 +27,8 @@ from triton_openai.worker import Worker
 
 _log = structlog.get_logger(__name__)
 
+#: How a request ended, in one word; alerts are built on it.
+Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancelled"]
 #: Operation of a request that asks for no inference, or was turned away before it was known for what it asks.
 OTHER = "other"
 _REFUSED = frozenset({401, 403, 429, 503})
@@ -230,7 +232,7 @@ class Metrics(Observer):
         self._loop_lag.observe(seconds)
 
 
-def outcome_of(observation: Observation) -> str:
+def outcome_of(observation: Observation) -> Outcome:
     """Return the one word for how a request ended."""
     if observation.client_left:
         return "cancelled"

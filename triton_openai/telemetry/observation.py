@@ -17,6 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
+from triton_openai.models import ServedModel
 from triton_openai.telemetry.upstream import Upstream
 
 #: Status of a request whose client left before it was answered, as nginx writes it.
@@ -55,6 +56,11 @@ class Answering(Protocol):
         """In how many steps it came; 1 is an answer in one piece."""
         ...
 
+    @property
+    def text(self) -> str:
+        """What the backend has written up to now; nothing of it is to be logged unless the operator wants it."""
+        ...
+
 
 class Stage:
     """A part of the work on a request: its *name*, when it began, when it ended, and whether by an exception."""
@@ -89,9 +95,10 @@ class Observation:
     ``queued_seconds`` is how long the request had to wait for others.
 
     ``parameters`` is the request's body, which has what the client asked for in fields of the API's names;
-    ``response_id`` is the id of the answer, with which those of the requests to Triton begin; ``reasoning_tokens``
-    counts those of the answers when it is called. ``upstream`` is what goes along to Triton, and ``log_fields`` what
-    stands in every line that is logged for the request.
+    ``response_id`` is the id of the answer, with which those of the requests to Triton begin; ``response_model`` is the
+    name of the model that answers, whatever alias the client used; ``reasoning_tokens`` counts those of the answers
+    when it is called. ``upstream`` is what goes along to Triton, and ``log_fields`` what stands in every line that is
+    logged for the request.
     """
 
     def __init__(self, *, request_id: str, method: str, path: str, request: web.BaseRequest | None = None) -> None:
@@ -112,6 +119,7 @@ class Observation:
         self.log_fields: Mapping[str, str] = {"request_id": request_id}
         # The answer
         self.response_id: str | None = None
+        self.response_model: str | None = None
         self.reasoning_tokens: Callable[[], int | None] = _not_counted
         self.stages: list[Stage] = []
         self.answers: Sequence[Answering] = ()
@@ -150,16 +158,20 @@ class Observation:
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens of all answers, a prompt counted once; ``None`` where they are not known for each of them."""
+        """
+        The tokens of all answers, also of those that were cut short, a prompt counted once; ``None`` where they are not
+        known for each of them.
+        """
         prompt = completion = 0
         cached: int | None = 0
         for number, answer in enumerate(self.answers):
-            if answer.usage is None:
+            usage = answer.usage_so_far
+            if usage is None:
                 return None
-            completion += answer.usage.completion_tokens
+            completion += usage.completion_tokens
             if number % self.n == 0:
-                prompt += answer.usage.prompt_tokens
-                known = answer.usage.cached_tokens
+                prompt += usage.prompt_tokens
+                known = usage.cached_tokens
                 cached = None if cached is None or known is None else cached + known
         if self.answers:
             return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
@@ -226,9 +238,10 @@ OBSERVATION: web.RequestKey[Observation] = web.RequestKey("observation", Observa
 OBSERVERS: web.AppKey[Observers] = web.AppKey("observers", Observers)
 
 
-def observe(request: web.Request, operation: str, *, model: str, adapter: str, stream: bool = False) -> Observation:
+def observe(request: web.Request, operation: str, *, model: ServedModel, stream: bool = False) -> Observation:
     """Say what *request* asks for, and of whom; returns its record for what is learned later."""
     observation = request[OBSERVATION]
-    observation.of(operation, model=model, adapter=adapter, stream=stream)
+    observation.of(operation, model=model.name, adapter=model.adapter.name, stream=stream)
+    observation.response_model = model.answers_as
     request.app[OBSERVERS].identified(observation)
     return observation

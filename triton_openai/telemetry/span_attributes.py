@@ -3,7 +3,8 @@ What the spans say, in the words of OpenTelemetry's semantic conventions.
 
 ``gen_ai.*`` are those of the conventions for generative AI ("Semantic conventions for generative client AI spans"),
 ``http.*``, ``url.*``, ``server.*`` those of HTTP servers, ``triton.*`` those that Triton's own spans have; what there
-is no name for begins with ``triton_openai.``. Prompts and answers are in none of them.
+is no name for begins with ``triton_openai.``. Prompts and answers are in none of them but those of
+:func:`content_attributes`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 from urllib.parse import urlsplit
 
+import msgspec
 from aiohttp import web
 
 from triton_openai.errors import ServiceError
+from triton_openai.telemetry.content import input_messages, output_messages
 from triton_openai.telemetry.instruments import PROVIDER
 from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation
 from triton_openai.triton.tensors import InferRequest
@@ -34,7 +37,8 @@ _NUMBERS: Mapping[str, str] = {
     "presence_penalty": "presence_penalty",
     "seed": "seed",
 }
-_WHOLE = frozenset({"top_k", "seed"})
+_WHOLE = frozenset({"seed"})
+_OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}
 # What a client writes is its own, and may be long.
 _LONGEST_TEXT = 256
 _INT64 = 2**63
@@ -104,6 +108,10 @@ def _parameters(body: object) -> Attributes:
     choices = getattr(body, "n", None)
     if choices is not None and choices != 1:
         found["gen_ai.request.choice.count"] = choices
+    form = getattr(body, "response_format", None)
+    kind = _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None
+    if kind is not None:
+        found["gen_ai.output.type"] = kind
     encoding = getattr(body, "encoding_format", None)
     if encoding is not None:
         found["gen_ai.request.encoding_formats"] = [encoding]
@@ -125,6 +133,8 @@ def response_attributes(observation: Observation) -> Attributes:
         found["error.type"] = error_type(observation.error)
     if observation.operation is None:
         return found
+    if observation.response_model is not None and observation.response_id is not None:
+        found["gen_ai.response.model"] = clean(observation.response_model)
     if observation.response_id is not None:
         found["gen_ai.response.id"] = observation.response_id
     if observation.finish_reasons:
@@ -150,6 +160,17 @@ def _usage(observation: Observation) -> Attributes:
     if reasoning is not None:
         found["gen_ai.usage.reasoning.output_tokens"] = reasoning
     return found
+
+
+def content_attributes(observation: Observation, longest: int) -> Attributes:
+    """Return the prompt and the answers, each text cut to *longest* characters, as JSON: values of spans are flat."""
+    if observation.operation is None:
+        return {}
+    found = {
+        "gen_ai.input.messages": input_messages(observation.parameters, longest),
+        "gen_ai.output.messages": output_messages(observation.answers, longest),
+    }
+    return {name: msgspec.json.encode(messages).decode() for name, messages in found.items() if messages}
 
 
 def call_attributes(request: InferRequest, url: str | None, lora: str | None = None) -> Attributes:

@@ -15,7 +15,11 @@ BUILD = Instrument("triton_openai_build_info", "gauge", "The version of this ser
 WORKERS = Instrument("triton_openai_workers", "gauge", "Processes that this service is configured to have.")
 UP = Instrument("triton_openai_triton_up", "gauge", "Whether Triton answered when it was last asked for its models.")
 TRITON_MODELS = Instrument(
-    "triton_openai_triton_models", "gauge", "Models in Triton's repository, by state: ready or not_ready.", ("state",)
+    "triton_openai_triton_models",
+    "gauge",
+    "Models in Triton's repository, by state: ready, not_ready (it is loading, or failed to load), or unloaded (where "
+    "models are loaded on demand, nobody wants it now).",
+    ("state",),
 )
 SERVED = Instrument("triton_openai_models_served", "gauge", "Names under which models are served, aliases included.")
 MODEL = Instrument(
@@ -30,6 +34,9 @@ TRITON_METRICS_UP = Instrument(
     "Whether Triton's own metrics could be read for this answer; only where they are asked for.",
 )
 
+# What Triton's index says of a model that was unloaded, and of one that was never loaded (seen with 24.10).
+_UNLOADED = frozenset({"unloaded", ""})
+
 LOOKED_UP = (BUILD, WORKERS, UP, TRITON_MODELS, SERVED, MODEL, TRITON_METRICS_UP)
 
 
@@ -41,7 +48,9 @@ def state(models: Models, worker: Worker, *, triton_metrics: bool | None) -> Ite
     yield GaugeMetricFamily(UP.name, UP.help, snapshot.reachable)
     found = GaugeMetricFamily(TRITON_MODELS.name, TRITON_MODELS.help, labels=TRITON_MODELS.labels)
     found.add_metric(["ready"], len(snapshot.configs))
-    found.add_metric(["not_ready"], len(snapshot.waiting))
+    unloaded = sum(reason in _UNLOADED for reason in snapshot.waiting.values())
+    found.add_metric(["not_ready"], len(snapshot.waiting) - unloaded)
+    found.add_metric(["unloaded"], unloaded)
     yield found
     # A Triton that is away serves nobody, though its models stay known.
     served = models.served if snapshot.reachable else {}

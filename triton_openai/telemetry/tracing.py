@@ -25,6 +25,7 @@ from triton_openai.telemetry.propagation import trace_context
 from triton_openai.telemetry.span_attributes import (
     CANCELLED,
     call_attributes,
+    content_attributes,
     error_type,
     head_attributes,
     name_of,
@@ -48,12 +49,20 @@ class Tracing(Observer):
 
     Requests that are not POST ask for no work: they are health checks, lists and metrics, and have no spans. *locate*
     tells to which address of Triton a request goes; *continue_traces* is whether clients may say whose trace it is.
+    With *content*, prompts and answers are in the spans, each text cut to so many characters.
     """
 
-    def __init__(self, locate: Callable[[InferRequest], str] | None = None, *, continue_traces: bool = True) -> None:
+    def __init__(
+        self,
+        locate: Callable[[InferRequest], str] | None = None,
+        *,
+        continue_traces: bool = True,
+        content: int | None = None,
+    ) -> None:
         self.tracer: Tracer | None = None
         self._locate = locate
         self._continue_traces = continue_traces
+        self._content = content
 
     def started(self, observation: Observation) -> None:
         """Begin the span, as a part of the client's trace if there is one."""
@@ -95,8 +104,12 @@ class Tracing(Observer):
 
     def ended(self, observation: Observation) -> None:
         """Make the spans of what was done, and end that of the request."""
-        if isinstance(observation.upstream, Trace):
-            observation.upstream.end()
+        trace = observation.upstream
+        if not isinstance(trace, Trace):
+            return
+        if self._content is not None:
+            trace.span.set_attributes(content_attributes(observation, self._content))
+        trace.end()
 
 
 class Trace(Upstream):

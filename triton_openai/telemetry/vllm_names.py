@@ -10,6 +10,7 @@ buckets. Source of the names: vLLM's ``vllm/v1/metrics/loggers.py`` (0.11 and la
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -58,13 +59,20 @@ CACHE_USAGE = Instrument(
 )
 
 
-def renamed(counted: Iterable[Metric], cache_usage: Mapping[str, float]) -> Iterable[Metric]:
-    """Yield the metrics that *counted* and *cache_usage* (by served model) have under these names."""
+def renamed(
+    counted: Iterable[Metric], cache_usage: Mapping[str, float], owners: Mapping[str, str] = MappingProxyType({})
+) -> Iterable[Metric]:
+    """
+    Yield the metrics that *counted* and *cache_usage* (by Triton model) have under these names.
+
+    *owners* are the Triton models behind served names: aliases and LoRA adapters count for their model, as they do in
+    that server. What reads these names may well take one series for all that there is.
+    """
     ours = {metric.name: metric for metric in counted}
     for one in RENAMED:
         source = ours.get(one.source.name.removesuffix("_total"))
         if source is not None:
-            yield _renamed(one, source)
+            yield _renamed(one, source, owners)
     if cache_usage:
         usage = GaugeMetricFamily(CACHE_USAGE.name, CACHE_USAGE.help, labels=CACHE_USAGE.labels)
         for model, value in cache_usage.items():
@@ -72,13 +80,14 @@ def renamed(counted: Iterable[Metric], cache_usage: Mapping[str, float]) -> Iter
         yield usage
 
 
-def _renamed(one: Renamed, source: Metric) -> Metric:
+def _renamed(one: Renamed, source: Metric, owners: Mapping[str, str]) -> Metric:
     sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for sample in source.samples:
         labels: dict[str, Any] = sample.labels
         if any(labels.get(name) != value for name, value in one.only.items()):
             continue
-        kept = {"model_name": labels["model"] if "model" in labels else labels["gen_ai_request_model"]}
+        model = labels["model"] if "model" in labels else labels["gen_ai_request_model"]
+        kept = {"model_name": owners.get(model, model)}
         if one.label is not None and one.label_source is not None:
             kept[one.label] = labels[one.label_source]
         if "le" in labels:

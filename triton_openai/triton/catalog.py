@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from triton_openai.errors import ServiceError, UpstreamUnavailable
-from triton_openai.triton.client import IndexEntry, TritonClient
+from triton_openai.triton.client import IndexEntry, ServerInfo, TritonClient
 from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
@@ -31,13 +31,15 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     What Triton had at one moment.
 
     ``configs`` are those of ready models. ``waiting`` are models that exist and are not ready, with the server's
-    reason. ``complete`` is whether every config could be read. ``error`` is why Triton could not be asked.
+    reason. ``complete`` is whether every config could be read. ``server`` is what Triton says of itself, where it does.
+    ``error`` is why Triton could not be asked.
     """
 
     index: Sequence[IndexEntry] = ()
     configs: Mapping[str, ModelConfig] = {}
     waiting: Mapping[str, str] = {}
     complete: bool = False
+    server: ServerInfo | None = None
     error: ServiceError | None = None
 
     @property
@@ -68,13 +70,22 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
                 # Unloaded between the two calls, most of the time.
                 return error
 
+    async def ask() -> ServerInfo | None:
+        try:
+            return await client.server_info()
+        except ServiceError:
+            # Nice to know, and nothing depends on it.
+            return None
+
     configs: dict[str, ModelConfig] = {}
-    for name, answer in zip(ready, await asyncio.gather(*map(read, ready)), strict=True):
+    server, answers = await asyncio.gather(ask(), asyncio.gather(*map(read, ready)))
+    for name, answer in zip(ready, answers, strict=True):
         if isinstance(answer, ModelConfig):
             configs[name] = answer
         else:
             waiting[name] = answer.message
-    return Snapshot(index=index, configs=configs, waiting=waiting, complete=len(configs) == len(ready))
+    complete = len(configs) == len(ready)
+    return Snapshot(index=index, configs=configs, waiting=waiting, complete=complete, server=server)
 
 
 class Catalog:
@@ -150,10 +161,11 @@ class Catalog:
             self._configs_read = now
         if snapshot.reachable != before.reachable or not self.first.is_set():
             if snapshot.reachable:
-                _log.info("Triton answers", models=len(snapshot.configs))
+                version = None if snapshot.server is None else snapshot.server.version
+                _log.info("Triton answers", models=len(snapshot.configs), version=version)
             else:
                 assert snapshot.error is not None
-                _log.warning("Triton does not answer", reason=snapshot.error.detail or snapshot.error.message)
+                _log.warning("Triton does not answer", reason=snapshot.error.reason)
         if snapshot.configs != before.configs or snapshot.waiting != before.waiting or not self.first.is_set():
             try:
                 await self._changed(snapshot)

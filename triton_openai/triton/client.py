@@ -30,6 +30,13 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
         return self.state == "READY"
 
 
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says it is; of Triton, *name* is ``triton`` unless it was started with another ``--id``."""
+
+    name: str
+    version: str
+
+
 class ResponseStream(Protocol):
     """
     The answers to one request. Who opened it must call :meth:`close`; that also stops work that is still going on.
@@ -57,6 +64,10 @@ class TritonClient(Protocol):
 
     async def live(self) -> bool:
         """Return whether the server answers at all."""
+        ...
+
+    async def server_info(self) -> ServerInfo:
+        """Return what the server says of itself."""
         ...
 
     async def repository_index(self) -> Sequence[IndexEntry]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from triton_openai.config.tls import TritonAccess
 from triton_openai.errors import ConfigurationError
-from triton_openai.triton.client import IndexEntry, ResponseStream, TritonClient
+from triton_openai.triton.client import IndexEntry, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
@@ -63,6 +63,10 @@ class Endpoint:
     async def live(self) -> bool:
         """Return whether the server answers."""
         return await self._control.live()
+
+    async def server_info(self) -> ServerInfo:
+        """Return what the server says of itself."""
+        return await self._control.server_info()
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         """Return the repository index."""

@@ -20,7 +20,7 @@ import grpc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from triton_openai.errors import ServiceError
-from triton_openai.triton.client import IndexEntry
+from triton_openai.triton.client import IndexEntry, ServerInfo
 from triton_openai.triton.config_json import datatype
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.grpc_channel import GrpcChannel
@@ -289,6 +289,11 @@ class GrpcClient:
         """Return whether the server answers."""
         await self._unary("ServerLive", service_pb2.ServerLiveRequest())
         return True
+
+    async def server_info(self) -> ServerInfo:
+        """Return what the server says of itself."""
+        answer = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest())
+        return ServerInfo(name=answer.name, version=answer.version)
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         """Return the repository index."""

@@ -20,7 +20,7 @@ import msgspec
 
 from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
 from triton_openai.tls import PERHAPS_REFUSED, words
-from triton_openai.triton.client import IndexEntry
+from triton_openai.triton.client import IndexEntry, ServerInfo
 from triton_openai.triton.config_json import parse_model_config
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_connection import ConnectionPool
@@ -32,6 +32,7 @@ from triton_openai.triton.tensors import BinaryResponse, InferRequest, InferResp
 _LARGE_BODY = 1 << 20
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _index_decoder = msgspec.json.Decoder(list[IndexEntry])
+_server_decoder = msgspec.json.Decoder(ServerInfo)
 
 
 class _OutputParameters(msgspec.Struct, frozen=True):
@@ -194,6 +195,15 @@ class HttpClient:
         """Return whether the server answers."""
         async with self._call("GET", "/v2/health/live"):
             return True
+
+    async def server_info(self) -> ServerInfo:
+        """Return what the server says of itself."""
+        async with self._call("GET", "/v2") as response:
+            body = await response.read()
+        try:
+            return _server_decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise UpstreamError("Triton sent server metadata that cannot be read.", detail=str(error)) from error
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         """Return the repository index."""

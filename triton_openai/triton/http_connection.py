@@ -49,10 +49,17 @@ def decode_values(data: bytes) -> dict[str, Any]:
     try:
         values = json.loads(data.decode("utf-8", "replace"))
     except ValueError as error:
-        raise UpstreamError("Triton sent an answer that cannot be read.", detail=repr(data[:200])) from error
+        raise _unreadable(data) from error
     if not isinstance(values, dict):
-        raise UpstreamError("Triton sent an answer that cannot be read.", detail=repr(data[:200]))
+        raise _unreadable(data)
     return values
+
+
+def _unreadable(data: bytes) -> UpstreamError:
+    # Not what it is: it may well be a part of an answer, and those are not logged.
+    return UpstreamError(
+        "Triton sent an answer that cannot be read.", detail=f"An event of {len(data)} bytes is no JSON object."
+    )
 
 
 class StaleConnectionError(Exception):

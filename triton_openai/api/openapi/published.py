@@ -9,36 +9,26 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from triton_openai.api.service import service_of
+from triton_openai.config import Settings
+
 
 class Description:
-    """What *describe* returns, which is called once, and again when the settings have changed."""
+    """What *describe* returns for the settings of the service, as JSON; called once for each."""
 
-    def __init__(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, describe: Callable[[Settings], Mapping[str, Any]]) -> None:
         self._describe = describe
-        self._made: bytes | None = None
-        self._settings = 0
+        self._made: tuple[Settings, bytes] | None = None
 
-    @property
-    def made(self) -> bool:
-        """Whether it is there already."""
-        return self._made is not None
+    def made(self, settings: Settings) -> bytes | None:
+        """Return the description under *settings* if it is there already."""
+        return self._made[1] if self._made is not None and self._made[0] is settings else None
 
-    @property
-    def body(self) -> bytes:
-        """The description as JSON."""
-        made = self._made
-        if made is None:
-            began = self._settings
-            made = msgspec.json.encode(self._describe())
-            # It is made in a thread: what was true when that began may not be any more.
-            if began == self._settings:
-                self._made = made
-        return made
-
-    def forget(self) -> None:
-        """Make it again when it is asked for."""
-        self._settings += 1
-        self._made = None
+    def make(self, settings: Settings) -> bytes:
+        """Make it, and keep it."""
+        body = msgspec.json.encode(self._describe(settings))
+        self._made = settings, body
+        return body
 
 
 DESCRIPTION: web.AppKey[Description] = web.AppKey("description", Description)
@@ -46,7 +36,7 @@ DESCRIPTION: web.AppKey[Description] = web.AppKey("description", Description)
 
 async def openapi(request: web.Request) -> web.Response:
     """Describe this API, as OpenAPI 3.1."""
-    description = request.app[DESCRIPTION]
+    description, settings = request.app[DESCRIPTION], service_of(request).settings
     # The first time it is some hundredths of a second of work, which are not to be taken from running streams.
-    body = description.body if description.made else await asyncio.to_thread(lambda: description.body)
+    body = description.made(settings) or await asyncio.to_thread(description.make, settings)
     return web.Response(body=body, content_type="application/json")
