@@ -86,6 +86,8 @@ class Answers:
             run.close()
         if self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            # Each has what it was cancelled with, whose traceback has this object: a cycle.
+            self._tasks.clear()
 
     async def _pump(self, number: int, run: Run, gate: asyncio.Semaphore) -> None:
         try:

@@ -132,6 +132,19 @@ class Observation:
         self.stages.append(stage)
         return stage
 
+    def let_go(self) -> None:
+        """
+        Drop what leads back to the request, which has this record: itself, and the tracebacks of what went wrong.
+
+        For when the observers know of the end. Such a cycle would keep prompt and answer until Python's collector comes
+        by, which it seldom does in a process with many lasting objects.
+        """
+        self.request = None
+        error: BaseException | None = self.error
+        while error is not None and error.__traceback__ is not None:
+            error.__traceback__ = None
+            error = error.__context__
+
     @property
     def duration(self) -> float:
         """Seconds since the request came, up to its end."""

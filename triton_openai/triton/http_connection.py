@@ -115,6 +115,8 @@ class Connection(asyncio.Protocol):
         if isinstance(error, ssl.SSLError):
             self._refused = error
         self._lost_at = self._loop.time()
+        # It holds this object's methods: a cycle, which would keep what was read until the collector comes by.
+        del self._parser
         self._wake()
 
     # What llhttp calls.
