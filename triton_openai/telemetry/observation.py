@@ -32,13 +32,14 @@ def _not_counted() -> int | None:
 
 
 class Answering(Protocol):
-    """One answer being generated: when it was sent to the backend, when its first token came, and when it ended."""
+    """One answer being generated: when it was sent to the backend, when its first token came, when and how it ended."""
 
     sent: float | None
     first: float | None
     ended: float | None
     finish_reason: FinishReason | None
     usage: Usage | None
+    error: ServiceError | None
 
     @property
     def usage_so_far(self) -> Usage | None:
@@ -140,10 +141,11 @@ class Observation:
         by, which it seldom does in a process with many lasting objects.
         """
         self.request = None
-        error: BaseException | None = self.error
-        while error is not None and error.__traceback__ is not None:
-            error.__traceback__ = None
-            error = error.__context__
+        for known in (self.error, *(answer.error for answer in self.answers)):
+            error: BaseException | None = known
+            while error is not None:
+                error.__traceback__ = None
+                error = error.__context__
 
     @property
     def duration(self) -> float:
