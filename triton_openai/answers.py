@@ -80,12 +80,14 @@ class Answers:
 
     async def close(self) -> None:
         """Stop what still runs."""
-        for task in self._tasks:
+        # Each will have what it was cancelled with, whose traceback has this object: kept here, that were a cycle.
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
             task.cancel()
         for run in self.runs:
             run.close()
-        if self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, number: int, run: Run, gate: asyncio.Semaphore) -> None:
         try:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Mapping
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.proxy_fixture import Answer, Proxy
 from tests.triton_fixture import TestTriton
-from triton_openai.demo.record import Record
 
 MODELS = (
     "ensemble",
@@ -98,49 +94,15 @@ def outcome(endpoint: str, answer: Answer) -> dict[str, Any]:
     return {"text": text_of(endpoint, answer), "finish": finish, "tokens": counted["completion_tokens"]}
 
 
-class Ledger(Record):
-    """The record, each line of it read once and found by its id: this suite looks into it thousands of times."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._lock = threading.Lock()
-        self._read = 0
-        self._events: list[dict[str, Any]] = []
-        self._of: dict[str, list[dict[str, Any]]] = {}
-
-    def events(self, *, id: str | None = None, model: str | None = None, event: str | None = None) -> list[Any]:
-        """See `Record.events`."""
-        with self._lock:
-            if self.path.exists():
-                with self.path.open("rb") as file:
-                    file.seek(self._read)
-                    data = file.read()
-                data = data[: data.rfind(b"\n") + 1]
-                self._read += len(data)
-                for each in map(json.loads, data.splitlines()):
-                    self._events.append(each)
-                    self._of.setdefault(each["id"], []).append(each)
-        wanted = [(name, value) for name, value in (("model", model), ("event", event)) if value is not None]
-        events = self._events if id is None else self._of.get(id, [])
-        return [each for each in events if all(each[name] == value for name, value in wanted)]
-
-
-@cache
-def ledger(path: Path) -> Ledger:
-    """Return the one ledger of a record."""
-    return Ledger(path)
-
-
 async def recorded(
     triton: TestTriton, condition: Callable[[list[dict[str, Any]]], bool] | None = None, **narrowed: str
 ) -> list[dict[str, Any]]:
     """Wait for events of the stand-ins' record; see `Record.wait_for`."""
     # Mostly it is there already.
-    record = ledger(triton.record.path)
-    found = record.events(**narrowed)
+    found = triton.record.events(**narrowed)
     if condition(found) if condition is not None else found:
         return found
-    return await asyncio.to_thread(lambda: record.wait_for(condition, 10.0, **narrowed))
+    return await asyncio.to_thread(lambda: triton.record.wait_for(condition, 10.0, **narrowed))
 
 
 async def inputs_of(triton: TestTriton, model: str, request_id: str) -> Mapping[str, dict[str, Any]]:

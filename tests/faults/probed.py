@@ -16,14 +16,16 @@ from typing import Any
 
 
 def state() -> dict[str, Any]:
-    """Return the running tasks by their names, and the numbers of requests, of open streams and of connections."""
+    """Return the tasks by their names, and the numbers of requests, streams, connections and records of requests."""
     from aiohttp import TCPConnector
 
+    from triton_openai.running import Run
     from triton_openai.server.admission import Admission
+    from triton_openai.telemetry.observation import Observation
     from triton_openai.triton.http_connection import ConnectionPool
     from triton_openai.triton.http_stream import HttpStream
 
-    kinds: tuple[type, ...] = (Admission, ConnectionPool, HttpStream, TCPConnector)
+    kinds: tuple[type, ...] = (Admission, ConnectionPool, HttpStream, Observation, Run, TCPConnector)
     if "triton_openai.triton.grpc" in sys.modules:
         from triton_openai.triton.grpc import GrpcStream
 
@@ -43,6 +45,8 @@ def state() -> dict[str, Any]:
         "streams": sum(not each._ended for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]),
         "idle": len(idle) + len(kept),
+        # Not collected before it is counted: what only the collector of cycles finds stays for a long time.
+        "records": len(alive["Observation"]) + len(alive["Run"]),
     }
 
 

@@ -2,7 +2,7 @@
 ``python -m tests.faults.soak``: mixed traffic for a long time, while Triton is killed, frozen, and loses its models.
 
 It prints what became of every request, and in the end what is left behind. The exit status is 1 if anything is, if an
-answer was wrong, or if a request failed while nothing was done to Triton.
+answer was wrong, or if a request failed for no reason that lies in Triton.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -36,6 +39,12 @@ _AFTERMATH_SECONDS = 3.0
 _NOTICE_SECONDS = 1.0
 _SETTLE_SECONDS = 30.0
 _WARM_SHARE = 0.1
+_READY_SECONDS = 60.0
+# What the service may say while something is done to Triton. Whatever else goes wrong is its own fault at any time.
+_EXCUSED = (
+    *("upstream_unavailable", "upstream_disconnected", "upstream_silent", "upstream_timeout", "upstream_error"),
+    "model_not_found",
+)
 # After the last fault, so that its end is part of it.
 _QUIET_SECONDS = 3.0
 
@@ -48,6 +57,8 @@ class Figures:
     # Each with its beginning and its end
     faults: list[tuple[str, float, float]] = field(default_factory=list)
     failures: list[tuple[str, float, float]] = field(default_factory=list)
+    # How Triton ended when nobody had ended it, with what it had written last
+    endings: list[tuple[str, str]] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -56,12 +67,12 @@ class Figures:
 
     @property
     def unexplained(self) -> Counter[str]:
-        """What failed at no time at which something was done to Triton, or it had ended by itself."""
+        """What failed at a time when nothing was done to Triton and it ran, or in a way that no fault explains."""
         times = [(began - _NOTICE_SECONDS, ended + _AFTERMATH_SECONDS) for _, began, ended in self.faults]
         return Counter(
             outcome
             for outcome, began, ended in self.failures
-            if not any(began < last and first < ended for first, last in times)
+            if not (outcome.endswith(_EXCUSED) and any(began < last and first < ended for first, last in times))
         )
 
     @property
@@ -200,18 +211,30 @@ class Soak:
         await self._quiet(self._ends - time.monotonic())
 
     async def _quiet(self, seconds: float) -> None:
-        """Do nothing for *seconds*; a Triton that ends by itself, as some releases now and then do, is started."""
+        """Do nothing for *seconds*; a Triton that ends by itself is started."""
         ends = min(time.monotonic() + seconds, self._ends)
         while time.monotonic() < ends:
             if self._triton.poll() is not None:
-                await self._fault("ended by itself", self._triton.start)
+                await self._fault("ended by itself", self._start_again)
             await asyncio.sleep(0.1)
 
     async def _fault(self, name: str, do: Callable[[], None]) -> None:
         began = time.monotonic()
         await asyncio.to_thread(do)
-        await asyncio.to_thread(lambda: until(lambda: self._service.status("/health/ready") == 200, 60))
+        await asyncio.to_thread(lambda: until(self._ready, _READY_SECONDS))
         self.figures.faults.append((name, began, time.monotonic()))
+
+    def _ready(self) -> bool:
+        """Whether the service is ready; it will not be without a Triton, which may end by itself meanwhile, too."""
+        if self._triton.poll() is not None:
+            self._start_again()
+        return self._service.status("/health/ready") == 200
+
+    def _start_again(self) -> None:
+        status = self._triton.poll()
+        how = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
+        self.figures.endings.append((how, self._triton.log_tail(30)))
+        self._triton.start()
 
     def _kill(self) -> None:
         self._triton.kill()
@@ -225,8 +248,9 @@ class Soak:
     def _unload(self) -> None:
         for verb in ("unload", "load"):
             url = f"{self._triton.http_url}/v2/repository/models/vllm_model/{verb}"
-            with urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60):
-                pass
+            # A Triton that has ended meanwhile is started, with the model.
+            with contextlib.suppress(ConnectionError, http.client.HTTPException, urllib.error.URLError):
+                urllib.request.urlopen(urllib.request.Request(url, b"{}", method="POST"), timeout=60).close()
             time.sleep(1)
 
 
@@ -246,8 +270,11 @@ def render(figures: Figures, clients: int) -> str:
     lines += [f"  {count:>8}  {name}" for name, count in figures.outcomes.most_common()]
     faults = Counter(name for name, _, _ in figures.faults)
     lines.append(f"Triton: {', '.join(f'{name} {count}' for name, count in faults.items()) or 'left in peace'}")
+    if figures.endings:
+        hows = Counter(how for how, _ in figures.endings)
+        lines.append(f"ended by itself: {', '.join(f'{how} {count}' for how, count in hows.items())}")
     failed = ", ".join(f"{name}: {count}" for name, count in figures.unexplained.items()) or "none"
-    lines.append(f"failed at other times: {failed}")
+    lines.append(f"failed for no such reason: {failed}")
     for name, times in (("first token of a stream", figures.first), ("whole answer", figures.whole)):
         ordered = sorted(times)
         p50, p99 = (ordered[int((len(ordered) - 1) * share)] * 1000 if ordered else 0.0 for share in (0.5, 0.99))
@@ -296,6 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(render(figures, options.clients))
     for line in complaints:
         print(line, file=sys.stderr)
+    for how, tail in figures.endings:
+        print(f"\nTriton ended by itself, {how}. The end of its log:\n{tail}", file=sys.stderr)
     return 0 if figures.passed and not complaints else 1
 
 

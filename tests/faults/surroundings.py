@@ -40,7 +40,7 @@ QUICK = {
 MEBIBYTE = 1024 * 1024
 #: Until the connection of the client that was last is gone from everywhere.
 _SETTLE_SECONDS = 20
-_MOST_GROWTH = 48 * MEBIBYTE
+_MOST_GROWTH = 20 * MEBIBYTE
 
 
 class Own:
@@ -82,6 +82,7 @@ class Level(msgspec.Struct, frozen=True):
     streams: int
     used: int
     idle: int
+    records: int
     descriptors: int = 0
     memory: int = 0
 
@@ -89,6 +90,7 @@ class Level(msgspec.Struct, frozen=True):
         """Return what there is more of than *before*; connections that wait to be used again are no leak."""
         new = Counter(self.tasks) - Counter(before.tasks)
         more = {"requests": self.running, "streams": self.streams, "connections in use": self.used}
+        more["records of requests"] = self.records - before.records
         more["descriptors"] = self.descriptors - self.idle - (before.descriptors - before.idle)
         found = [f"{name}: {count}" for name, count in more.items() if count > 0]
         return [*found, *(f"task {name}: {count}" for name, count in new.items())]

@@ -14,8 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.clients.service import Service, serving, steered, until
+from tests.clients.service import Service, steered, until
 from tests.faults.surroundings import (
+    CHAT,
     COMPLETIONS,
     ENDS,
     ENGINES,
@@ -27,6 +28,8 @@ from tests.faults.surroundings import (
     Watched,
     assert_works,
     body,
+    failure,
+    watched,
 )
 
 
@@ -86,9 +89,11 @@ def flood(own: Own, service: Service, tokens: int) -> tuple[int, int, bytes]:
 def test_a_client_that_does_not_read(own: Own, transport: str, tmp_path: Path) -> None:
     """A flood for a client that reads nothing is held back, not collected; and nothing of it is lost."""
     arguments = ("--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer))
-    with serving(tmp_path, *arguments) as service:
+    with watched(tmp_path, *arguments) as service:
         assert_works(service)
-        grown, size, tail = flood(own, service, 2_000_000)
+        with service.back_to_level():
+            grown, size, tail = flood(own, service, 2_000_000)
+        assert [] == service.complaints()
 
     assert b"data: [DONE]" in tail
     assert size > 20 * MEBIBYTE
@@ -172,18 +177,20 @@ def left(own: Own) -> set[str]:
 def test_clients_that_read_byte_by_byte(own: Own, transport: str, tmp_path: Path) -> None:
     """However slowly they read, what is made for them is held back and not collected, for each of them alike."""
     arguments = ("--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer))
-    with serving(tmp_path, *arguments) as service, ExitStack() as clients:
+    with watched(tmp_path, *arguments) as service:
         assert_works(service)
-        before = service.memory()
-        slow = [clients.enter_context(flooded(own, service, number)) for number in range(4)]
-        ended = 0
-        while ended < len(slow):
+        with service.back_to_level(), ExitStack() as clients:
+            before = service.memory()
+            slow = [clients.enter_context(flooded(own, service, number)) for number in range(4)]
             ended = 0
-            for client, id in slow:
-                assert len(client.recv(1)) == 1
-                ended += any(event["event"] == "finished" for event in own.record.events(id=id, model="tensorrt_llm"))
-        assert service.memory() - before < 32 * MEBIBYTE
-        assert_works(service)
+            while ended < len(slow):
+                ended = 0
+                for client, id in slow:
+                    assert len(client.recv(1)) == 1
+                    ended += bool(own.record.events(id=id, model="tensorrt_llm", event="finished"))
+            assert service.memory() - before < 32 * MEBIBYTE
+            assert_works(service)
+        assert [] == service.complaints()
 
 
 @contextmanager
@@ -201,6 +208,20 @@ def flooded(own: Own, service: Service, number: int) -> Iterator[tuple[socket.so
         yield client, str(own.begun("preprocessing", mark)["id"])
 
 
+def test_no_request_waits_for_the_collector(service: Watched) -> None:
+    """However a request ends, nothing of it is left in a cycle; see what ``probed`` counts."""
+    failing = steered(text=WORDS, fail_at=0)
+    for streamed in (False, True):
+        assert 502 == service.post(COMPLETIONS, body("ensemble", failing, stream=streamed)).status
+        assert 404 == service.post(COMPLETIONS, body("nobody", "Hello", stream=streamed)).status
+        assert 400 == service.post(COMPLETIONS, body("ensemble", "Hello", stream=streamed, max_tokens="x")).status
+    with Stream(service, "vllm_model", steered(text=WORDS, fail_at=2, delay_ms=20)) as stream:
+        assert "upstream_error" == failure(stream.rest()[-1])["code"]
+    chat = {"model": "ensemble", "messages": [{"role": "user", "content": steered(text=WORDS)}], "n": 2}
+    assert 200 == service.post(CHAT, chat).status
+    assert 404 == service.status("/nowhere")
+
+
 def test_levels_tell_what_runs(service: Watched) -> None:
     """What all of these tests compare in the end shows a stream while it is there."""
     before = service.level()
@@ -208,6 +229,6 @@ def test_levels_tell_what_runs(service: Watched) -> None:
         stream.chunk()
         above = service.level().above(before)
 
-    assert {"requests: 1", "streams: 1"} <= set(above)
+    assert {"requests: 1", "streams: 1", "records of requests: 2"} <= set(above)
     assert any(each.startswith("task ") for each in above)
     assert any(each.startswith("descriptors") for each in above)

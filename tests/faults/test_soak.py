@@ -15,5 +15,5 @@ def test_a_short_soak() -> None:
     lines = done.stdout.splitlines()
     assert any(line.split()[1:] == ["answered"] for line in lines)
     assert "Triton: killed 1" in done.stdout
-    assert "failed at other times: none" in lines
+    assert "failed for no such reason: none" in lines
     assert "left behind: nothing" in lines

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.service import serving, steered, until
+from tests.clients.service import steered, until
 from tests.faults.surroundings import (
     COMPLETIONS,
     ENGINES,
@@ -25,6 +25,7 @@ from tests.faults.surroundings import (
     body,
     failure,
     free_port,
+    watched,
 )
 from triton_openai.triton.embedded import EmbeddedTriton
 
@@ -48,7 +49,7 @@ def test_down_at_start(module_triton: Own, tmp_path: Path) -> None:
             folder = tmp_path / transport
             folder.mkdir()
             arguments = ["--triton-url", f"{transport}://127.0.0.1:{port}", "--refresh-interval", "0.2"]
-            services.append(opened.enter_context(serving(folder, *arguments, "--tokenizer", str(repository.tokenizer))))
+            services.append(opened.enter_context(watched(folder, *arguments, "--tokenizer", str(repository.tokenizer))))
         for service in services:
             assert not service.banner["triton_answers"]
             assert 200 == service.status("/health/live")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.clients.service import Reply, Service, serving, steered, until
-from tests.conformance.calls import ledger
 from tests.triton_fixture import TestTriton
 
 _ECHO = {"model": "ensemble", "messages": [{"role": "user", "content": "Hello"}]}
@@ -102,8 +101,7 @@ def test_a_request_reads_templates_again(configured: Configured, triton: TestTri
     def prompt() -> str:
         answer = configured.service.post("/v1/chat/completions", {**_ECHO, "max_tokens": 1})
         assert 200 == answer.status
-        # The ledger reads each line once; the whole run's record is long by now.
-        for event in ledger(triton.record.path).events(id=answer.json["id"]):
+        for event in triton.record.events(id=answer.json["id"]):
             for name in ("text_input", "QUERY"):
                 if name in event.get("inputs", {}):
                     return str(event["inputs"][name]["value"])

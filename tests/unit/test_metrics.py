@@ -43,6 +43,7 @@ class FakeAnswer(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     partial: Usage | None = None
+    error: ServiceError | None = None
     steps: int = 2
     text: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,21 +15,40 @@ _POLL_SECONDS = 0.01
 
 
 class Record:
-    """The record file of one repository."""
+    """
+    The record file of one repository.
+
+    Each line is read and parsed once, however often it is asked for: a record of a whole test run is long, and looked
+    into thousands of times. May be asked from several threads; who gets events leaves them as they are.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()
+        self._read = 0
+        self._events: list[Event] = []
+        self._of: dict[str, list[Event]] = {}
 
     def events(self, *, id: str | None = None, model: str | None = None, event: str | None = None) -> list[Event]:
         """Return the events so far, oldest first, narrowed to a request id, a model and a kind of event."""
+        with self._lock:
+            self._read_on()
+            found = self._events if id is None else self._of.get(id, [])
+            return [each for each in found if model in (None, each["model"]) and event in (None, each["event"])]
+
+    def _read_on(self) -> None:
         try:
-            lines = self.path.read_bytes().splitlines(keepends=True)
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
         except FileNotFoundError:
-            return []
+            return
         # A last line without its end is still being written.
-        found = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        wanted = {"id": id, "model": model, "event": event}
-        return [each for each in found if all(value is None or each[key] == value for key, value in wanted.items())]
+        data = data[: data.rfind(b"\n") + 1]
+        self._read += len(data)
+        for each in map(json.loads, data.splitlines()):
+            self._events.append(each)
+            self._of.setdefault(each["id"], []).append(each)
 
     def wait_for(
         self,

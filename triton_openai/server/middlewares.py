@@ -58,6 +58,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
         draining.leave(task)
         observation.ended = time.monotonic()
         observers.ended(observation)
+        observation.let_go()
         UPSTREAM.reset(upstream)
         structlog.contextvars.reset_contextvars(**bound)
     return response
@@ -70,7 +71,9 @@ async def envelope_errors(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     except ServiceError as error:
         return _answer(request, error)
-    except web.HTTPNotFound:
+    except web.HTTPNotFound as error:
+        # The route that raised it keeps it, and so its traceback would keep the request.
+        error.__traceback__ = None
         return _answer(request, EndpointNotFound(f"There is no endpoint {request.method} {request.path[:200]}."))
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))

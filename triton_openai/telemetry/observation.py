@@ -33,13 +33,14 @@ def _not_counted() -> int | None:
 
 
 class Answering(Protocol):
-    """One answer being generated: when it was sent to the backend, when its first token came, and when it ended."""
+    """One answer being generated: when it was sent to the backend, when its first token came, when and how it ended."""
 
     sent: float | None
     first: float | None
     ended: float | None
     finish_reason: FinishReason | None
     usage: Usage | None
+    error: ServiceError | None
 
     @property
     def usage_so_far(self) -> Usage | None:
@@ -144,6 +145,20 @@ class Observation:
         stage = Stage(name)
         self.stages.append(stage)
         return stage
+
+    def let_go(self) -> None:
+        """
+        Drop what leads back to the request, which has this record: itself, and the tracebacks of what went wrong.
+
+        For when the observers know of the end. Such a cycle would keep prompt and answer until Python's collector comes
+        by, which it seldom does in a process with many lasting objects.
+        """
+        self.request = None
+        for known in (self.error, *(answer.error for answer in self.answers)):
+            error: BaseException | None = known
+            while error is not None:
+                error.__traceback__ = None
+                error = error.__context__
 
     @property
     def duration(self) -> float:

@@ -77,7 +77,8 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._release = release
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpResponseParser(self)
+        # From the first request until the connection is lost: it holds this object's methods, a cycle.
+        self._parser: httptools.HttpResponseParser | None = None
         self.used = False
         self._encrypted = False
         self._refused: ssl.SSLError | None = None
@@ -107,6 +108,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then wake the reader if a whole event, or the end, is there."""
+        assert self._parser is not None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -122,6 +124,7 @@ class Connection(asyncio.Protocol):
         if isinstance(error, ssl.SSLError):
             self._refused = error
         self._lost_at = self._loop.time()
+        self._parser = None
         self._wake()
 
     # What llhttp calls.
@@ -133,6 +136,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Keep the status."""
+        assert self._parser is not None
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
@@ -148,6 +152,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The answer is complete, and whether the connection can serve again: the parser forgets that afterwards."""
+        assert self._parser is not None
         self.complete = True
         self.reusable = self._parser.should_keep_alive()
         self._readable = True
@@ -167,6 +172,8 @@ class Connection(asyncio.Protocol):
     def send(self, request: bytes) -> None:
         """Send a whole request and get ready for its answer."""
         assert self._transport is not None
+        if self._parser is None:
+            self._parser = httptools.HttpResponseParser(self)
         self._body = []
         self._size = 0
         self._readable = False
