@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from triton_openai.errors import ServiceError
 from triton_openai.estimates import tokens_in, tokens_in_pieces
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.server.charging import tokens_charged
@@ -22,6 +23,7 @@ class FakeAnswer:
     usage_estimate = _ESTIMATE
     steps = 1
     text = ""
+    error: ServiceError | None = None
 
     def __init__(self, counted: Usage | None, *, sent: bool = True, begun: bool = True) -> None:
         self.usage_so_far = counted
