@@ -123,7 +123,7 @@ class Watched(Service):
         while left := (after := self.level()).above(before):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-        assert after.memory - before.memory < _MOST_GROWTH
+        assert after.memory - before.memory < _MOST_GROWTH, f"grown by {(after.memory - before.memory) >> 20} MiB"
 
 
 @contextlib.contextmanager

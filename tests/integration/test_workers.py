@@ -143,7 +143,7 @@ def test_limits_are_those_of_the_service(triton: TestTriton, tmp_path: Path) -> 
     """One worker may fill them, another one's requests wait for it, and the metrics of all are one sum."""
     limits = ("--max-running-requests", "3", "--max-queued-requests", "2", "--queue-timeout", "60")
     with workers(tmp_path, triton, 2, *limits) as service, contextlib.ExitStack() as opened:
-        body = _stream(63, repeat=2000, delay_ms=20)
+        body = _stream(63, repeat=20, delay_ms=1000)
 
         def connect(worker: int) -> http.client.HTTPConnection:
             found = connections_to_all(service)
