@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import triton_openai
 from triton_openai.cli import main
 from triton_openai.cli.arguments import build_parser, parse
-from triton_openai.cli.demo import _headers
-from triton_openai.config import AccessSettings, RestrictedApi, options
+from triton_openai.cli.demo import _headers, _with_own_key, demo
+from triton_openai.config import AccessSettings, RestrictedApi, ServerSettings, Settings, options
 from triton_openai.errors import ConfigurationError
 
 
@@ -83,6 +84,23 @@ def test_python_m() -> None:
     )
 
     assert f"triton-openai {triton_openai.__version__}\n" == done.stdout
+
+
+def test_the_demo_has_a_key_of_its_own_beside_a_file(tmp_path: Path) -> None:
+    """The keys of a file are digests, maybe, and nobody's to use."""
+    file = AccessSettings(api_keys_file=tmp_path / "keys.yaml")
+    one, other = _with_own_key(file), _with_own_key(file)
+
+    assert one.api_key != other.api_key
+    assert one.api_key[0].endswith(_headers(one)["x-api-key"])
+    for as_it_is in (AccessSettings(), AccessSettings(api_key=("a:b",), api_keys_file=tmp_path / "keys.yaml")):
+        assert as_it_is == _with_own_key(as_it_is)
+
+
+def test_the_demo_is_one_process() -> None:
+    """Workers that a settings file asks for are refused, and not left out in silence."""
+    with pytest.raises(ConfigurationError, match="one process"):
+        demo(Settings(server=ServerSettings(workers=2)), {}, once=True)
 
 
 def test_the_demo_opens_its_own_door() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +29,14 @@ _ANSWER_SECONDS = 60
 
 
 def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
-    """Build the demo models, start a Triton on them, serve, and ask one question; go on serving unless *once*."""
+    """
+    Build the demo models, start a Triton on them, serve, and ask one question; go on serving unless *once*.
+
+    Raises :class:`ConfigurationError` for settings that have no meaning here.
+    """
+    if settings.server.workers > 1:
+        raise ConfigurationError("The demo is one process: workers are for 'serve'.")
+    settings = msgspec.structs.replace(settings, access=_with_own_key(settings.access))
     with (
         listening_sockets(settings.server) as sockets,
         tempfile.TemporaryDirectory(prefix="triton-openai-demo-") as folder,
@@ -55,6 +63,13 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
         )
         talk = _ask_one_question(_headers(settings.access), once=once)
         return run_loop(serve_until_stopped(settings, sockets, launched, talk))
+
+
+def _with_own_key(access: AccessSettings) -> AccessSettings:
+    """Return *access* with a key for the demo's own question, where those that there are stand in a file alone."""
+    if access.api_keys_file is None or access.api_key:
+        return access
+    return msgspec.structs.replace(access, api_key=(f"demo question:{secrets.token_hex(32)}",))
 
 
 def _headers(access: AccessSettings) -> dict[str, str]:
