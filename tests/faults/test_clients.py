@@ -18,7 +18,6 @@ from tests.clients.service import Service, steered, until
 from tests.faults.surroundings import (
     CHAT,
     COMPLETIONS,
-    ENDS,
     ENGINES,
     MEBIBYTE,
     TRANSPORTS,
@@ -29,6 +28,7 @@ from tests.faults.surroundings import (
     assert_works,
     body,
     failure,
+    left,
     watched,
 )
 
@@ -164,13 +164,6 @@ def test_clients_that_leave_at_random(own: Own, service: Watched) -> None:
             own.begun("preprocessing" if model == "ensemble" else model, mark)
     until(lambda: not service.level().running)
     until(lambda: not left(own), 2)
-
-
-def left(own: Own) -> set[str]:
-    """Return the ids of the requests that an engine works on."""
-    events = [event for event in own.record.events() if event["model"] in ENGINES.values()]
-    begun = {event["id"] for event in events if event["event"] == "request" and "stop" not in event["inputs"]}
-    return begun - {event["id"] for event in events if event["event"] in ENDS}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -144,10 +144,13 @@ def test_frozen_before_the_answer(own: Own, service: Watched) -> None:
     """Requests that a frozen Triton never answers end with a 504, or an error event once the stream is open."""
     own.server.pause()
     try:
-        whole = service.post(COMPLETIONS, body("ensemble", "Hello"))
-        vector = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
-        with Stream(service, "vllm_model", "Hello") as stream:
+        with (
+            asking(service, COMPLETIONS, body("ensemble", "Hello")) as answer,
+            asking(service, "/v1/embeddings", {"model": "text_embedding", "input": "a"}) as embedding,
+            Stream(service, "vllm_model", "Hello") as stream,
+        ):
             events = stream.rest()
+            whole, vector = answer.result(30), embedding.result(30)
         assert 200 == service.status("/health/live")
     finally:
         own.server.resume()
