@@ -40,8 +40,8 @@ QUICK = {
 MEBIBYTE = 1024 * 1024
 #: Until the connection of the client that was last is gone from everywhere.
 _SETTLE_SECONDS = 20
-#: In MiB; less than the answer has that the slowest clients are sent.
-_MOST_GROWTH = 20
+#: In MiB; the slowest clients are sent answers that are much larger.
+_MOST_GROWTH = 12
 
 
 class Own:

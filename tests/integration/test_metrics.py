@@ -74,7 +74,7 @@ async def test_mixed_traffic(fresh: Proxy) -> None:
     failed = await ask(fresh, "chat", "vllm_model", steered(text="a b c", fail_at=2, delay_ms=20), stream=True)
     assert (200, 400, 404, 200) == tuple(answer.status for answer in (embedded, refused, nobody, failed))
     await leave(fresh)
-    found = await asyncio.wait_for(settled(fresh), 10)
+    found = await asyncio.wait_for(settled(fresh), 30)
 
     def requests(**labels: str) -> float:
         return found.sum("triton_openai_requests_total", **labels)
@@ -131,13 +131,15 @@ async def test_queued_and_refused(triton: TestTriton) -> None:
             assert (1, 1) == tuple(found.sum(f"triton_openai_requests_{what}") for what in ("running", "queued"))
             response.close()
         assert (200, 503) == ((await second).status, third.status)
-        found = await asyncio.wait_for(settled(proxy), 10)
+        found = await asyncio.wait_for(settled(proxy), 30)
+        # That is measured now and then, and the test may be over before the first time.
+        while not (await scrape(proxy)).sum("triton_openai_event_loop_lag_seconds_count"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
     assert 0 == found.sum("triton_openai_requests_queued")
     assert 1 == found.sum("triton_openai_requests_total", model="ensemble", status="503", outcome="refused")
     assert 1 == found.sum("triton_openai_errors_total", model="ensemble", code="overloaded")
     assert 0 < found.sum("triton_openai_queue_seconds_sum", model="ensemble")
-    assert 0 < found.sum("triton_openai_event_loop_lag_seconds_count")
 
 
 async def test_an_answer_in_one_piece(fresh: Proxy) -> None:
