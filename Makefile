@@ -8,7 +8,7 @@ SHELL := /bin/bash
 PORT ?= 9000
 ARGS ?=
 # Tests wait more than they compute; each worker has a Triton of its own. PARALLEL= runs them one after the other.
-PARALLEL ?= --numprocesses auto --maxprocesses 3 --dist loadfile
+PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 

@@ -12,6 +12,23 @@ import structlog
 
 pytest_plugins = ["tests.triton_fixture", "tests.proxy_fixture"]
 
+_FIRST = ("integration", "faults")
+_LAST = ("unit",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """
+    Put the folders whose files take longest first and the short ones last.
+
+    With several processes, a file goes to one of them as a whole: a long one at the end would have it work alone.
+    """
+
+    def rank(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return 0 if folder in _FIRST else 2 if folder in _LAST else 1
+
+    items.sort(key=rank)
+
 
 @pytest.fixture(autouse=True)
 def _own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -7,6 +7,7 @@ What is counted is found by its class among all that is alive: what leaks is wha
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import signal
@@ -54,9 +55,14 @@ def main() -> int:
     """Run the command."""
     file = Path(sys.argv[1])
 
+    libc = ctypes.CDLL(None)
+
     def tell(*_: object) -> None:
         draft = file.with_suffix(".draft")
         draft.write_text(json.dumps(state()))
+        # What is free goes back to the system, so that the process's size is what it holds.
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
         draft.rename(file)
 
     signal.signal(signal.SIGUSR1, tell)

@@ -19,7 +19,6 @@ from tests.clients.service import Service, steered, until
 from tests.faults.surroundings import (
     CHAT,
     COMPLETIONS,
-    ENDS,
     ENGINES,
     MEBIBYTE,
     TRANSPORTS,
@@ -30,6 +29,7 @@ from tests.faults.surroundings import (
     assert_works,
     body,
     failure,
+    left,
     watched,
 )
 
@@ -92,8 +92,6 @@ def test_a_client_that_does_not_read(own: Own, transport: str, tmp_path: Path) -
     arguments = ("--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer))
     with watched(tmp_path, *arguments) as service:
         assert_works(service)
-        # What the allocator keeps of one is there for the next: only what is never given back grows each time.
-        flood(own, service, 2_000_000)
         with service.back_to_level():
             grown, size, tail = flood(own, service, 2_000_000)
         assert [] == service.complaints()
@@ -167,13 +165,6 @@ def test_clients_that_leave_at_random(own: Own, service: Watched) -> None:
             own.begun("preprocessing" if model == "ensemble" else model, mark)
     until(lambda: not service.level().running)
     until(lambda: not left(own), 2)
-
-
-def left(own: Own) -> set[str]:
-    """Return the ids of the requests that an engine works on."""
-    events = [event for event in own.record.events() if event["model"] in ENGINES.values()]
-    begun = {event["id"] for event in events if event["event"] == "request" and "stop" not in event["inputs"]}
-    return begun - {event["id"] for event in events if event["event"] in ENDS}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -107,9 +107,10 @@ def assert_served(service: Watched) -> None:
         assert (200, WORDS) == (reply.status, reply.json["choices"][0]["text"])
 
 
-def test_descriptors_used_up(own: Own, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_descriptors_used_up(own: Own, transport: str, tmp_path: Path) -> None:
     """Who finds no room is not let in, or refused with a 503; who is let in is served to the end, and the next too."""
-    arguments = ["--triton-url", own.url("http"), "--tokenizer", str(own.repository.tokenizer)]
+    arguments = ["--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer)]
     request = body("vllm_model", steered(text=WORDS * 20, delay_ms=10), stream=True, max_tokens=500)
 
     def ask(service: Watched) -> Reply | None:

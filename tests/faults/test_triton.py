@@ -148,20 +148,23 @@ def test_frozen_before_the_answer(own: Own, service: Watched, module_service_tra
     """
     own.server.pause()
     try:
-        whole = service.post(COMPLETIONS, body("ensemble", "Hello"))
-        vector = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
-        streamed = service.post(COMPLETIONS, body("vllm_model", "Hello", stream=True))
+        with (
+            asking(service, COMPLETIONS, body("ensemble", "Hello")) as answer,
+            asking(service, "/v1/embeddings", {"model": "text_embedding", "input": "a"}) as embedding,
+            Stream(service, "vllm_model", "Hello") as stream,
+        ):
+            events = stream.rest()
+            whole, vector = answer.result(30), embedding.result(30)
+        if module_service_transport == "grpc":
+            late = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
+            assert (503, "upstream_unavailable") == (late.status, late.error["code"])
         assert 200 == service.status("/health/live")
     finally:
         own.server.resume()
 
     assert (504, "upstream_silent") == (whole.status, whole.error["code"])
-    if module_service_transport == "http":
-        assert (504, "upstream_timeout") == (vector.status, vector.error["code"])
-        assert ["upstream_silent"] == [failure(event)["code"] for event in streamed.events]
-    else:
-        for refused in (vector, streamed):
-            assert (503, "upstream_unavailable") == (refused.status, refused.error["code"])
+    assert (504, "upstream_timeout") == (vector.status, vector.error["code"])
+    assert ["upstream_silent"] == [failure(event)["code"] for event in events]
     assert_works(service)
 
 

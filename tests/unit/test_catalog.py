@@ -270,9 +270,9 @@ async def test_a_mistake_about_a_model_does_not_end_discovery():
 
     catalog = Catalog(client, interval=0.001, changed=changed)
     running = asyncio.create_task(catalog.run())
-    await asyncio.wait_for(catalog.first.wait(), 5)
+    await asyncio.wait_for(catalog.first.wait(), 30)
     client.index.clear()
-    await asyncio.wait_for(twice.wait(), 5)
+    await asyncio.wait_for(twice.wait(), 30)
     running.cancel()
 
     with pytest.raises(asyncio.CancelledError):

@@ -53,7 +53,7 @@ async def _until(condition) -> None:
         while not condition():  # noqa: ASYNC110 - what it waits for happens in threads
             await asyncio.sleep(0.002)
 
-    await asyncio.wait_for(look(), 5)
+    await asyncio.wait_for(look(), 30)
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +70,7 @@ async def test_it_is_stopped_with_the_service() -> None:
     server = Server()
     supervisor = _supervisor(server)
     async with _running(supervisor):
-        await asyncio.wait_for(supervisor.started.wait(), 5)
+        await asyncio.wait_for(supervisor.started.wait(), 30)
 
     assert ["start", "stop"] == server.calls
 
@@ -80,7 +80,7 @@ async def test_it_is_started_again() -> None:
     server = Server(failing_starts=(2, 3))
     supervisor = _supervisor(server)
     async with _running(supervisor):
-        await asyncio.wait_for(supervisor.started.wait(), 5)
+        await asyncio.wait_for(supervisor.started.wait(), 30)
         server.status = -9
         await _until(lambda: server.status is None)
 
