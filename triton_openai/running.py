@@ -137,6 +137,11 @@ class Run:
             self._stream = answers
         else:
             self._stream = await self._open(self.generation.lora)
+        if self._ended:
+            # Closed while the stream was being opened, by who could not know it yet.
+            self._ended = False
+            self.close()
+            return
         self._watch_silence(self._limits.first_token)
 
     async def _open(self, lora: Lora | None) -> ResponseStream:

@@ -233,6 +233,9 @@ class Soak:
     def _start_again(self) -> None:
         status = self._triton.poll()
         how = signal.Signals(-status).name if status is not None and status < 0 else f"status {status}"
+        if self.figures.faults:
+            name, _, over = self.figures.faults[-1]
+            how += f" {time.monotonic() - over:.0f} s after it was {name}"
         self.figures.endings.append((how, self._triton.log_tail(30)))
         self._triton.start()
 
@@ -271,8 +274,7 @@ def render(figures: Figures, clients: int) -> str:
     faults = Counter(name for name, _, _ in figures.faults)
     lines.append(f"Triton: {', '.join(f'{name} {count}' for name, count in faults.items()) or 'left in peace'}")
     if figures.endings:
-        hows = Counter(how for how, _ in figures.endings)
-        lines.append(f"ended by itself: {', '.join(f'{how} {count}' for how, count in hows.items())}")
+        lines.append(f"ended by itself: {', '.join(how for how, _ in figures.endings)}")
     failed = ", ".join(f"{name}: {count}" for name, count in figures.unexplained.items()) or "none"
     lines.append(f"failed for no such reason: {failed}")
     for name, times in (("first token of a stream", figures.first), ("whole answer", figures.whole)):
