@@ -27,10 +27,9 @@ from triton_openai.models import ServedModel
 from triton_openai.telemetry.upstream import UPSTREAM
 from triton_openai.text.held import HeldLogprobs
 from triton_openai.text.logits import INLINE_NUMBERS, log_probabilities
-from triton_openai.text.naming import TokenNames
 from triton_openai.text.stops import StopStrings
-from triton_openai.text.tokens import TokenText
 from triton_openai.time_limits import TimeLimits
+from triton_openai.token_stages import token_names, token_text
 from triton_openai.triton.client import ResponseStream, TritonClient
 from triton_openai.triton.single_answer import SingleAnswer
 from triton_openai.triton.status import no_answer
@@ -68,9 +67,9 @@ class Run:
         self._decoder: Decoder = model.adapter.decoder(generation)
         stops = generation.sampling.stop
         include = bool(generation.sampling.include_stop_str_in_output)
-        self._token_text = _token_text(model, generation, tokenizer)
+        self._token_text = token_text(model, generation, tokenizer)
         self._stops = StopStrings(stops, include=include) if stops and not model.adapter.capabilities.stop else None
-        self._names = _names(model, generation, tokenizer)
+        self._names = token_names(model, generation, tokenizer)
         self._held = (
             HeldLogprobs(stops, include=include) if stops and generation.sampling.logprobs is not None else None
         )
@@ -377,25 +376,3 @@ class Run:
         assert self._stream is not None
         what = "no further token" if self._steps else "no answer"
         self._stream.abort(UpstreamTimeout(f"The model sent {what} for {allowed:g} seconds.", code="upstream_silent"))
-
-
-def _token_text(model: ServedModel, generation: Generation, tokenizer: Tokenizer | None) -> TokenText | None:
-    """Return the stage that turns token ids into text, where the backend answers in them."""
-    if not model.adapter.capabilities.tokens or tokenizer is None or generation.vocabulary is None:
-        return None
-    sampling = generation.sampling
-    return TokenText(
-        tokenizer.pieces,
-        context=generation.prompt_ids or (),
-        skip_special_tokens=sampling.skip_special_tokens is not False,
-        ends=() if sampling.ignore_eos else generation.vocabulary.end_ids,
-        stops=sampling.stop_token_ids,
-        min_tokens=sampling.min_tokens or 0,
-    )
-
-
-def _names(model: ServedModel, generation: Generation, tokenizer: Tokenizer | None) -> TokenNames | None:
-    """Return what names the tokens of a backend that tells their ids beside the text."""
-    if generation.sampling.logprobs is None or tokenizer is None or model.adapter.capabilities.tokens:
-        return None
-    return TokenNames(tokenizer.pieces, skip_special_tokens=generation.sampling.skip_special_tokens is not False)
