@@ -69,7 +69,7 @@ def _configured(triton: TestTriton, tmp_path: Path, workers: int) -> Iterator[Co
     arguments = ("--config", str(file), "--triton-url", triton.http_url, "--workers", str(workers))
     with serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service:
         running = Configured(service, file, workers)
-        until(lambda: len(running.said("Triton answers")) == workers)
+        until(lambda: len([line for line in running.said("model is served") if line["model"] == "ensemble"]) == workers)
         yield running
 
 

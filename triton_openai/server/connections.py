@@ -28,6 +28,8 @@ from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
 _log = get_logger(__name__)
 # Seconds between the end of the time and that of the connection.
 _PATIENCE = 0.05
+# How long what a refused client still sends is read and thrown away.
+_LINGER_SECONDS = 1.0
 #: Returns the body of an answer that says an error.
 ErrorBody = Callable[[ServiceError], bytes]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,7 +46,7 @@ class Connection(web.RequestHandler):
 
     __slots__ = (
         *("_answering", "_body", "_deadline", "_head_began", "_head_size", "_head_timeout", "_largest_head"),
-        *("_observer", "_pipe", "_unsent", "_watch", "_write_timeout"),
+        *("_observer", "_pipe", "_refused", "_unsent", "_watch", "_write_timeout"),
     )
 
     def __init__(
@@ -76,6 +78,7 @@ class Connection(web.RequestHandler):
         # The request
         self._answering = 0
         self._head_began = False
+        self._refused = False
         self._head_size = 0
         self._deadline: asyncio.TimerHandle | None = None
         # The answer: what was not sent yet at a time since when nothing can have been added to it
@@ -112,6 +115,8 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Take what has come, of a head or of a body."""
+        if self._refused:
+            return
         if not self._answering and data:
             self._head_began = True
             if self._deadline is None:
@@ -206,7 +211,13 @@ class Connection(web.RequestHandler):
             request_id = uuid.uuid4().hex
             self._tell(request_id, error)
             self.transport.write(_as_http(request_id, error, self._body(error)))
-            self.force_close()
+            if not self.transport.can_write_eof():
+                self.force_close()
+                return
+            # A connection that is closed while something is unread is reset, and then its client may never see why.
+            self._refused = True
+            self.transport.write_eof()
+            self._deadline = asyncio.get_running_loop().call_later(_LINGER_SECONDS, self.force_close)
 
     def _tell(self, request_id: str, error: ServiceError) -> None:
         """Let what was no request be seen as one that was refused."""
