@@ -221,10 +221,10 @@ def test_demo() -> None:
 def test_inspect(triton) -> None:
     """Every model is reported on: what claims it and what becomes of parameters, or why nothing claims it."""
     status, out, err = _run("inspect", "--triton-url", triton.http_url)
-    status_json, out_json, _ = _run("inspect", "--triton-url", triton.http_url, "--json")
+    status_json, out_json, err_json = _run("inspect", "--triton-url", triton.http_url, "--json")
 
+    assert (0, 0, "", "") == (status, status_json, err, err_json)
     reports = {report["name"]: report for report in json.loads(out_json)}
-    assert (0, 0, "") == (status, status_json, err)
     assert {"ensemble", "preprocessing", "text_embedding"} <= reports.keys()
     assert [name for name in reports if name not in out] == []
     assert reports["ensemble"]["adapter"]
