@@ -45,6 +45,25 @@ class TestTriton:
         return self.repository.tokenizer
 
 
+_SHARED: list[EmbeddedTriton] = []
+
+
+@pytest.fixture(autouse=True)
+def _triton_goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """
+    Start the shared Triton again when it has ended, as some releases do when calls are cancelled.
+
+    The test that it ended in may fail, and shows the log then; those after it have nothing to do with it.
+    """
+    yield
+    for server in _SHARED:
+        status = server.poll()
+        if status is not None:
+            text = f"It ended by itself with status {status}, and was started again.\n{server.log_tail()}"
+            request.node.add_report_section("call", "Triton", text)
+            server.start()
+
+
 @pytest.fixture(scope="session")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     """A real Triton that serves every stand-in; shared by the whole run, so leave it as you found it."""
@@ -54,7 +73,9 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     repository = build_repository(folder / "repository", models=models, record=record)
     server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
     server.start()
+    _SHARED.append(server)
     try:
         yield TestTriton(server, repository, Record(record))
     finally:
+        _SHARED.remove(server)
         server.stop(timeout=1.0)
