@@ -22,16 +22,19 @@ def state() -> dict[str, Any]:
 
     from triton_openai.running import Run
     from triton_openai.server.admission import Admission
+    from triton_openai.server.connections import Connection
     from triton_openai.telemetry.observation import Observation
     from triton_openai.triton.http_connection import ConnectionPool
     from triton_openai.triton.http_stream import HttpStream
 
-    kinds: tuple[type, ...] = (Admission, ConnectionPool, HttpStream, Observation, Run, TCPConnector)
+    kinds: tuple[type, ...] = (Admission, Connection, ConnectionPool, HttpStream, TCPConnector)
     if "triton_openai.triton.grpc" in sys.modules:
         from triton_openai.triton.grpc import GrpcStream
 
         kinds += (GrpcStream,)
-    # A call that failed is in a circle with its traceback, and a connection with it: garbage is no leak.
+    # Not collected before it is counted: what only the collector of cycles finds stays for a long time.
+    records = sum(type(each) in (Observation, Run) for each in gc.get_objects())
+    # A call that failed is in a circle with its traceback, and a connection with it: that is seldom, and no leak.
     gc.collect()
     alive: dict[str, list[Any]] = {kind.__name__: [] for kind in kinds}
     for each in gc.get_objects():
@@ -46,8 +49,9 @@ def state() -> dict[str, Any]:
         "streams": sum(not each._ended for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]),
         "idle": len(idle) + len(kept),
-        # Not collected before it is counted: what only the collector of cycles finds stays for a long time.
-        "records": len(alive["Observation"]) + len(alive["Run"]),
+        "records": records,
+        # Those of clients, when they have ended.
+        "ended": sum(each._pipe is None for each in alive["Connection"]),
     }
 
 

@@ -84,6 +84,7 @@ class Level(msgspec.Struct, frozen=True):
     used: int
     idle: int
     records: int
+    ended: int
     descriptors: int = 0
     memory: int = 0
 
@@ -92,6 +93,7 @@ class Level(msgspec.Struct, frozen=True):
         new = Counter(self.tasks) - Counter(before.tasks)
         more = {"requests": self.running, "streams": self.streams, "connections in use": self.used}
         more["records of requests"] = self.records - before.records
+        more["connections of clients that have left"] = self.ended - before.ended
         more["descriptors"] = self.descriptors - self.idle - (before.descriptors - before.idle)
         found = [f"{name}: {count}" for name, count in more.items() if count > 0]
         return [*found, *(f"task {name}: {count}" for name, count in new.items())]

@@ -228,6 +228,9 @@ class Connection(web.RequestHandler):
         self._observer.ended(observation)
 
     def _watch_client(self, *, anew: bool = False) -> None:
+        if self._pipe is None:
+            # It has left before its answer was complete: a timer would keep what belongs to it for nothing.
+            return
         if self._watch is not None:
             if not anew:
                 return
