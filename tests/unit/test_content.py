@@ -97,7 +97,12 @@ def test_images_are_never_shown(longest: int) -> None:
         {"image_url": URL},
         {"type": "text", "text": f"see ![x]({URL}) and DATA:;base64,{PIXELS}"},
     ]
-    found = input_messages(chat({"role": "user", "content": parts}, {"role": "tool", "content": URL}), longest)
+    # JSON may have a backslash before each slash, as PHP writes it.
+    arguments = msgspec.json.encode({"url": URL}).decode().replace("/", "\\/")
+    call = {"id": "c", "type": "function", "function": {"name": "show", "arguments": arguments}}
+    asked = {"role": "user", "content": parts}
+    made = {"role": "assistant", "tool_calls": [call]}
+    found = input_messages(chat(asked, {"role": "tool", "content": URL}, made), longest)
 
     assert "iVBOR" not in str(found)
     assert ["image_url", "image_url"] == [part["type"] for part in found[0]["parts"][:2]]

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 import uvloop
 
-from triton_openai.errors import UpstreamTimeout, UpstreamUnavailable
+from triton_openai.errors import ServiceError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient
@@ -149,3 +149,40 @@ async def test_a_connection_that_is_lost_at_once(monkeypatch):
     async with pooled() as (pool, _):
         with pytest.raises(UpstreamUnavailable):
             await pool.acquire()
+
+
+async def test_a_server_that_speaks_first(monkeypatch):
+    """It does not speak HTTP: its connection is closed, and nothing is told of a mistake of ours."""
+    complaints: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    connect = loop.create_connection
+
+    async def connect_and_wait(*arguments, **options):
+        transport, protocol = await connect(*arguments, **options)
+        (await accepted.get()).write(b"SSH-2.0\r\n")
+        with contextlib.suppress(ServiceError):
+            await protocol.take()
+        return transport, protocol
+
+    monkeypatch.setattr(loop, "create_connection", connect_and_wait)
+    async with pooled() as (pool, accepted):
+        with pytest.raises(UpstreamUnavailable):
+            await pool.acquire()
+
+    assert not complaints
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_a_call_that_ends_after_its_client_is_closed(cancelled: bool) -> None:
+    """It ends as calls do."""
+    with stopped() as address:
+        client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60))
+        call = asyncio.ensure_future(client.live())
+        await asyncio.wait({call}, timeout=0.05)
+        await client.close()
+        if cancelled:
+            call.cancel()
+        (result,) = await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), 10)
+
+    assert isinstance(result, asyncio.CancelledError if cancelled else ServiceError)

@@ -101,12 +101,13 @@ async def stream(
     upstream gets its own status; after that, errors are events.
     """
     answers = Answers(runs)
-    deadline = None
-    if timeout is not None:
-        deadline = asyncio.get_running_loop().call_later(timeout, answers.abort, _too_long(timeout))
+    loop = asyncio.get_running_loop()
+    began, deadline = loop.time(), None
     async with EventWriter(request, heartbeat=heartbeat) as writer:
         try:
-            await answers.start()
+            await _start(answers, timeout)
+            if timeout is not None:
+                deadline = loop.call_at(began + timeout, answers.abort, _too_long(timeout))
             first = asyncio.create_task(answers.read())
             try:
                 done, _ = await asyncio.wait({first}, timeout=heartbeat)
@@ -155,6 +156,17 @@ async def stream(
             await answers.close()
         await writer.finish()
     return writer.response
+
+
+async def _start(answers: Answers, timeout: float | None) -> None:
+    """Send the requests. Raises :class:`ServiceError`, also when that took *timeout* seconds: abort is for later."""
+    if timeout is None:
+        await answers.start()
+        return
+    try:
+        await within(timeout, answers.start())
+    except asyncio.TimeoutError as error:
+        raise _too_long(timeout) from error
 
 
 def _too_long(timeout: float | None) -> UpstreamTimeout:

@@ -22,7 +22,8 @@ Message: TypeAlias = dict[str, Any]
 
 # Of a long chat the last messages, of a long list the last texts; and as much text in all as so many that are cut.
 _MOST = 64
-_DATA_URL = re.compile(r"data:(?:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]*)*|;base64),[^\s\"')>]*", re.IGNORECASE)
+# In arguments of calls, which are JSON as their writer likes it, a slash may have a backslash before it.
+_DATA_URL = re.compile(r"data:(?:[\w.+-]+\\?/[\w.+-]+(?:;[\w.+=-]*)*|;base64),[^\s\"')>]*", re.IGNORECASE)
 # Fields of requests that hold texts, in the order in which they are shown.
 _TEXTS = (
     "prompt", "suffix", "input", "query", "queries", "items", "data_1", "text_1", "documents", "data_2", "text_2",

@@ -108,8 +108,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser, then wake the reader if a whole event, or the end, is there."""
-        assert self._parser is not None
         try:
+            if self._parser is None:
+                raise httptools.HttpParserError("Nothing was asked yet: whoever speaks first does not speak HTTP.")
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.lost = True

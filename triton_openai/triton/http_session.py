@@ -38,8 +38,9 @@ class HttpSession:
         try:
             yield session
         finally:
-            self._calls[session] -= 1
-            self._close_unused()
+            if session in self._calls:
+                self._calls[session] -= 1
+                self._close_unused()
 
     def renew(self) -> None:
         """Begin further calls on new connections; idle ones are closed, and those in use when their calls end."""
