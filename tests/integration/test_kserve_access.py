@@ -27,6 +27,7 @@ from triton_openai import watched_files
 from triton_openai.config.access import RestrictedApi
 from triton_openai.config.tls import TlsSettings
 from triton_openai.errors import ConfigurationError
+from triton_openai.triton.relay.rules import Rules
 
 SERVICE = "/inference.GRPCInferenceService/"
 ALICE, BOB = {"Authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
@@ -190,6 +191,18 @@ async def test_the_models_of_a_key_over_http(tmp_path: Path) -> None:
         assert [] == triton.requests
         assert 200 == (await ask(relays, "/v2/repository/models/small/load", BOB))[0]
         assert 200 == (await ask(relays, "/v2/repository/index", ALICE))[0]
+
+
+async def test_a_name_that_is_encoded_again_and_again(tmp_path: Path) -> None:
+    """It is not looked at any more: each decoding is as long as the name, and nobody needs so many."""
+    async with with_keys(tmp_path) as (relays, triton):
+        for times, expected in ((1, 200), (5, 200), (30_000, 404)):
+            path = f"/v2/models/%{'25' * times}61/infer"
+            assert expected == (await ask(relays, path, ALICE))[0]
+            assert 404 == (await ask(relays, path, BOB))[0]
+        assert 2 == len(triton.requests)
+    operation, names = Rules(()).of_path(f"/v2/models/%{'25' * 10_000}/infer")
+    assert (None, 0) == (operation, len(names))
 
 
 async def test_the_models_of_a_key_over_grpc(tmp_path: Path) -> None:
