@@ -48,6 +48,8 @@ class Triton:
     def __init__(self) -> None:
         self.requests: list[tuple[str, Mapping[str, str], bytes]] = []
         self.calls: list[tuple[str, dict[str, Any], list[bytes]]] = []
+        #: Of the last call, with what is there more than once.
+        self.metadata: list[Any] = []
         #: Answers are held back while it is cleared.
         self.answers = asyncio.Event()
         self.answers.set()
@@ -61,7 +63,8 @@ class Triton:
     async def grpc(self, context: Any) -> None:
         """Answer every message with one."""
         messages: list[bytes] = []
-        self.calls.append(("", dict(context.invocation_metadata()), messages))
+        self.metadata = [tuple(pair) for pair in context.invocation_metadata()]
+        self.calls.append(("", dict(self.metadata), messages))
         while (message := await context.read()) is not grpc.aio.EOF:
             messages.append(message)
             await self.answers.wait()
@@ -130,6 +133,22 @@ async def call(
 def infer(model: str) -> Any:
     """Return a request to *model*."""
     return service_pb2.ModelInferRequest(model_name=model)
+
+
+async def test_what_the_service_says_itself(tmp_path: Path) -> None:
+    """Its request id and what opens Triton stand alone, whatever the client says there."""
+    said = {"x-request-id": "a b", "authorization": "Bearer mine", "x-other": "1"}
+    token = tmp_path / "token"
+    token.write_text("secret")
+    async with guarded(triton_access={"token_file": token}) as (relays, triton):
+        assert grpc.StatusCode.OK == (await call(relays, "ModelInfer", infer("m"), headers=said))[0]
+        assert 200 == (await ask(relays, "/v2/models/m/infer", said))[0]
+        (_, headers, _) = triton.requests[-1]
+        for found in (triton.metadata, list(headers.items())):
+            values = [value for name, value in found if name.lower() == "authorization"]
+            assert ["Bearer secret"] == values
+            assert 1 == sum(name.lower() == "x-request-id" for name, _ in found)
+            assert 1 == sum(name.lower() == "x-other" for name, _ in found)
 
 
 # Keys

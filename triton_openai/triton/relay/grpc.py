@@ -115,9 +115,11 @@ class GrpcRelay(grpc.GenericRpcHandler):
         visit = messages.visit
         # What is to be looked at is looked at before Triton hears of the call.
         first = await messages.next(context) if messages.read else None
-        sent = (*_custom(context.invocation_metadata(), visit.withheld), *visit.passed_on.items())
+        added = (*visit.passed_on.items(), *self._client.metadata)
+        # What the service says itself, a client does not say as well: which of two is read is anybody's guess.
+        withheld = {*visit.withheld, *(name.lower() for name, _ in added)}
         call: Any = self._client.channel.stream_stream(messages.method)(
-            timeout=context.time_remaining(), metadata=(*sent, *self._client.metadata)
+            timeout=context.time_remaining(), metadata=(*_custom(context.invocation_metadata(), withheld), *added)
         )
         sending = asyncio.create_task(_send(messages, context, call, first))
         receiving = asyncio.create_task(_receive(visit, context, call))
