@@ -504,6 +504,25 @@ async def test_slow_heads_and_bad_ones() -> None:
             assert isinstance(json.loads(body)["error"], str)
 
 
+async def test_expectations() -> None:
+    """A body is asked for, and what nobody knows is ignored; no answer tells versions, or comes unasked."""
+    async with guarded() as (relays, triton):
+        for path, status in (("/v2/models/m/infer", b"200"), ("/nothing", b"404")):
+            for expected, first in (("100-continue", b"100"), ("a miracle", status)):
+                reader, writer = await asyncio.open_connection(*relays.http.split(":"))
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: {expected}\r\n"
+                writer.write(f"{head}Content-Length: 2\r\n\r\n".encode())
+                if first == b"100":
+                    assert first == (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).split()[1]
+                writer.write(b"{}")
+                answer = await asyncio.wait_for(reader.read(), 20)
+                writer.close()
+                assert (status, 1) == (answer.split()[1], answer.count(b"HTTP/1."))
+                assert b"aiohttp" not in answer or status == b"200"
+                assert b"text/plain" not in answer
+        assert [b"{}", b"{}"] == [body for *_, body in triton.requests]
+
+
 # TLS
 
 
