@@ -439,6 +439,25 @@ async def test_readiness_while_the_service_ends() -> None:
         assert (200, "close") == (status, headers["Connection"])
 
 
+async def test_a_hurried_end() -> None:
+    """Who is in a hurry does not wait for what runs in the relays either."""
+    async with guarded() as (relays, triton):
+        triton.answers.clear()
+        asking = asyncio.create_task(ask(relays, "/v2/models/m/infer"))
+        calling = asyncio.create_task(call(relays, "ModelInfer", infer("m")))
+        await until(lambda: came(triton))
+        await until(lambda: called(triton))
+        hurried = asyncio.Event()
+        closing = asyncio.gather(*(one.close(3600, hurried) for one in relays.frontends))
+        await asyncio.sleep(0)
+        assert not closing.done()
+        hurried.set()
+        await asyncio.wait_for(closing, 20)
+        assert 503 == (await asyncio.wait_for(asking, 20))[0]
+        assert grpc.StatusCode.OK != (await asyncio.wait_for(calling, 20))[0]
+        triton.answers.set()
+
+
 async def test_log_lines_and_counts(tmp_path: Path) -> None:
     """One line for each request or call, with its key and its id, which Triton gets as well; and a count."""
     async with with_keys(tmp_path) as (relays, triton):

@@ -71,10 +71,18 @@ class GrpcRelay(grpc.GenericRpcHandler):
             )
         await self._server.start()
 
-    async def close(self, grace: float) -> None:
-        """Take no new calls, give what runs *grace* seconds to finish, and close."""
+    async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
+        """Take no new calls, give what runs *grace* seconds to finish, or until *hurried*, and close."""
         if self._server is not None:
-            await self._server.stop(grace)
+            stopping = asyncio.ensure_future(self._server.stop(grace))
+            if hurried is not None:
+                hurry = asyncio.create_task(hurried.wait())
+                await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+                hurry.cancel()
+                if not stopping.done():
+                    # A second one shortens the first.
+                    await self._server.stop(0)
+            await stopping
         await self._client.close()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:

@@ -88,12 +88,12 @@ class HttpRelay:
         await listen(self._runner)
         self.port = self._runner.addresses[0][1]
 
-    async def close(self, grace: float) -> None:
-        """Take no new connections, give what runs *grace* seconds to finish, and close."""
+    async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
+        """Take no new connections, give what runs *grace* seconds to finish, or until *hurried*, and close."""
         if self._runner is not None:
             for site in list(self._runner.sites):
                 await site.stop()
-            await self._draining.drain(grace)
+            await self._draining.drain(grace, hurried)
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
