@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from tests.proxy_fixture import changed
 from triton_openai.config import Settings
 from triton_openai.config.tree import ServerSettings, TritonSettings
 from triton_openai.draining import Draining
-from triton_openai.kserve import start_frontends
+from triton_openai.kserve import Frontend, start_frontends
 from triton_openai.server.guard import Guard
 from triton_openai.server.ratelimits import open_limits
 from triton_openai.server.relay_door import RelayDoor
@@ -31,6 +31,7 @@ class Relays:
     grpc: str
     door: RelayDoor
     changes: list[None]
+    frontends: Sequence[Frontend]
 
 
 def door_of(settings: Settings) -> RelayDoor:
@@ -49,7 +50,7 @@ async def relayed(http_url: str, grpc_url: str, **fields: Any) -> AsyncIterator[
     frontends = await start_frontends(settings, door=door, changed=lambda: changes.append(None))
     try:
         http, over_grpc = (f"127.0.0.1:{frontend.port}" for frontend in frontends)
-        yield Relays(http, over_grpc, door, changes)
+        yield Relays(http, over_grpc, door, changes, frontends)
     finally:
         for frontend in frontends:
             await frontend.close(1.0)

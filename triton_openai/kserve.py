@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,8 +22,8 @@ class Frontend(Protocol):
     scheme: str
     port: int
 
-    async def close(self, grace: float) -> None:
-        """Take nothing new, give what runs *grace* seconds to finish, and close."""
+    async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
+        """Take nothing new, give what runs *grace* seconds to finish, or until *hurried*, and close."""
         ...
 
 

@@ -27,6 +27,7 @@ from triton_openai import watched_files
 from triton_openai.config.access import RestrictedApi
 from triton_openai.config.tls import TlsSettings
 from triton_openai.errors import ConfigurationError
+from triton_openai.triton.relay.rules import Rules
 
 SERVICE = "/inference.GRPCInferenceService/"
 ALICE, BOB = {"Authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
@@ -47,6 +48,8 @@ class Triton:
     def __init__(self) -> None:
         self.requests: list[tuple[str, Mapping[str, str], bytes]] = []
         self.calls: list[tuple[str, dict[str, Any], list[bytes]]] = []
+        #: Of the last call, with what is there more than once.
+        self.metadata: list[Any] = []
         #: Answers are held back while it is cleared.
         self.answers = asyncio.Event()
         self.answers.set()
@@ -60,7 +63,8 @@ class Triton:
     async def grpc(self, context: Any) -> None:
         """Answer every message with one."""
         messages: list[bytes] = []
-        self.calls.append(("", dict(context.invocation_metadata()), messages))
+        self.metadata = [tuple(pair) for pair in context.invocation_metadata()]
+        self.calls.append(("", dict(self.metadata), messages))
         while (message := await context.read()) is not grpc.aio.EOF:
             messages.append(message)
             await self.answers.wait()
@@ -131,6 +135,22 @@ def infer(model: str) -> Any:
     return service_pb2.ModelInferRequest(model_name=model)
 
 
+async def test_what_the_service_says_itself(tmp_path: Path) -> None:
+    """Its request id and what opens Triton stand alone, whatever the client says there."""
+    said = {"x-request-id": "a b", "authorization": "Bearer mine", "x-other": "1"}
+    token = tmp_path / "token"
+    token.write_text("secret")
+    async with guarded(triton_access={"token_file": token}) as (relays, triton):
+        assert grpc.StatusCode.OK == (await call(relays, "ModelInfer", infer("m"), headers=said))[0]
+        assert 200 == (await ask(relays, "/v2/models/m/infer", said))[0]
+        (_, headers, _) = triton.requests[-1]
+        for found in (triton.metadata, list(headers.items())):
+            values = [value for name, value in found if name.lower() == "authorization"]
+            assert ["Bearer secret"] == values
+            assert 1 == sum(name.lower() == "x-request-id" for name, _ in found)
+            assert 1 == sum(name.lower() == "x-other" for name, _ in found)
+
+
 # Keys
 
 
@@ -190,6 +210,18 @@ async def test_the_models_of_a_key_over_http(tmp_path: Path) -> None:
         assert [] == triton.requests
         assert 200 == (await ask(relays, "/v2/repository/models/small/load", BOB))[0]
         assert 200 == (await ask(relays, "/v2/repository/index", ALICE))[0]
+
+
+async def test_a_name_that_is_encoded_again_and_again(tmp_path: Path) -> None:
+    """It is not looked at any more: each decoding is as long as the name, and nobody needs so many."""
+    async with with_keys(tmp_path) as (relays, triton):
+        for times, expected in ((1, 200), (5, 200), (30_000, 404)):
+            path = f"/v2/models/%{'25' * times}61/infer"
+            assert expected == (await ask(relays, path, ALICE))[0]
+            assert 404 == (await ask(relays, path, BOB))[0]
+        assert 2 == len(triton.requests)
+    operation, names = Rules(()).of_path(f"/v2/models/%{'25' * 10_000}/infer")
+    assert (None, 0) == (operation, len(names))
 
 
 async def test_the_models_of_a_key_over_grpc(tmp_path: Path) -> None:
@@ -407,6 +439,25 @@ async def test_readiness_while_the_service_ends() -> None:
         assert (200, "close") == (status, headers["Connection"])
 
 
+async def test_a_hurried_end() -> None:
+    """Who is in a hurry does not wait for what runs in the relays either."""
+    async with guarded() as (relays, triton):
+        triton.answers.clear()
+        asking = asyncio.create_task(ask(relays, "/v2/models/m/infer"))
+        calling = asyncio.create_task(call(relays, "ModelInfer", infer("m")))
+        await until(lambda: came(triton))
+        await until(lambda: called(triton))
+        hurried = asyncio.Event()
+        closing = asyncio.gather(*(one.close(3600, hurried) for one in relays.frontends))
+        await asyncio.sleep(0)
+        assert not closing.done()
+        hurried.set()
+        await asyncio.wait_for(closing, 20)
+        assert 503 == (await asyncio.wait_for(asking, 20))[0]
+        assert grpc.StatusCode.OK != (await asyncio.wait_for(calling, 20))[0]
+        triton.answers.set()
+
+
 async def test_log_lines_and_counts(tmp_path: Path) -> None:
     """One line for each request or call, with its key and its id, which Triton gets as well; and a count."""
     async with with_keys(tmp_path) as (relays, triton):
@@ -470,6 +521,25 @@ async def test_slow_heads_and_bad_ones() -> None:
             head, _, body = answer.partition(b"\r\n\r\n")
             assert status == head.split()[1]
             assert isinstance(json.loads(body)["error"], str)
+
+
+async def test_expectations() -> None:
+    """A body is asked for, and what nobody knows is ignored; no answer tells versions, or comes unasked."""
+    async with guarded() as (relays, triton):
+        for path, status in (("/v2/models/m/infer", b"200"), ("/nothing", b"404")):
+            for expected, first in (("100-continue", b"100"), ("a miracle", status)):
+                reader, writer = await asyncio.open_connection(*relays.http.split(":"))
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: {expected}\r\n"
+                writer.write(f"{head}Content-Length: 2\r\n\r\n".encode())
+                if first == b"100":
+                    assert first == (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).split()[1]
+                writer.write(b"{}")
+                answer = await asyncio.wait_for(reader.read(), 20)
+                writer.close()
+                assert (status, 1) == (answer.split()[1], answer.count(b"HTTP/1."))
+                assert b"aiohttp" not in answer or status == b"200"
+                assert b"text/plain" not in answer
+        assert [b"{}", b"{}"] == [body for *_, body in triton.requests]
 
 
 # TLS

@@ -127,6 +127,18 @@ async def test_a_second_head_that_dribbles() -> None:
             assert 408 == (await client.answer())[0]
 
 
+async def test_a_body_that_nobody_wants_is_no_head() -> None:
+    """Who is refused at once and still sends its body slowly is not told that the next head was slow."""
+    async with listening(QUICK) as port, connected(port) as client:
+        client.writer.write(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n")
+        assert 404 == (await client.answer())[0]
+        for _ in range(10):
+            client.writer.write(b"0123456789")
+            await asyncio.sleep(QUICK.header_timeout / 3)
+        client.writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert 200 == (await client.answer())[0]
+
+
 async def test_an_idle_connection() -> None:
     """It is closed after its own time."""
     limits = msgspec.structs.replace(QUICK, keepalive_timeout=0.3)

@@ -176,5 +176,6 @@ async def _end(runner: web.AppRunner, app: web.Application, stop: Stop) -> None:
         # Connections over which nothing is being answered; the others close after their answer.
         runner.server.pre_shutdown()
     grace = server.shutdown_grace
-    await asyncio.gather(draining.drain(grace, stop.hurried), *(frontend.close(grace) for frontend in app[FRONTENDS]))
+    frontends = [frontend.close(grace, stop.hurried) for frontend in app[FRONTENDS]]
+    await asyncio.gather(draining.drain(grace, stop.hurried), *frontends)
     await runner.cleanup()

@@ -117,7 +117,9 @@ class Connection(web.RequestHandler):
         """Take what has come, of a head or of a body."""
         if self._refused:
             return
-        if not self._answering and data:
+        # After an answer that did not wait for the body, aiohttp reads the rest of that before it waits for a request.
+        of_head = self._waiter is not None or not self._request_count
+        if not self._answering and of_head and data:
             self._head_began = True
             if self._deadline is None:
                 self._wait_for_head()

@@ -71,10 +71,18 @@ class GrpcRelay(grpc.GenericRpcHandler):
             )
         await self._server.start()
 
-    async def close(self, grace: float) -> None:
-        """Take no new calls, give what runs *grace* seconds to finish, and close."""
+    async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
+        """Take no new calls, give what runs *grace* seconds to finish, or until *hurried*, and close."""
         if self._server is not None:
-            await self._server.stop(grace)
+            stopping = asyncio.ensure_future(self._server.stop(grace))
+            if hurried is not None:
+                hurry = asyncio.create_task(hurried.wait())
+                await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+                hurry.cancel()
+                if not stopping.done():
+                    # A second one shortens the first.
+                    await self._server.stop(0)
+            await stopping
         await self._client.close()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
@@ -115,9 +123,11 @@ class GrpcRelay(grpc.GenericRpcHandler):
         visit = messages.visit
         # What is to be looked at is looked at before Triton hears of the call.
         first = await messages.next(context) if messages.read else None
-        sent = (*_custom(context.invocation_metadata(), visit.withheld), *visit.passed_on.items())
+        added = (*visit.passed_on.items(), *self._client.metadata)
+        # What the service says itself, a client does not say as well: which of two is read is anybody's guess.
+        withheld = {*visit.withheld, *(name.lower() for name, _ in added)}
         call: Any = self._client.channel.stream_stream(messages.method)(
-            timeout=context.time_remaining(), metadata=(*sent, *self._client.metadata)
+            timeout=context.time_remaining(), metadata=(*_custom(context.invocation_metadata(), withheld), *added)
         )
         sending = asyncio.create_task(_send(messages, context, call, first))
         receiving = asyncio.create_task(_receive(visit, context, call))

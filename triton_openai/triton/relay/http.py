@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import structlog
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -32,6 +32,8 @@ _HOP_BY_HOP = frozenset(
 )
 # Longest body of a load or unload that is read here.
 _LOADING_BYTES = 65_536
+# Instead of the versions that aiohttp would tell.
+_SERVER = "triton-openai"
 #: Begins to listen for a runner.
 Listen = Callable[[web.AppRunner], Awaitable[None]]
 _NOT_ADDED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
@@ -80,18 +82,18 @@ class HttpRelay:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         app = web.Application(middlewares=self._middlewares, client_max_size=_LOADING_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", self._handle, expect_handler=_expect)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
         await self._runner.setup()
         await listen(self._runner)
         self.port = self._runner.addresses[0][1]
 
-    async def close(self, grace: float) -> None:
-        """Take no new connections, give what runs *grace* seconds to finish, and close."""
+    async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
+        """Take no new connections, give what runs *grace* seconds to finish, or until *hurried*, and close."""
         if self._runner is not None:
             for site in list(self._runner.sites):
                 await site.stop()
-            await self._draining.drain(grace)
+            await self._draining.drain(grace, hurried)
             await self._runner.cleanup()
         if self._session is not None:
             await self._session.close()
@@ -172,6 +174,7 @@ class HttpRelay:
     async def _answer(self, request: web.Request, response: aiohttp.ClientResponse, visit: Visit) -> web.StreamResponse:
         headers = _end_to_end(response.headers)
         headers.update(visit.told)
+        headers.setdefault(hdrs.SERVER, _SERVER)
         answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
         if visit.last:
             answer.force_close()
@@ -194,6 +197,14 @@ class HttpRelay:
         return answer
 
 
+async def _expect(request: web.Request) -> None:
+    """Ask for the body where a client waits for that. Other expectations may be ignored (RFC 9110, 10.1.1)."""
+    if request.version >= HttpVersion11 and request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # It is no part of the answer, which is still to come.
+        request.writer.output_size = 0
+
+
 def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
     named = {name.strip().lower() for name in headers.get(hdrs.CONNECTION, "").split(",")}
     return CIMultiDict(
@@ -209,7 +220,7 @@ def _refusal(error: ServiceError, visit: Visit) -> web.Response:
         status=error.status,
         body=error_body(error),
         content_type="application/json",
-        headers={**visit.told, **error.headers()},
+        headers={hdrs.SERVER: _SERVER, **visit.told, **error.headers()},
     )
     if visit.last:
         refusal.force_close()

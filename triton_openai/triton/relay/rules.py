@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -124,6 +125,8 @@ _NAMING: dict[str, tuple[Any, str]] = {
 # All that a load or unload may say of a model, unless more is allowed.
 _HARMLESS = frozenset({"unload_dependents"})
 _OVERRIDES = "model-overrides"
+# Each reading is as long as the name: one that is encoded again and again would cost its square in time and memory.
+_MOST_READINGS = 8
 
 
 class _LoadBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -141,13 +144,18 @@ class Rules:
         Return the operation of an HTTP request for *target*, as it stands in the request line, if it is one that is
         relayed, and every name that the model in it may be meant to have.
 
-        Whether and how often a name is decoded is Triton's affair, and differs between its releases.
+        Whether and how often a name is decoded is Triton's affair, and differs between its releases. One that is
+        encoded more often than anybody means is not relayed.
         """
         path = target.partition("?")[0]
         for pattern, operation in _PATHS:
             match = pattern.fullmatch(path)
-            if match is not None:
-                return operation, list(_readings(match["model"])) if "model" in pattern.groupindex else ()
+            if match is None:
+                continue
+            if "model" not in pattern.groupindex:
+                return operation, ()
+            names = list(islice(_readings(match["model"]), _MOST_READINGS + 1))
+            return (operation, names) if len(names) <= _MOST_READINGS else (None, ())
         return None, ()
 
     def of_rpc(self, method: str) -> Operation | None:
