@@ -113,8 +113,7 @@ class Soak:
         self._ends = time.monotonic() + seconds
         async with aiohttp.ClientSession(self._service.address, connector=aiohttp.TCPConnector(limit=0)) as session:
             clients = [asyncio.create_task(self._client(session)) for _ in range(self._clients)]
-            if faults:
-                await self._faults()
+            await (self._faults() if faults else self._quiet(seconds))
             await asyncio.gather(*clients)
         await asyncio.to_thread(lambda: until(lambda: not self._service.level().running))
         return await asyncio.to_thread(self._service.level)
