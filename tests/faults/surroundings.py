@@ -198,8 +198,10 @@ def asking(service: Service, path: str, request: dict[str, Any]) -> Iterator[Fut
 
 
 def assert_works(service: Service) -> None:
-    """Assert that the service is ready and answers, streamed or not, and embeds."""
-    until(lambda: service.status("/health/ready") == 200)
+    """Assert that the service answers, streamed or not, and embeds, as soon as it has found its Triton."""
+    vector = {"model": "text_embedding", "input": "a"}
+    # It may still think that it is ready when Triton has just come back, and that Triton is gone right after.
+    until(lambda: service.status("/health/ready") == 200 and service.post("/v1/embeddings", vector).status == 200)
     for model in ENGINES:
         assert WORDS == service.post(COMPLETIONS, body(model, steered(text=WORDS))).json["choices"][0]["text"]
         with Stream(service, model, steered(text=WORDS)) as stream:

@@ -98,6 +98,7 @@ class EmbeddedTriton:
         """
         if self.poll() is None and self._guard is not None:
             raise RuntimeError("the server runs already")
+        self._collect()
         deadline = time.monotonic() + timeout
         runtime = self._prepare()
         for port in self._ports or self._given_ports:
