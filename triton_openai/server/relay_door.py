@@ -172,7 +172,7 @@ class RelayVisit:
         refused = isinstance(error, InvalidApiKey | RateLimited)
         (_log.info if told or refused else _log.debug)("relayed", **fields)
         if error is not None and (error.status >= 500 or error.detail):
-            _log.warning("request refused", **fields, reason=error.detail or error.message)
+            _log.warning("request refused", **fields, reason=error.reason)
 
     def _count_running(self, change: int) -> None:
         if self._door.metrics is not None:
