@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
@@ -51,6 +52,8 @@ from triton_openai.worker import WORKER, Worker
 _log = get_logger(__name__)
 # Longest time that the last spans have to leave when the service ends.
 _LAST_SPANS_SECONDS = 3.0
+# Longest time that the first look at Triton's models may hold up the first connection.
+_FIRST_LOOK_SECONDS = 2.0
 
 
 def create_app(
@@ -237,6 +240,9 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     work = (service.models.catalog.run(), app[LOOP_LAG].run(), app[MODEL_GATES].watch())
     tasks = [asyncio.create_task(one) for one in work]
     service.admission.open()
+    # Who is let in before that is told that there are no models, beside workers that know them all.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(service.models.catalog.first.wait(), _FIRST_LOOK_SECONDS)
     yield
     service.admission.close()
     for task in tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,13 +40,19 @@ def config_of(
 
 
 class FakeTriton:
-    """Serves *models* (name to config), of which those in *waiting* are not ready, and streams *responses*."""
+    """
+    Serves *models* (name to config), of which those in *waiting* are not ready, and streams *responses*.
+
+    Its list of models is answered while *may_list* is set.
+    """
 
     def __init__(self, *configs: dict[str, Any]) -> None:
         self.models = {config["name"]: config for config in configs}
         self.waiting: dict[str, str] = {}
         self.responses: Sequence[Mapping[str, Any]] = ()
         self.index_calls = 0
+        self.may_list = asyncio.Event()
+        self.may_list.set()
         self.asked: list[tuple[str, dict[str, Any]]] = []
         app = web.Application()
         app.router.add_post("/v2/repository/index", self._index)
@@ -67,6 +74,7 @@ class FakeTriton:
 
     async def _index(self, request: web.Request) -> web.Response:
         self.index_calls += 1
+        await self.may_list.wait()
         index = [{"name": name, "version": "1", "state": "READY"} for name in self.models]
         # Of a model that was never loaded, the real one knows nothing but the name.
         index += [

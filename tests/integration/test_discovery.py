@@ -125,6 +125,38 @@ async def test_models_come_and_go(server, transport):
         assert answer.headers["Retry-After"]
 
 
+async def test_nobody_is_let_in_before_the_first_look():
+    """The first answer is not that there are no models: a replaced worker would say so beside others that know them."""
+
+    async def first_answer(url: str) -> list[str]:
+        async with serving(settings_of(url)) as proxy:
+            return await listed(proxy)
+
+    async with FakeTriton(config_of("slowly_listed")) as triton:
+        triton.may_list.clear()
+        answer = asyncio.create_task(first_answer(triton.url))
+        await until(lambda: has_listed(triton))
+        triton.may_list.set()
+
+        assert ["slowly_listed"] == await answer
+
+
+async def test_a_triton_that_hangs_does_not_keep_the_service_from_starting(monkeypatch):
+    """Who asks is told that it is not ready, as with one that is away."""
+    monkeypatch.setattr("triton_openai.app._FIRST_LOOK_SECONDS", 0.01)
+    async with FakeTriton(config_of("never_listed")) as triton:
+        triton.may_list.clear()
+        async with serving(settings_of(triton.url)) as proxy:
+            assert 200 == (await proxy.get("/health/live")).status
+            assert 503 == await ready(proxy)
+        triton.may_list.set()
+
+
+async def has_listed(triton: FakeTriton) -> bool:
+    """Return whether somebody has asked for its models."""
+    return triton.index_calls > 0
+
+
 async def is_status(proxy: Proxy, body: dict[str, Any], status: int) -> bool:
     """Return whether an embeddings request gets *status*."""
     return status == (await proxy.post("/v1/embeddings", body)).status
