@@ -24,6 +24,7 @@ from triton_openai.estimates import tokens_in, tokens_in_pieces
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.loras.answers import LoraAnswers
 from triton_openai.models import ServedModel
+from triton_openai.telemetry.gaps import Gaps
 from triton_openai.telemetry.upstream import UPSTREAM
 from triton_openai.text.held import HeldLogprobs
 from triton_openai.text.logits import INLINE_NUMBERS, log_probabilities
@@ -75,7 +76,7 @@ class Run:
         )
         self._stream: ResponseStream | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._last = self._loop.time()
+        self._last = self._came = self._loop.time()
         self._waiting = False
         self._ended = False
         # Counts: None once the backend has left one out
@@ -93,6 +94,7 @@ class Run:
         self.sent: float | None = None
         self.first: float | None = None
         self.ended: float | None = None
+        self.gaps = Gaps()
         self.cumulative_logprob: float | None = None
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
 
@@ -186,8 +188,9 @@ class Run:
                 self._append_rest(deltas)
                 await self._conclude()
                 return deltas
+            self._came = self._loop.time()
             if self._steps == 0:
-                self.first = self._loop.time()
+                self.first = self._came
                 self._watch_silence(self._limits.idle)
             for response in responses:
                 for delta in self._decoder.feed(response):
@@ -274,6 +277,7 @@ class Run:
             self.cumulative_logprob = delta.cumulative_logprob
         if delta.text:
             self._text.append(delta.text)
+            self.gaps.arrived(self._came)
 
     async def _add_logprobs(self, delta: Delta) -> None:
         """Make the log probabilities of *delta* from its logits, and let these go."""

@@ -104,6 +104,10 @@ async def test_mixed_traffic(fresh: Proxy) -> None:
     assert {"stop": 4, "length": 1} == finished
     assert 4 == found.sum("gen_ai_server_time_to_first_token_seconds_count", gen_ai_request_model="ensemble")
     assert 5 == found.sum("gen_ai_server_time_per_output_token_seconds_count", gen_ai_request_model="ensemble")
+    between = found.sum("triton_openai_time_between_tokens_seconds_count", model="ensemble")
+    # Of what comes together nobody knows.
+    assert 0 < between <= tokens["output"] - 5
+    assert between == found.sum("vllm:inter_token_latency_seconds_count", model_name="ensemble")
     assert 0 < found.sum("triton_openai_tokens_total", model="vllm_model", type="output")
     # The other names say the same.
     assert tokens["output"] == found.sum("vllm:generation_tokens_total", model_name="ensemble")
@@ -149,6 +153,7 @@ async def test_an_answer_in_one_piece(fresh: Proxy) -> None:
 
     assert 1 == found.sum("gen_ai_server_time_to_first_token_seconds_count", **model)
     assert 0 == found.sum("gen_ai_server_time_per_output_token_seconds_count", **model)
+    assert 0 == found.sum("triton_openai_time_between_tokens_seconds_count", model="ensemble_nonstreaming")
     assert 4 <= found.sum("triton_openai_tokens_total", model="ensemble_nonstreaming", type="output")
 
 

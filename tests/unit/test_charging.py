@@ -8,6 +8,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.estimates import tokens_in, tokens_in_pieces
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.server.charging import tokens_charged
+from triton_openai.telemetry.gaps import Gaps
 from triton_openai.telemetry.observation import Observation
 
 _KNOWN = Usage(prompt_tokens=10, completion_tokens=5)
@@ -22,6 +23,7 @@ class FakeAnswer:
     usage: Usage | None = None
     usage_estimate = _ESTIMATE
     steps = 1
+    gaps = Gaps()
     text = ""
     error: ServiceError | None = None
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import generate_latest
+from hypothesis import given
+from hypothesis.strategies import floats, lists
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 
@@ -27,8 +29,10 @@ from triton_openai.errors import (
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import instruments
 from triton_openai.telemetry.exposition import prefers_openmetrics
+from triton_openai.telemetry.gaps import BOUNDS, Gaps
 from triton_openai.telemetry.metrics import Metrics, SharedNumbers, outcome_of
 from triton_openai.telemetry.observation import Observation
+from triton_openai.telemetry.tallied import Tallied
 from triton_openai.worker import Worker
 
 SERVED = {"model": "m", "adapter": "a"}
@@ -40,6 +44,7 @@ class FakeAnswer(msgspec.Struct, kw_only=True):
     sent: float | None = None
     first: float | None = None
     ended: float | None = None
+    gaps: Gaps = msgspec.field(default_factory=Gaps)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     partial: Usage | None = None
@@ -148,6 +153,41 @@ def test_no_time_between_tokens(metrics: Metrics, steps: int, tokens: int) -> No
     observed(metrics, FakeAnswer(first=1.0, ended=1.0, usage=usage, steps=steps))
 
     assert 0 == shown(metrics).sum("gen_ai_server_time_per_output_token_seconds_count")
+
+
+@given(gaps=lists(floats(0.0005, 100)))
+def test_gaps_are_observations(gaps: list[float]) -> None:
+    """An answer's own count of its gaps becomes what single observations of them would have become."""
+    counted, now = Gaps(), 0.0
+    added, observed_one_by_one = (
+        Tallied("x", "", registry=registry, buckets=BOUNDS) for registry in (CollectorRegistry(), CollectorRegistry())
+    )
+    counted.arrived(now)
+    for gap in gaps:
+        observed_one_by_one.observe((now + gap) - now)
+        now += gap
+        counted.arrived(now)
+    added.add(counted)
+
+    def values(histogram: Tallied) -> list[tuple[str, dict[str, str], Any]]:
+        (metric,) = histogram.collect()
+        return [(one.name, one.labels, pytest.approx(one.value)) for one in metric.samples if "created" not in one.name]
+
+    assert values(observed_one_by_one) == values(added)
+
+
+def test_gaps_of_all_answers(metrics: Metrics) -> None:
+    """Also of those that failed: what came had come."""
+    gaps = Gaps()
+    # At 1.5 came two tokens at once.
+    for now in (1.0, 1.5, 1.5, 1.5625, 5.5625):
+        gaps.arrived(now)
+    observed(metrics, FakeAnswer(gaps=gaps), FakeAnswer(gaps=gaps, error=UpstreamError("x")), FakeAnswer(), n=3)
+    found = shown(metrics)
+
+    name = "triton_openai_time_between_tokens_seconds"
+    assert (6, 9.125) == tuple(found.sum(f"{name}_{what}", **SERVED) for what in ("count", "sum"))
+    assert [0, 2, 4, 6] == [found.sum(f"{name}_bucket", le=le, **SERVED) for le in ("0.05", "0.1", "0.5", "5.0")]
 
 
 def test_an_answer_that_was_cut_off(metrics: Metrics) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +33,7 @@ from triton_openai.config.traces import TracesSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, ServiceError, UpstreamError
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import otlp
+from triton_openai.telemetry.gaps import Gaps
 from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation
 from triton_openai.telemetry.propagation import Propagation, is_recorded, trace_context
 from triton_openai.telemetry.tracing import Tracing
@@ -55,6 +56,7 @@ class FakeAnswer:
     error: ServiceError | None = None
     cancelled: bool = False
     steps: int = 2
+    gaps: Gaps = field(default_factory=Gaps)
     text: str = ""
 
     @property

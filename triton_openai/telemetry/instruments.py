@@ -14,6 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from triton_openai.telemetry.gaps import BOUNDS
+
 #: What the conventions call whoever serves the model; they have no word for Triton, and allow another one.
 PROVIDER = "triton"
 
@@ -95,6 +97,13 @@ PER_TOKEN = Instrument(
     _GEN_AI,
     _PER_TOKEN,
 )
+GAPS = Instrument(
+    "triton_openai_time_between_tokens_seconds",
+    "histogram",
+    "Between one arrival of an answer's text from Triton and the next; tokens that came together are one arrival.",
+    _SERVED,
+    BOUNDS,
+)
 QUEUE = Instrument(
     "triton_openai_queue_seconds",
     "histogram",
@@ -133,6 +142,6 @@ LOOP_LAG = Instrument(
 )
 
 INSTRUMENTS = (
-    REQUESTS, ERRORS, RUNNING, QUEUED, TOKENS, FINISHED, DURATION, FIRST_TOKEN, PER_TOKEN, QUEUE, PREPARATION,
+    REQUESTS, ERRORS, RUNNING, QUEUED, TOKENS, FINISHED, DURATION, FIRST_TOKEN, PER_TOKEN, GAPS, QUEUE, PREPARATION,
     INPUT_TOKENS, OUTPUT_TOKENS, RELAYED, RELAYING, LOOP_LAG,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import prometheus_client.values
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
@@ -23,6 +23,7 @@ from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.telemetry import instruments as names
 from triton_openai.telemetry.instruments import PROVIDER, Instrument
 from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation, Observer
+from triton_openai.telemetry.tallied import Tallied
 from triton_openai.worker import Worker
 
 _log = structlog.get_logger(__name__)
@@ -97,6 +98,7 @@ class _Served:
         self.queued = metrics.child(names.QUEUED, *served)
         self.first_token = metrics.child(names.FIRST_TOKEN, *gen_ai)
         self.per_token = metrics.child(names.PER_TOKEN, *gen_ai)
+        self.gaps: Tallied = metrics.child(names.GAPS, *served)
         self.queue = metrics.child(names.QUEUE, *served)
         self.preparation = metrics.child(names.PREPARATION, *served)
         self.input_tokens = metrics.child(names.INPUT_TOKENS, *served)
@@ -124,7 +126,7 @@ class Metrics(Observer):
         self._children: dict[tuple[str, ...], Any] = {}
         self._running: dict[Observation, _Served] = {}
         self._queued: set[Observation] = set()
-        self._loop_lag: Histogram = self._metrics[names.LOOP_LAG.name]
+        self._loop_lag: Tallied = self._metrics[names.LOOP_LAG.name]
 
     def child(self, instrument: Instrument, *labels: str) -> Any:
         """Return the series of *instrument* with these values of its labels."""
@@ -212,6 +214,7 @@ class Metrics(Observer):
         known = observation.input_tokens is not None
         for number, answer in enumerate(answers):
             usage = answer.usage_so_far
+            served.gaps.add(answer.gaps)
             if answer.finish_reason is not None:
                 self.child(names.FINISHED, model, adapter, answer.finish_reason.value).inc()
             if usage is None:
@@ -250,6 +253,6 @@ def _made(instrument: Instrument, registry: CollectorRegistry) -> Any:
         "counter": lambda: Counter(name, about, labels, registry=registry),
         # Only what lives runs something.
         "gauge": lambda: Gauge(name, about, labels, registry=registry, multiprocess_mode="livesum"),
-        "histogram": lambda: Histogram(name, about, labels, registry=registry, buckets=instrument.buckets),
+        "histogram": lambda: Tallied(name, about, labels, registry=registry, buckets=instrument.buckets),
     }
     return makers[instrument.kind]()

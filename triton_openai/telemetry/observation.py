@@ -18,6 +18,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.models import ServedModel
+from triton_openai.telemetry.gaps import Gaps
 from triton_openai.telemetry.upstream import Upstream
 
 #: Status of a request whose client left before it was answered, as nginx writes it.
@@ -33,11 +34,15 @@ def _not_counted() -> int | None:
 
 
 class Answering(Protocol):
-    """One answer being generated: when it was sent to the backend, when its first token came, when and how it ended."""
+    """
+    One answer being generated: when it was sent to the backend, when its first token came, how far apart all of them
+    were, when and how it ended.
+    """
 
     sent: float | None
     first: float | None
     ended: float | None
+    gaps: Gaps
     finish_reason: FinishReason | None
     usage: Usage | None
     error: ServiceError | None

@@ -43,7 +43,7 @@ RENAMED = (
     Renamed("vllm:generation_tokens_total", names.TOKENS, "Tokens of answers.", {"type": "output"}),
     Renamed("vllm:request_success_total", names.FINISHED, "Answers that have ended.", {}, "finished_reason", "reason"),
     Renamed("vllm:time_to_first_token_seconds", names.FIRST_TOKEN, "Time to the first token."),
-    Renamed("vllm:inter_token_latency_seconds", names.PER_TOKEN, "Mean time between an answer's tokens."),
+    Renamed("vllm:inter_token_latency_seconds", names.GAPS, "Time between the arrivals of an answer's tokens."),
     Renamed("vllm:time_per_output_token_seconds", names.PER_TOKEN, "Mean time between an answer's tokens."),
     Renamed("vllm:request_time_per_output_token_seconds", names.PER_TOKEN, "Mean time between an answer's tokens."),
     Renamed("vllm:e2e_request_latency_seconds", names.DURATION, "Time of a whole request.", {"error_type": ""}),
