@@ -71,6 +71,9 @@ class Answer:
         return _VOLATILE.sub(lambda found: (found[1] or found[2]) + b'"*"', self.body)
 
 
+_RUNNING: set[Proxy] = set()
+
+
 class Proxy:
     """
     The service over one transport, and a client for it.
@@ -106,6 +109,11 @@ class Proxy:
         """Wait until the models have been looked up for the first time."""
         await asyncio.wait_for(self.models.catalog.first.wait(), 10)
 
+    async def finds_triton(self) -> bool:
+        """Return whether Triton can be reached now."""
+        await self.models.catalog.refresh()
+        return self.models.catalog.snapshot.reachable
+
 
 def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Settings:
     """
@@ -132,7 +140,23 @@ async def serving(
     """Run the service with *settings* on a free port; *client* replaces its connection to Triton."""
     app = create_app(settings, client=client)
     async with TestClient(TestServer(app)) as test_client:
-        yield Proxy(test_client, models_of(app), transport)
+        proxy = Proxy(test_client, models_of(app), transport)
+        _RUNNING.add(proxy)
+        try:
+            yield proxy
+        finally:
+            _RUNNING.remove(proxy)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def triton_found_again() -> None:
+    """Wait until every running service has found its Triton, after that was started again."""
+
+    async def find() -> None:
+        while not all([await proxy.finds_triton() for proxy in _RUNNING]):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(find(), 30)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

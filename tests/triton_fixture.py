@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -47,35 +50,61 @@ class TestTriton:
 
 
 _SHARED: list[EmbeddedTriton] = []
-
-
 _ENDED = "Triton ended by itself"
-
-
-@pytest.fixture(autouse=True)
-def _triton_goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Start the shared Triton again when it has ended, as Triton 2.51 now and then does when calls are cancelled."""
-    yield
-    for server in _SHARED:
-        status = server.poll()
-        if status is not None:
-            text = f"It ended by itself with status {status}, and was started again.\n{server.log_tail()}"
-            request.node.add_report_section("call", "Triton", text)
-            request.node.user_properties.append((_ENDED, status))
-            server.start()
+# Whether services that were running have still to find a Triton that was started again.
+_STARTED_AGAIN = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-    """Run a test as usual; once more if the shared Triton ended by itself meanwhile, which says nothing about us."""
+    """
+    Run a test as usual; once more if the shared Triton ended by itself meanwhile, as Triton 2.51 now and then does when
+    calls are cancelled: that says nothing about us.
+    """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if any(name == _ENDED for name, _ in item.user_properties):
+    if ended := _start_again(failed=any(report.failed for report in reports)):
+        item.config.stash[_STARTED_AGAIN] = True
+        item.user_properties.append((_ENDED, True))
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        for report in reports:
+            report.sections.append((_ENDED, ended))
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _start_again(*, failed: bool) -> str:
+    """Start shared Tritons that have ended; return what they say of it. After a test that *failed*, look closer."""
+    said = []
+    for server in _SHARED:
+        if failed and not _is_open(server.http_url):
+            # It may take seconds from its last connection to its end.
+            with contextlib.suppress(TimeoutError):
+                server.wait(60)
+        status = server.poll()
+        if status is not None:
+            said.append(f"It ended with status {status}, and was started again.\n{server.log_tail()}")
+            server.start()
+    return "\n".join(said)
+
+
+def _is_open(url: str) -> bool:
+    host, _, port = urlsplit(url).netloc.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 10).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _found_again(request: pytest.FixtureRequest) -> None:
+    """Let running services find a Triton that was started again: over gRPC that takes them up to a second."""
+    if request.config.stash.get(_STARTED_AGAIN, False):
+        request.config.stash[_STARTED_AGAIN] = False
+        request.getfixturevalue("triton_found_again")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
