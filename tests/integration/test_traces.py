@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.clients import service
 from tests.collector import CollectedSpan, Collector, collecting
 from tests.conformance.calls import PATHS, ask, request, steered
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, serving
@@ -488,16 +489,23 @@ def test_a_triton_that_is_started_here_joins_in(
     assert call.id == top.parent
 
 
-def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTriton) -> None:
+def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTriton, tmp_path: Path) -> None:
     """Each is an instance of the service, and sends its last spans when they all end."""
     arguments = ["--workers", "2", "--triton-url", traced_triton.http_url]
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.http_url, "OTEL_BSP_SCHEDULE_DELAY": "3600000"}
-    traces = [new_trace() for _ in range(32)]
-    with process(*arguments, **environ) as (address, stop):
-        # A connection each: the kernel chooses the worker.
-        for _, headers in traces:
-            fetch(address, headers)
-        stop()
+    traces: list[tuple[str, dict[str, str]]] = []
+    with service.serving(tmp_path, *arguments, **environ) as running:
+
+        def both_have_answered() -> bool:
+            # Over a connection of its own: the kernel chooses the worker, and one begins later than the other.
+            traces.append(new_trace())
+            fetch(running.address, traces[-1][1])
+            lines = map(json.loads, running.log.read_text().splitlines())
+            return 2 == len({line["worker"] for line in lines if line.get("path") == PATHS["chat"]})
+
+        service.until(both_have_answered)
+        running.process.terminate()
+        assert 0 == running.process.wait(30)
 
     servers = [only(collector.of(trace, "triton-openai"), kind="SERVER") for trace, _ in traces]
     assert 2 == len({span.resource["service.instance.id"] for span in servers})
