@@ -20,7 +20,9 @@ from triton_openai.background import Background
 from triton_openai.chat import history, infill
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
+from triton_openai.config.traces import SDK_REFUSES
 from triton_openai.draining import DRAINING, Draining
+from triton_openai.errors import ConfigurationError
 from triton_openai.media.addresses import is_public, is_public_or_private
 from triton_openai.media.fetch import ImageFetcher
 from triton_openai.media.hosts import AllowedHosts
@@ -130,8 +132,12 @@ def _traces(
     if traces.otlp_endpoint is None:
         return (Propagation() if traces.continue_traces else None), None
     # Imported here: most services send no traces, and OpenTelemetry's SDK takes a quarter of a second.
-    from triton_openai.telemetry.otlp import check_installed, tracer
-    from triton_openai.telemetry.tracing import Tracing
+    try:
+        from triton_openai.telemetry.otlp import check_installed, tracer
+        from triton_openai.telemetry.tracing import Tracing
+    except ValueError as error:
+        # It reads some of its variables when it is imported.
+        raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
 
     check_installed(traces)
     locate = connection.address_of if isinstance(connection, Endpoint) else None

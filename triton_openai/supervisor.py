@@ -41,6 +41,10 @@ class SupervisedServer(Protocol):
     def log_tail(self, lines: int = ...) -> str:
         """Return the end of its log."""
 
+    @property
+    def log_path(self) -> Path:
+        """The file that is its log, once it was started."""
+
 
 class Supervisor:
     """
@@ -74,6 +78,8 @@ class Supervisor:
         """
         try:
             await self._start()
+            # A file of its own, which nobody would look for.
+            log.info("triton runs", its_log=str(self._server.log_path))
             self.started.set()
             while True:
                 began = time.monotonic()

@@ -275,6 +275,18 @@ async def test_listing_all_models(keys_file: Path) -> None:
         assert ["m"] == [model["id"] for model in json.loads(body)["data"]]
 
 
+async def test_metrics_are_about_all_models(keys_file: Path) -> None:
+    """They would name the models, and tell the traffic, that are not there for a key of certain models."""
+    async with service(AccessSettings(api_keys_file=keys_file)) as proxy:
+        for method in ("GET", "HEAD"):
+            assert 403 == (await raw(proxy, method, "/metrics", "api-key: sk-one"))[0]
+            assert 200 == (await raw(proxy, method, "/metrics", "api-key: sk-all"))[0]
+        _, _, body = await raw(proxy, "GET", "/metrics", "api-key: sk-one")
+        assert "key_not_sufficient" == json.loads(body)["error"]["code"]
+        _, _, body = await raw(proxy, "GET", "/openapi.json", "api-key: sk-one")
+        assert "403" in json.loads(body)["paths"]["/metrics"]["get"]["responses"]
+
+
 async def test_keys_that_may_not_manage(managing: Path) -> None:
     """They use models and list them, and do not load and unload them; for the others it is as without keys."""
     async with service(AccessSettings(api_keys_file=managing), control="explicit") as proxy:

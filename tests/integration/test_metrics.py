@@ -209,9 +209,10 @@ async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
                     assert tokens == seen.sum("triton_openai_tokens_total", type="output")
                     assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_count")
                     assert 3 == seen.sum("gen_ai_server_time_to_first_token_seconds_bucket", le="+Inf")
-                    assert (0, 2) == (
+                    assert (0, 2, 0) == (
                         seen.sum("triton_openai_requests_running"),
                         seen.sum("triton_openai_workers"),
+                        seen.sum("triton_openai_workers_replaced_total"),
                     )
                 streams = [
                     await session.post(
@@ -240,6 +241,7 @@ async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
                     await asyncio.sleep(0.02)
                 assert 4 == seen.sum("triton_openai_requests_total", model="ensemble", outcome="answered")
                 assert tokens <= seen.sum("triton_openai_tokens_total", type="output")
+                assert 1 == seen.sum("triton_openai_workers_replaced_total")
                 # One file of each kind for each worker, however often it was replaced.
                 assert 6 == len(list(metrics_folder(tmp_path).glob("*.db")))
 

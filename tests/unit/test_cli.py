@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,3 +113,20 @@ def test_the_demo_opens_its_own_door() -> None:
     assert {"x-admin": "v", "x-api-key": "sk-1"} == _headers(
         AccessSettings(api_key=("alice:sk-1", "sk-2"), openai_restricted_api=(restricted, other))
     )
+
+
+@pytest.mark.parametrize("encoding, stdout", [("utf-8", "/dev/full"), ("ascii", "/dev/null")])
+def test_a_banner_that_cannot_be_printed_costs_nothing_but_itself(encoding: str, stdout: str) -> None:
+    """A full disk behind stdout, or a name without letters there, is no reason not to serve; the exit status is 0."""
+    program = (
+        "from triton_openai.cli.banner import show; from triton_openai.config import ServerSettings; "
+        "from triton_openai.telemetry.logging import configure_logging; "
+        "configure_logging(ServerSettings()); show('пример'); show('b')"
+    )
+    environ = {**os.environ, "PYTHONIOENCODING": encoding}
+    with Path(stdout).open("w") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", program], check=False, env=environ, stdout=out, stderr=subprocess.PIPE, text=True
+        )
+
+    assert (0, 1) == (done.returncode, done.stderr.count("what is served cannot be printed"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +45,10 @@ class Server:
     def log_tail(self, lines: int = 0) -> str:
         return "the end"
 
+    @property
+    def log_path(self) -> Path:
+        return Path("/somewhere/its.log")
+
 
 def _supervisor(server: Server) -> Supervisor:
     return Supervisor(server, poll_interval=0.005, first_pause=0.005, longest_pause=0.02)
@@ -63,6 +69,19 @@ async def _running(supervisor: Supervisor):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_it_is_said_where_its_log_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not write to the service's own, and the folder is a new one with each service."""
+    said: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        "triton_openai.supervisor.log", SimpleNamespace(info=lambda event, **fields: said.append((event, fields)))
+    )
+    supervisor = _supervisor(Server())
+    async with _running(supervisor):
+        await asyncio.wait_for(supervisor.started.wait(), 30)
+
+    assert [("triton runs", {"its_log": "/somewhere/its.log"})] == said
 
 
 async def test_it_is_stopped_with_the_service() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -504,6 +505,33 @@ def test_a_missing_exporter_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch
         settings = Settings(traces=TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}"))
         with pytest.raises(ConfigurationError, match=r"triton-openai\[otlp\]"):
             create_app(settings)
+
+
+@pytest.mark.parametrize(
+    "port, variable, value",
+    [(4318, "OTEL_BSP_MAX_QUEUE_SIZE", "10"), (4317, "OTEL_EXPORTER_OTLP_COMPRESSION", "zstd")],
+)
+async def test_what_the_sdk_does_not_take_is_said_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, port: int, variable: str, value: str
+) -> None:
+    """Its variables are an operator's to mend, as settings of the service's own are."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match="OTEL_"):
+        async with otlp.tracer(TracesSettings(otlp_endpoint=f"http://127.0.0.1:{port}"), flush_timeout=1):
+            pass
+
+
+def test_what_the_sdk_does_not_take_when_it_is_imported_is_said() -> None:
+    """It reads its limits then."""
+    program = (
+        "from triton_openai.app import create_app; from triton_openai.config import Settings; "
+        "from triton_openai.config.traces import TracesSettings; from triton_openai.errors import ConfigurationError\n"
+        "try: create_app(Settings(traces=TracesSettings(otlp_endpoint='http://127.0.0.1:4318')))\n"
+        "except ConfigurationError as error: print(error.message)"
+    )
+    environ = {**os.environ, "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": "-1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT" in done.stdout
 
 
 def test_names_of_the_environment_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from triton_openai.api.access import check_opens_everything
 from triton_openai.errors import EndpointNotFound
 from triton_openai.telemetry.exposition import Exposition
 
@@ -11,7 +12,13 @@ EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Answer with all metrics. Raises :class:`EndpointNotFound` where they are turned off."""
+    """
+    Answer with all metrics.
+
+    Raises :class:`EndpointNotFound` where they are turned off, and :class:`KeyNotSufficient` for a key of certain
+    models: they name all of them, and tell of everybody's traffic.
+    """
+    check_opens_everything(request)
     exposition = request.app.get(EXPOSITION)
     if exposition is None:
         raise EndpointNotFound("The service's metrics are turned off.")

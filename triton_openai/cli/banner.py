@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from triton_openai import __version__
 from triton_openai.config import Settings
 from triton_openai.models import Models
+from triton_openai.telemetry.logging import get_logger
 
+_log = get_logger(__name__)
 # Tenths of a second that a Triton which says it is ready gets to show its models.
 _LOOKS = 100
 
@@ -61,6 +66,24 @@ def render_banner(banner: Banner, log_format: str) -> str:
         lines.append("  Triton does not answer yet. Its models are served as soon as it does.")
     lines += ["", f'For clients: base_url="{banner.base_url}"', ""]
     return "\n".join(lines)
+
+
+def show(banner: str) -> None:
+    """
+    Print a rendered *banner*.
+
+    A disk that is full, a reader that has left and a terminal without the letters of a model's name cost the banner and
+    not the service; the log says so.
+    """
+    try:
+        print(banner, flush=True)
+    except UnicodeEncodeError as error:
+        _log.warning("what is served cannot be printed", reason=str(error))
+    except OSError as error:
+        _log.warning("what is served cannot be printed", reason=str(error))
+        # What is left in the buffer would be tried once more at the end, and make an exit status of its own.
+        with Path(os.devnull).open("w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from triton_openai.api.service import SERVICE
 from triton_openai.app import control_of, create_app, models_of, take_over
-from triton_openai.cli.banner import Banner, banner_of, render_banner
+from triton_openai.cli.banner import Banner, banner_of, render_banner, show
 from triton_openai.cli.descriptors import raise_limit
 from triton_openai.cli.launching import supervised, to_be_launched
 from triton_openai.cli.reloading import reloading
@@ -115,7 +115,7 @@ async def _greet(
     if started is not None:
         await started.wait()
     banner = await banner_for(settings, app, address, launched=started is not None)
-    print(render_banner(banner, settings.server.log_format), flush=True)
+    show(render_banner(banner, settings.server.log_format))
     return await talk(banner) if talk is not None else None
 
 

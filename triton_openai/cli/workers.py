@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triton_openai.cli.banner import show
 from triton_openai.cli.descriptors import raise_limit
 from triton_openai.cli.launching import supervised, to_be_launched
 from triton_openai.cli.reloading import reloading
@@ -99,4 +100,4 @@ async def _greet(pool: Pool, started: asyncio.Event | None) -> None:
     if started is not None:
         await started.wait()
     pool.greet(launched=started is not None)
-    print(await pool.greeting, flush=True)
+    show(await pool.greeting)

@@ -27,6 +27,8 @@ _CONTENT_WORDS = {
     "no_content": False,
     "event_only": False,
 }
+#: What the program says, before the SDK's own words, of variables that are read by nobody but the SDK.
+SDK_REFUSES = "OpenTelemetry's SDK does not accept one of its environment variables (OTEL_...)"
 #: Characters of each text where that variable wants content, and no setting says how much.
 CONTENT_CHARACTERS = 1024
 

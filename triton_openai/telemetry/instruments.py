@@ -140,8 +140,13 @@ LOOP_LAG = Instrument(
     (),
     _LAG,
 )
+WORKERS_REPLACED = Instrument(
+    "triton_openai_workers_replaced_total",
+    "counter",
+    "Processes of several workers that have died and were replaced. Requests that one had running are in no counter.",
+)
 
 INSTRUMENTS = (
     REQUESTS, ERRORS, RUNNING, QUEUED, TOKENS, FINISHED, DURATION, FIRST_TOKEN, PER_TOKEN, GAPS, QUEUE, PREPARATION,
-    INPUT_TOKENS, OUTPUT_TOKENS, RELAYED, RELAYING, LOOP_LAG,
+    INPUT_TOKENS, OUTPUT_TOKENS, RELAYED, RELAYING, LOOP_LAG, WORKERS_REPLACED,
 )  # fmt: skip

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Tracer
 
 from triton_openai import __version__
-from triton_openai.config.traces import TracesSettings
+from triton_openai.config.traces import SDK_REFUSES, TracesSettings
 from triton_openai.errors import ConfigurationError
 
 SERVICE_NAME = "triton-openai"
@@ -70,11 +70,15 @@ async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIter
     Yield what makes spans that are sent as *settings* say.
 
     To be entered in the process that serves, since its thread does not survive a fork. When left, what is still to be
-    sent has *flush_timeout* seconds.
+    sent has *flush_timeout* seconds. Raises :class:`ConfigurationError` for variables that the SDK does not take.
     """
-    provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
-    exporter = _exporter(settings)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    try:
+        provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
+        exporter = _exporter(settings)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    except Exception as error:
+        # Of whatever kind: only its variables are left that could be wrong.
+        raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
     try:
         yield provider.get_tracer(_SCOPE, __version__)
     finally:

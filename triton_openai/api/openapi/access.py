@@ -7,7 +7,7 @@ from typing import Any
 
 from triton_openai.api.groups import COUNTED
 from triton_openai.config import AccessSettings, Group
-from triton_openai.errors import ApiRestricted, InvalidApiKey, RateLimited, ServiceError
+from triton_openai.errors import ApiRestricted, InvalidApiKey, KeyNotSufficient, RateLimited, ServiceError
 from triton_openai.server.restrictions import Restrictions
 
 _SCHEMES: Mapping[str, Mapping[str, str]] = {
@@ -50,6 +50,8 @@ class Access:
         """Yield the errors of requests that are not let in."""
         if self._keys and group != "health":
             yield InvalidApiKey
+        if self._keys and group == "metrics":
+            yield KeyNotSufficient
         if group in self._restricted:
             yield ApiRestricted
         if self._counts(group):
