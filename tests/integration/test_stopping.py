@@ -114,6 +114,19 @@ def test_a_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> No
     assert b'"service_stopping"' in replies[0].body
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_settings_are_asked_for_too_late(triton: TestTriton, tmp_path: Path, workers: str) -> None:
+    """SIGHUP changes nothing any more, and does not end what still runs."""
+    patience = ("--workers", workers, "--shutdown-delay", "600")
+    with serving(tmp_path, "--triton-url", triton.http_url, *patience, XDG_RUNTIME_DIR=str(tmp_path)) as service:
+        service.process.send_signal(signal.SIGTERM)
+        until(lambda: service.status("/health/ready") == 503)
+        service.process.send_signal(signal.SIGHUP)
+        assert 200 == service.status("/health/live")
+        service.process.send_signal(signal.SIGTERM)
+        assert 0 == service.process.wait(30)
+
+
 def test_idle_connections_are_closed(triton: TestTriton, tmp_path: Path) -> None:
     """
     What a client or a balancer keeps open is closed while others are still answered: nothing is sent there any more.
