@@ -114,6 +114,41 @@ def test_a_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> No
     assert b'"service_stopping"' in replies[0].body
 
 
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_settings_are_asked_for_too_late(triton: TestTriton, tmp_path: Path, workers: str) -> None:
+    """SIGHUP changes nothing any more, and does not end what still runs."""
+    patience = ("--workers", workers, "--shutdown-delay", "600")
+    with serving(tmp_path, "--triton-url", triton.http_url, *patience, XDG_RUNTIME_DIR=str(tmp_path)) as service:
+        service.process.send_signal(signal.SIGTERM)
+        until(lambda: service.status("/health/ready") == 503)
+        service.process.send_signal(signal.SIGHUP)
+        assert 200 == service.status("/health/live")
+        service.process.send_signal(signal.SIGTERM)
+        assert 0 == service.process.wait(30)
+
+
+def test_idle_connections_are_closed(triton: TestTriton, tmp_path: Path) -> None:
+    """
+    What a client or a balancer keeps open is closed while others are still answered: nothing is sent there any more.
+
+    A request that came there would not be answered.
+    """
+    before = len(asked(triton.record.events()))
+    with serving(tmp_path, "--triton-url", triton.http_url, "--shutdown-grace", "600") as service:
+        with contextlib.ExitStack() as closing:
+            running, kept, new = (closing.enter_context(contextlib.closing(service.connect())) for _ in range(3))
+            running.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+            triton.record.wait_for(lambda events: len(asked(events)) > before, 10)
+            kept.request("GET", "/health/live")
+            kept.getresponse().read()
+            new.connect()
+            service.process.send_signal(signal.SIGTERM)
+            assert [b"", b""] == [connection.sock.recv(1) for connection in (kept, new)]
+            service.process.send_signal(signal.SIGTERM)
+            assert 503 == running.getresponse().status
+        assert 0 == service.process.wait(30)
+
+
 def test_who_waits_is_told_too(triton: TestTriton, tmp_path: Path) -> None:
     """A request that was not let in yet is served when there is room in time, and else gets a 503 like the others."""
     limits = ("--max-running-requests", "1", "--shutdown-grace", "600")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,16 @@ def test_exit_status_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
 
     printed = capsys.readouterr()
     assert ("", "triton-openai: --port: 'x' is not accepted: expected a whole number.\n") == (printed.out, printed.err)
+
+
+def test_who_asks_early_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGHUP is for a service to read its settings again, and must not be the end of one that still starts."""
+    monkeypatch.setattr("triton_openai.cli.serve.serve", lambda *_: signal.getsignal(signal.SIGHUP))
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        assert signal.SIG_IGN == main(["serve"])
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_python_m() -> None:

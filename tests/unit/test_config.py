@@ -138,6 +138,15 @@ def test_texts_are_taken_as_they_are(read) -> None:
     assert " {prefix}, {suffix}" == settings.model("m").fim_template
 
 
+def test_workers_share_a_port_that_has_a_number(read) -> None:
+    """With 0 each of them would have another port for Triton's protocol, of which clients are told one."""
+    for name in ("kserve-http-port", "kserve-grpc-port"):
+        with pytest.raises(ConfigurationError, match=f"--{name}: several workers share the port"):
+            read(None, {"workers": "2", "enable-kserve-frontends": True, name: "0"})
+        assert 2 == read(None, {"workers": "2", name: "0"}).server.workers
+        assert read(None, {"enable-kserve-frontends": True, name: "0"}).server.enable_kserve_frontends
+
+
 def test_a_prompt_is_made_in_one_way(read) -> None:
     """A chat template and a history template exclude each other, but a model may differ from all others."""
     for flags in (

@@ -13,6 +13,7 @@ from hypothesis.strategies import floats, lists
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.values import MultiProcessValue
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
@@ -30,7 +31,7 @@ from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import instruments
 from triton_openai.telemetry.exposition import prefers_openmetrics
 from triton_openai.telemetry.gaps import BOUNDS, Gaps
-from triton_openai.telemetry.metrics import Metrics, SharedNumbers, outcome_of
+from triton_openai.telemetry.metrics import Metrics, SharedNumbers, metrics_folder, outcome_of, share_between_workers
 from triton_openai.telemetry.observation import Observation
 from triton_openai.telemetry.tallied import Tallied
 from triton_openai.worker import Worker
@@ -306,6 +307,16 @@ def test_files_of_workers(tmp_path: Path) -> None:
 
     assert ["a"] == list(found)
     assert [3.0] == [sample.value for sample in found["a"]]
+
+
+def test_files_of_workers_have_no_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To fill one on a file system that is full by then would end the worker, and the one that takes its place."""
+    monkeypatch.setattr("prometheus_client.values.ValueClass", MultiProcessValue())
+    assert share_between_workers(Worker(index=1, count=2, directory=tmp_path))
+    files = {path.name: path.stat() for path in metrics_folder(tmp_path).iterdir()}
+
+    assert {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"} == files.keys()
+    assert all(found.st_size <= found.st_blocks * 512 for found in files.values())
 
 
 def test_the_table_of_instruments() -> None:

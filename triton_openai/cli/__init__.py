@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         parsed = parse(sys.argv[1:] if arguments is None else arguments)
+        if parsed.command == "serve":
+            # Until it can be answered: whoever asks a service that starts to read its settings is not to end it.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         source = Source(
             lambda: load_settings(parsed.settings, os.environ, DEFAULTS.get(parsed.command)),
             config_file(parsed.settings, os.environ),

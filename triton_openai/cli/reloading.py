@@ -7,7 +7,6 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator
 
-from triton_openai.cli.stopping import handled_signal
 from triton_openai.reload import Reloader
 
 
@@ -17,10 +16,11 @@ async def reloading(reloader: Reloader | None) -> AsyncIterator[None]:
     if reloader is None:
         yield
         return
-    with handled_signal(asyncio.get_running_loop(), signal.SIGHUP, reloader.request):
-        running = asyncio.create_task(reloader.run())
-        try:
-            yield
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+    # Until the process ends: who asks while requests still run to their end asks too late, and must not cut them off.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.request)
+    running = asyncio.create_task(reloader.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -28,6 +28,25 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
         yield sockets
 
 
+def check_relay_ports(server: ServerSettings) -> None:
+    """
+    Look whether anybody else listens where each of several workers is going to listen for itself.
+
+    They share these ports, and the system would share them with another service of the same user as well, without a
+    word: its clients would be answered by either.
+
+    :raises ConfigurationError: when a port is taken.
+    """
+    if not server.enable_kserve_frontends:
+        return
+    for flag, port in (
+        ("--kserve-http-port", server.kserve_http_port),
+        ("--kserve-grpc-port", server.kserve_grpc_port),
+    ):
+        for one in bound_sockets(server.host, port, backlog=server.backlog, advice=f"Choose another with {flag}."):
+            one.close()
+
+
 def address_of(server: ServerSettings, bound: socket.socket, scheme: str) -> str:
     """Return a URL for clients on this machine: an address that means every interface is none to connect to."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)

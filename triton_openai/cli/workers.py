@@ -16,7 +16,7 @@ from triton_openai.cli.banner import show
 from triton_openai.cli.descriptors import raise_limit
 from triton_openai.cli.launching import supervised, to_be_launched
 from triton_openai.cli.reloading import reloading
-from triton_openai.cli.sockets import address_of, listening_sockets
+from triton_openai.cli.sockets import address_of, check_relay_ports, listening_sockets
 from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.config import Settings
 from triton_openai.reload import Reloader, Source
@@ -35,6 +35,7 @@ def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str,
     # The workers inherit it.
     raise_limit()
     with listening_sockets(settings.server) as sockets, private_directory(environ) as directory:
+        check_relay_ports(settings.server)
         launched = to_be_launched(settings, environ)
         # prometheus_client looks for it when it is imported.
         environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}

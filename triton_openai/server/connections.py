@@ -102,6 +102,17 @@ class Connection(web.RequestHandler):
             self._watch = None
         super().connection_lost(exc)
 
+    def close(self) -> None:
+        """
+        End after the answer that is being given, or at once where none is.
+
+        aiohttp only stops to listen there: whoever asks something then would have neither an answer nor the end.
+        """
+        idle = self._waiter is not None and not self._waiter.done()
+        super().close()
+        if idle and self.transport is not None:
+            self.transport.close()
+
     def pause_writing(self) -> None:
         """Learn that the client does not take what was sent."""
         super().pause_writing()

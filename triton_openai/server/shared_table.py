@@ -23,6 +23,8 @@ CAPACITY = 4096
 ID_WORDS = 2
 _WORD = 8
 _HEAD_WORDS = 2
+# The unit of st_blocks, whatever the file system's own.
+_BLOCK = 512
 
 
 class SharedTable:
@@ -43,7 +45,10 @@ class SharedTable:
             self._memory = mmap.mmap(-1, size)
         else:
             self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._file, size)
+            if os.fstat(self._file).st_blocks * _BLOCK < size:
+                # A page that is not there yet cannot be had from a file system that is full by then: whoever touches it
+                # dies of it (SIGBUS), and so does the worker that takes its place.
+                os.posix_fallocate(self._file, 0, size)
             self._memory = mmap.mmap(self._file, size)
         self.words = memoryview(self._memory).cast("Q")
 

@@ -7,6 +7,7 @@ multiprocess mode, which whoever answers a scrape adds up: see :func:`share_betw
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -33,6 +34,7 @@ Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancel
 #: Operation of a request that asks for no inference, or was turned away before it was known for what it asks.
 OTHER = "other"
 _REFUSED = frozenset({401, 403, 429, 503})
+_FILE_BYTES = 2**20
 
 
 def metrics_folder(directory: Path) -> Path:
@@ -60,8 +62,24 @@ def share_between_workers(worker: Worker) -> bool:
         return False
     metrics_folder(worker.directory).mkdir(parents=True, exist_ok=True)
     forget_worker(worker.directory, worker.index)
+    for kind in ("counter", "gauge_livesum", "histogram"):
+        _reserve(metrics_folder(worker.directory) / f"{kind}_{worker.index}.db")
     values.ValueClass = MultiProcessValue(lambda: worker.index)
     return True
+
+
+def _reserve(file: Path) -> None:
+    """
+    Have *file* hold room for about 60 models. Raises ``OSError``.
+
+    ``prometheus_client`` takes a file as large as it is, and makes one with holes: whoever fills a hole when the file
+    system is full dies of it (SIGBUS), and so does the worker that takes its place.
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _FILE_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def forget_worker(directory: Path, index: int) -> None:
