@@ -23,8 +23,9 @@ log = get_logger(__name__)
 TakeOver = Callable[[Settings, bool], Awaitable[None]]
 
 _LOOK_SECONDS = 1.0
-# Modification time, size, and which file it is: mounted configurations are exchanged by renaming a link.
-_Signature = tuple[int, int, int, int] | None
+# Times of modification and of change (of rights, too: it may become readable), size, and which file it is: mounted
+# configurations are exchanged by renaming a link.
+_Signature = tuple[int, int, int, int, int] | None
 
 
 class Source:
@@ -42,7 +43,7 @@ class Source:
             return None
         with contextlib.suppress(OSError):
             found = self.file.stat()
-            return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+            return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev
         return None
 
 

@@ -181,3 +181,11 @@ async def test_a_mistake_does_not_end_the_watching(file: Path) -> None:
         await until(lambda: service.taken)
 
     assert "error" == logs[0]["log_level"]
+
+
+def test_a_file_whose_rights_are_mended_is_another_one(file: Path) -> None:
+    """It could not be read before, though not a byte of it changes."""
+    source = Source(Settings, file)
+    file.chmod(0o640)
+
+    assert source.signature() != source.first
