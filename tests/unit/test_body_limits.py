@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from triton_openai.api.body_limits import check_counts, check_json
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.score import SIDES, ScoreRequest
 from triton_openai.api.tools import plan
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge
@@ -134,6 +135,7 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}
         (ChatRequest, {"messages": [USER], "documents": [{}] * 4}, "documents"),
         (CompletionRequest, {"prompt": ["a"] * 4}, "prompt"),
         (CompletionRequest, {"prompt": [[1]] * 4}, "prompt"),
+        *((ScoreRequest, {side: ["a"] * 4}, side) for side in dict.fromkeys(name for pair in SIDES for name in pair)),
     ],
 )
 def test_too_many_of_something(kind: type[msgspec.Struct], body: dict[str, Any], param: str) -> None:
