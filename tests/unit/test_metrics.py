@@ -27,7 +27,7 @@ from triton_openai.errors import (
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import instruments
 from triton_openai.telemetry.exposition import prefers_openmetrics
-from triton_openai.telemetry.metrics import Metrics, SharedNumbers, outcome_of
+from triton_openai.telemetry.metrics import Metrics, SharedNumbers, outcome_of, reserve
 from triton_openai.telemetry.observation import Observation
 from triton_openai.worker import Worker
 
@@ -266,6 +266,21 @@ def test_files_of_workers(tmp_path: Path) -> None:
 
     assert ["a"] == list(found)
     assert [3.0] == [sample.value for sample in found["a"]]
+
+
+def test_files_have_their_place_on_the_disk(tmp_path: Path) -> None:
+    """Who counts into a hole of a file is killed when the disk is full by then; and what is reserved counts nothing."""
+    reserve(tmp_path, 0)
+    file = tmp_path / "counter_0.db"
+    assert 512 * file.stat().st_blocks >= file.stat().st_size > 0
+    assert not list(SharedNumbers(tmp_path).collect())
+
+    values = MmapedDict(str(file))
+    values.write_value(mmap_key("requests", "requests_total", [], [], "Requests."), 2.0, 0.0)
+    values.close()
+    # The one that takes a dead worker's place goes on with them.
+    reserve(tmp_path, 0)
+    assert [2.0] == [sample.value for metric in SharedNumbers(tmp_path).collect() for sample in metric.samples]
 
 
 def test_the_table_of_instruments() -> None:

@@ -7,6 +7,7 @@ multiprocess mode, which whoever answers a scrape adds up: see :func:`share_betw
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -19,7 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 from prometheus_client.values import MultiProcessValue, MutexValue
 
-from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
 from triton_openai.telemetry import instruments as names
 from triton_openai.telemetry.instruments import PROVIDER, Instrument
 from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation, Observer
@@ -32,6 +33,9 @@ Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancel
 #: Operation of a request that asks for no inference, or was turned away before it was known for what it asks.
 OTHER = "other"
 _REFUSED = frozenset({401, 403, 429, 503})
+# The files that prometheus_client keeps for a worker, and a size that some hundred series of histograms need.
+_FILES = ("counter", "gauge_livesum", "histogram")
+_FILE_BYTES = 1024 * 1024
 
 
 def metrics_folder(directory: Path) -> Path:
@@ -59,8 +63,26 @@ def share_between_workers(worker: Worker) -> bool:
         return False
     metrics_folder(worker.directory).mkdir(parents=True, exist_ok=True)
     forget_worker(worker.directory, worker.index)
+    reserve(metrics_folder(worker.directory), worker.index)
     values.ValueClass = MultiProcessValue(lambda: worker.index)
     return True
+
+
+def reserve(folder: Path, index: int) -> None:
+    """
+    Give the files of worker *index* their place on the disk, before the library makes files of holes.
+
+    To count into a hole on a disk that is full by then kills the process (SIGBUS). Raises :class:`ConfigurationError`.
+    """
+    try:
+        for kind in _FILES:
+            file = os.open(folder / f"{kind}_{index}.db", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, _FILE_BYTES)
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise ConfigurationError(f"Metrics cannot be kept in {folder}: {error.strerror or error}.") from error
 
 
 def forget_worker(directory: Path, index: int) -> None:
