@@ -221,7 +221,7 @@ class PayloadTooLarge(InvalidRequest):
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body is not JSON by its content type."""
+    """The body is not JSON by its content type, or in a coding that is not known."""
 
     status = 415
     code = "unsupported_media_type"

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from triton_openai.config import Settings, changes_between
+from triton_openai.config import AccessSettings, Settings, changes_between
 from triton_openai.draining import first_of
 from triton_openai.errors import ConfigurationError
 from triton_openai.telemetry.logging import get_logger
@@ -23,8 +23,9 @@ log = get_logger(__name__)
 TakeOver = Callable[[Settings, bool], Awaitable[None]]
 
 _LOOK_SECONDS = 1.0
-# Modification time, size, and which file it is: mounted configurations are exchanged by renaming a link.
-_Signature = tuple[int, int, int, int] | None
+# Times of modification and of change (of rights, too: it may become readable), size, and which file it is: mounted
+# configurations are exchanged by renaming a link.
+_Signature = tuple[int, int, int, int, int] | None
 
 
 class Source:
@@ -42,7 +43,7 @@ class Source:
             return None
         with contextlib.suppress(OSError):
             found = self.file.stat()
-            return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
+            return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev
         return None
 
 
@@ -85,6 +86,7 @@ class Reloader:
     async def _reload(self, *, renew: bool) -> None:
         try:
             changes = changes_between(self.settings, await asyncio.to_thread(self._source.load))
+            _check_guards(self.settings.access, changes.settings.access)
             if changes.live or renew:
                 await self._take_over(changes.settings, renew)
         except ConfigurationError as error:
@@ -99,3 +101,15 @@ class Reloader:
             log.warning("settings need a restart to take effect", settings=list(changes.fixed))
         if changes.live or renew:
             log.info("settings are read again", changed=list(changes.live))
+
+
+def _check_guards(old: AccessSettings, new: AccessSettings) -> None:
+    """
+    Raise :class:`ConfigurationError` where *new* lets everybody in and *old* did not.
+
+    A file that was emptied, or lost a line, has no mistake that could be told otherwise.
+    """
+    if (old.api_key or old.api_keys_file) and not (new.api_key or new.api_keys_file):
+        raise ConfigurationError("They have no API keys any more; to serve without any takes a restart.")
+    if old.openai_restricted_api and not new.openai_restricted_api:
+        raise ConfigurationError("They have no restricted APIs any more; to serve without any takes a restart.")

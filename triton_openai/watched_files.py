@@ -42,24 +42,30 @@ class FromFiles(Generic[_Value]):
         self._look_seconds = LOOK_SECONDS if look_seconds is None else look_seconds
         # Before the reading: what changes meanwhile is read again.
         self._mark = _mark(self._paths)
+        # What was wrong at the last reading.
+        self._wrong: str | None = None
         self._next_look = time.monotonic() + self._look_seconds
         self._value = read()
 
     def current(self) -> _Value:
-        """Return the newest value. Never raises :class:`ConfigurationError`."""
+        """Return the newest value. Never raises what *read* raises for files that cannot be used."""
         now = time.monotonic()
         if now < self._next_look:
             return self._value
         self._next_look = now + self._look_seconds
         mark = _mark(self._paths)
-        if mark == self._mark:
+        if mark == self._mark and self._wrong is None:
             return self._value
+        told = self._wrong if mark == self._mark else None
         self._mark = mark
         try:
             self._value = self._read()
-        except ConfigurationError as error:
-            _log.error("changed files not used", what=self._what, reason=error.message)
+        except (ConfigurationError, OSError) as error:
+            self._wrong = error.message if isinstance(error, ConfigurationError) else str(error)
+            if self._wrong != told:
+                _log.error("changed files not used", what=self._what, reason=self._wrong)
         else:
+            self._wrong = None
             _log.info("changed files in use", what=self._what)
         return self._value
 

@@ -210,6 +210,23 @@ async def test_what_is_no_http(data: bytes, status: int, code: str) -> None:
         assert b"" == await client.rest()
 
 
+@pytest.mark.parametrize("coding", ["x-secret", "gzip, gzip", "zstd"])
+async def test_codings_that_are_not_known(coding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal says that it is the coding; what is in it is not taken for JSON."""
+    # A newer Python has a decoder for it.
+    monkeypatch.setattr("aiohttp.http_parser.HAS_ZSTD", False)
+    async with listening(LimitSettings()) as port, connected(port) as client:
+        client.writer.write(
+            (HEAD % len(BODY)).replace(b"\r\n\r\n", b"\r\nContent-Encoding: %s\r\n\r\n" % coding.encode())
+        )
+        client.writer.write(BODY)
+        status, _, body = await client.answer()
+
+        assert (415, "unsupported_media_type") == (status, body["error"]["code"])
+        assert "Content-Encoding" in body["error"]["message"]
+        assert "secret" not in str(body)
+
+
 @pytest.mark.parametrize(
     "data, status, code",
     [(b"\x16\x03\x01 secret\r\n\r\n", 400, "invalid_http"), (b"GET /secret HTTP/1.1\r\n", 408, "request_timeout")],

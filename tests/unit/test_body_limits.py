@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from triton_openai.api.body_limits import check_counts, check_json
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.score import SIDES, ScoreRequest
+from triton_openai.api.tools import plan
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge
 
@@ -133,6 +135,7 @@ PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}
         (ChatRequest, {"messages": [USER], "documents": [{}] * 4}, "documents"),
         (CompletionRequest, {"prompt": ["a"] * 4}, "prompt"),
         (CompletionRequest, {"prompt": [[1]] * 4}, "prompt"),
+        *((ScoreRequest, {side: ["a"] * 4}, side) for side in dict.fromkeys(name for pair in SIDES for name in pair)),
     ],
 )
 def test_too_many_of_something(kind: type[msgspec.Struct], body: dict[str, Any], param: str) -> None:
@@ -147,3 +150,12 @@ def test_too_many_of_something(kind: type[msgspec.Struct], body: dict[str, Any],
 def test_token_ids_are_one_prompt() -> None:
     """However many they are."""
     check_counts(CompletionRequest(model="m", prompt=[1] * 1000), SMALL)
+
+
+def test_the_setting_decides_how_many_tools_there_may_be() -> None:
+    """And no other limit below it."""
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(LimitSettings().max_tools)]
+    check_counts(msgspec.convert({"model": "m", "messages": [USER], "tools": tools}, ChatRequest), LimitSettings())
+
+    planned = plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+    assert len(tools) == len(planned.schemas)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,57 @@ async def test_rotation(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
         keys.replace(AccessSettings(api_keys_file=tmp_path / "nothing"))
     assert ["two"] == known()
+
+
+async def test_a_file_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of the file itself changes when descriptors are free again, or when its rights have been mended."""
+    file = written(tmp_path, "keys: [{name: a, key: revoked}]")
+    keys = Keys(AccessSettings(api_keys_file=file), interval=0.001)
+    attempts = 0
+    read_bytes = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        nonlocal attempts
+        attempts += path == file
+        if path == file and attempts < 4:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    file.write_text("keys: [{name: a, key: another}]")
+    taken = asyncio.Event()
+    watching = asyncio.create_task(keys.watch(lambda: taken.set() if attempts == 4 else None))
+    await asyncio.wait_for(taken.wait(), 10)
+    watching.cancel()
+
+    assert keys.ring is not None
+    assert keys.ring.find("revoked") is None
+    assert 1 == capsys.readouterr().out.count("the old API keys stay in force")
+
+
+async def test_keys_without_a_place_to_remember_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the directory of the workers is gone, or full, changes are taken over all the same, each of them."""
+    file = written(tmp_path, "keys: [{name: a, key: one}]")
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    keys = Keys(AccessSettings(api_keys_file=file), directory=directory, interval=0.001)
+    shutil.rmtree(directory)
+    looked = asyncio.Event()
+    watching = asyncio.create_task(keys.watch(looked.set))
+    for key in ("two", "three"):
+        file.write_text(f"keys: [{{name: a, key: {key}}}]")
+        while keys.ring is None or keys.ring.find(key) is None:
+            looked.clear()
+            await asyncio.wait_for(looked.wait(), 10)
+    watching.cancel()
+    # Who sends settings is not told that they are refused, when they are in force.
+    keys.replace(AccessSettings(api_key=("four",)))
+
+    assert keys.ring is not None
+    assert keys.ring.find("four") is not None
+    assert "cannot be left to other workers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

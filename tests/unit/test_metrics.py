@@ -31,7 +31,14 @@ from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import instruments
 from triton_openai.telemetry.exposition import prefers_openmetrics
 from triton_openai.telemetry.gaps import BOUNDS, Gaps
-from triton_openai.telemetry.metrics import Metrics, SharedNumbers, metrics_folder, outcome_of, share_between_workers
+from triton_openai.telemetry.metrics import (
+    Metrics,
+    SharedNumbers,
+    metrics_folder,
+    outcome_of,
+    reserve,
+    share_between_workers,
+)
 from triton_openai.telemetry.observation import Observation
 from triton_openai.telemetry.tallied import Tallied
 from triton_openai.worker import Worker
@@ -317,6 +324,21 @@ def test_files_of_workers_have_no_holes(tmp_path: Path, monkeypatch: pytest.Monk
 
     assert {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"} == files.keys()
     assert all(found.st_size <= found.st_blocks * 512 for found in files.values())
+
+
+def test_files_have_their_place_on_the_disk(tmp_path: Path) -> None:
+    """Who counts into a hole of a file is killed when the disk is full by then; and what is reserved counts nothing."""
+    reserve(tmp_path, 0)
+    file = tmp_path / "counter_0.db"
+    assert 512 * file.stat().st_blocks >= file.stat().st_size > 0
+    assert not list(SharedNumbers(tmp_path).collect())
+
+    values = MmapedDict(str(file))
+    values.write_value(mmap_key("requests", "requests_total", [], [], "Requests."), 2.0, 0.0)
+    values.close()
+    # The one that takes a dead worker's place goes on with them.
+    reserve(tmp_path, 0)
+    assert [2.0] == [sample.value for metric in SharedNumbers(tmp_path).collect() for sample in metric.samples]
 
 
 def test_the_table_of_instruments() -> None:

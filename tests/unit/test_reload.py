@@ -144,6 +144,29 @@ async def test_refused_settings_are_not_kept(file: Path) -> None:
     assert "none.jinja" == reloader.settings.defaults.chat_template
 
 
+@pytest.mark.parametrize(
+    "guarded",
+    [
+        "access: {api_key: [a:secret]}",
+        "access: {openai_restricted_api: [{apis: [metrics], header: admin, value: secret}]}",
+    ],
+)
+async def test_a_service_is_not_opened_by_what_is_left_out(file: Path, guarded: str) -> None:
+    """A file that was emptied, as on a full disk, has no mistake, and would let everybody in."""
+    write(file, guarded)
+    service = Service()
+    async with reloading(file, service) as (reloader, logs, _):
+        write(file, "")
+        await until(lambda: logs)
+        write(file, f"{guarded}\napi: {{default_max_tokens: 9}}")
+        await until(lambda: service.taken)
+
+    assert "error" == logs[0]["log_level"]
+    assert "a restart" in logs[0]["reason"]
+    assert [9] == [settings.api.default_max_tokens for settings, _ in service.taken]
+    assert 9 == reloader.settings.api.default_max_tokens
+
+
 async def test_what_needs_a_restart_is_said(file: Path) -> None:
     """It keeps its value; what does not need one is taken all the same."""
     service = Service()
@@ -181,3 +204,11 @@ async def test_a_mistake_does_not_end_the_watching(file: Path) -> None:
         await until(lambda: service.taken)
 
     assert "error" == logs[0]["log_level"]
+
+
+def test_a_file_whose_rights_are_mended_is_another_one(file: Path) -> None:
+    """It could not be read before, though not a byte of it changes."""
+    source = Source(Settings, file)
+    file.chmod(0o640)
+
+    assert source.signature() != source.first

@@ -24,6 +24,7 @@ from triton_openai import watched_files
 from triton_openai.config.tls import TlsSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.tls import server_context
+from triton_openai.watched_files import FromFiles
 
 
 @pytest.fixture
@@ -181,6 +182,25 @@ async def test_a_bad_file_changes_nothing(authority: Authority, capsys: pytest.C
     said = capsys.readouterr().out
     assert 3 == said.count("changed files not used")
     assert "does not belong to the certificate" in said
+
+
+def test_a_file_that_could_not_be_read_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of it changes when descriptors are free again, or its rights have been mended; it is told once."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    fails: list[Exception] = []
+
+    def read() -> str:
+        if fails:
+            raise fails.pop()
+        return file.read_text()
+
+    found = FromFiles(read, (file,), what="the token", look_seconds=0)
+    file.write_text("another")
+    fails += [ConfigurationError("No."), ConfigurationError("No."), OSError(24, "Too many open files")]
+
+    assert ["old", "old", "old", "another"] == [found.current() for _ in range(4)]
+    assert 2 == capsys.readouterr().out.count("changed files not used")
 
 
 async def test_clients_of_a_withdrawn_authority(authority: Authority, tmp_path: Path) -> None:

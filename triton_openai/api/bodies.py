@@ -17,6 +17,9 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)
 
+# What aiohttp undoes; the last two where there is a decoder, and else it says so. Others it would pass on as they are.
+_CODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
+
 _WHERE = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 _WRONG_TYPE = re.compile(r"Expected `(?P<expected>[^`]*)`(?:, got `(?P<got>[^`]*)`)?$")
@@ -41,6 +44,8 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type and content_type != "application/json" and not content_type.endswith("+json"):
         raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
+    if request.headers.get("Content-Encoding", "").strip().lower() not in _CODINGS:
+        raise unknown_coding()
     limits = request.app[LIMITS]
     try:
         body = await _read(request, limits)
@@ -55,6 +60,11 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     parsed = parse_json(body, kind, strict=strict)
     check_counts(parsed, limits)
     return parsed
+
+
+def unknown_coding() -> UnsupportedMediaType:
+    """Return what a client is told whose body nothing here can decode."""
+    return UnsupportedMediaType("The body's Content-Encoding is not known here: gzip and deflate are.")
 
 
 async def _read(request: web.Request, limits: LimitSettings) -> bytes:

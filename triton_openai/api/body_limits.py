@@ -29,6 +29,13 @@ _LISTS: Mapping[str, str] = {
     "documents": "max_prompts",
     "prompt": "max_prompts",
     "input": "max_prompts",
+    # The sides of a score request.
+    "queries": "max_prompts",
+    "items": "max_prompts",
+    "data_1": "max_prompts",
+    "data_2": "max_prompts",
+    "text_1": "max_prompts",
+    "text_2": "max_prompts",
 }
 
 

@@ -18,7 +18,6 @@ from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide
 
 _encode = msgspec.json.Encoder().encode
-_MAX_TOOLS = 128
 # Wider than OpenAI's [a-zA-Z0-9_-]{1,64}: names of MCP servers have dots, slashes and colons.
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 
@@ -89,8 +88,6 @@ def plan(
     else:
         listed = list(tools or ())
         names, key, choice = "tools", "tool_choice", tool_choice
-    if len(listed) > _MAX_TOOLS:
-        raise InvalidRequest(f"'{names}' takes at most {_MAX_TOOLS} tools.", param=names, code="array_above_max_length")
     schemas: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(listed):
         name, schema = _function(tool, f"{names}[{index}]", legacy=legacy)

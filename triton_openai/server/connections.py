@@ -18,8 +18,9 @@ from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, LineTooLong
 
+from triton_openai.api.bodies import unknown_coding
 from triton_openai.config import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError
 from triton_openai.telemetry.logging import get_logger
@@ -171,6 +172,8 @@ class Connection(web.RequestHandler):
             error: ServiceError = HeadersTooLarge("The request line or a header is too long.")
         elif isinstance(exc, HttpProcessingError) and exc.message.startswith("Too many headers"):
             error = HeadersTooLarge(f"The request has more than {self.max_headers} headers.")
+        elif isinstance(exc, ContentEncodingError):
+            error = unknown_coding()
         elif isinstance(exc, HttpProcessingError):
             # Not what the parser says: it repeats what it got.
             error = InvalidRequest("The request is not valid HTTP.", code="invalid_http")

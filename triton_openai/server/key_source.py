@@ -31,6 +31,8 @@ class Keys:
         self._interval = interval
         self._last = None if directory is None else directory / "api-keys"
         self._seen = _signature(settings.api_keys_file)
+        # What was wrong with the file when it was read last: it is told once.
+        self._wrong: str | None = None
         self.ring: Keyring | None = self._first()
         self._remember()
 
@@ -38,33 +40,44 @@ class Keys:
         """Take the keys of new *settings*. Raises :class:`ConfigurationError`, and the old ones stay."""
         seen = _signature(settings.api_keys_file)
         ring = read_keys(settings)
-        self._settings, self._seen, self.ring = settings, seen, ring
+        self._settings, self._seen, self.ring, self._wrong = settings, seen, ring, None
         self._remember()
 
     async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
-        """Read the file again whenever it is another one, until cancelled; call *changed* after each attempt."""
+        """
+        Read the file again whenever it is another one, until cancelled; call *changed* after each attempt.
+
+        One that could not be used is tried again also when it looks the same: its rights may have been mended, or
+        there was no descriptor to read it with.
+        """
         while True:
             await asyncio.sleep(self._interval)
             seen = _signature(self._settings.api_keys_file)
-            if seen == self._seen:
+            if seen == self._seen and self._wrong is None:
                 continue
+            self._wrong = await self._read_again(told=self._wrong if seen == self._seen else None)
             self._seen = seen
-            await self._read_again()
             changed()
 
-    async def _read_again(self) -> None:
+    async def _read_again(self, *, told: str | None) -> str | None:
+        """Return what is wrong with the file, which the log says unless it is what was *told* before."""
         settings = self._settings
         try:
             ring = await asyncio.to_thread(read_keys, settings)
         except ConfigurationError as error:
-            _log.error("the old API keys stay in force", reason=error.message)
-        except Exception:  # noqa: BLE001 - whatever it is, the next change has to be noticed
-            _log.exception("the old API keys stay in force")
-        else:
-            if settings is self._settings:
-                self.ring = ring
-                self._remember()
-                _log.info("API keys are read again", names=len(ring.names) if ring is not None else 0)
+            if error.message != told:
+                _log.error("the old API keys stay in force", reason=error.message)
+            return error.message
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+            wrong = repr(error)
+            if wrong != told:
+                _log.exception("the old API keys stay in force")
+            return wrong
+        if settings is self._settings:
+            self.ring = ring
+            self._remember()
+            _log.info("API keys are read again", names=len(ring.names) if ring is not None else 0)
+        return None
 
     def _first(self) -> Keyring | None:
         try:
@@ -73,6 +86,7 @@ class Keys:
             if self._last is None or not self._last.exists():
                 raise
             _log.error("the old API keys stay in force", reason=error.message)
+            self._wrong = error.message
             return Keyring.decode(self._last.read_bytes())
 
     def _remember(self) -> None:
@@ -83,9 +97,13 @@ class Keys:
             self._last.unlink(missing_ok=True)
             return
         new = self._last.with_suffix(f".{os.getpid()}")
-        new.touch(mode=0o600)
-        new.write_bytes(self.ring.encode())
-        new.replace(self._last)
+        try:
+            new.touch(mode=0o600)
+            new.write_bytes(self.ring.encode())
+            new.replace(self._last)
+        except OSError as error:
+            # They are in force here all the same, and the next change has to be noticed.
+            _log.warning("the API keys cannot be left to other workers", reason=str(error))
 
 
 def _signature(file: Path | None) -> tuple[int, int, int] | None:

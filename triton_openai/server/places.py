@@ -14,9 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from triton_openai.errors import ConfigurationError
 from triton_openai.server.bells import Bells
 from triton_openai.server.shared_table import ID_WORDS, SharedTable
+from triton_openai.telemetry.logging import get_logger
 from triton_openai.worker import Worker
+
+_log = get_logger(__name__)
 
 _FILE = "places"
 # The record of all models together; no model has an empty name.
@@ -78,7 +82,7 @@ class Places:
 
 class SharedPlaces(Places):
     """
-    Those of several workers, of which this process is *worker*. Raises ``OSError``.
+    Those of several workers, of which this process is *worker*. Raises :class:`ConfigurationError`.
 
     A record has for each worker the number of requests that run there, and then since when somebody has waited there:
     in that of all models, how many wait.
@@ -155,14 +159,21 @@ class SharedPlaces(Places):
 
 
 def open_places(worker: Worker) -> Places:
-    """Return the places of all workers of *worker*'s service. Raises ``OSError``."""
+    """Return the places of all workers of *worker*'s service. Raises :class:`ConfigurationError`."""
     return Places() if worker.directory is None else SharedPlaces(worker)
 
 
 def vacate(directory: Path, index: int, workers: int) -> None:
-    """Clear what worker *index* of *workers* had running and waiting when it ended; the others look by themselves."""
-    with contextlib.closing(_open(directory, index, workers)) as table, table.locked(_LOCK):
-        _clear(table, index)
+    """
+    Clear what worker *index* of *workers* had running and waiting when it ended; the others look by themselves.
+
+    Where that cannot be done the log says so, and the worker is replaced all the same.
+    """
+    try:
+        with contextlib.closing(_open(directory, index, workers)) as table, table.locked(_LOCK):
+            _clear(table, index)
+    except ConfigurationError as error:
+        _log.error("what an ended worker had running is not cleared", worker=index, reason=error.message)
 
 
 def _open(directory: Path, index: int, workers: int) -> SharedTable:

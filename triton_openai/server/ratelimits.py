@@ -89,7 +89,7 @@ class RateLimits:
 
 
 def open_limits(worker: Worker) -> RateLimits:
-    """Return the limits of all workers of *worker*'s service. Raises ``OSError``."""
+    """Return the limits of all workers of *worker*'s service. Raises :class:`ConfigurationError`."""
     file: Path | None = None if worker.directory is None else worker.directory / _FILE
     return RateLimits(Counts(file, index=worker.index, workers=worker.count))
 

@@ -126,7 +126,8 @@ class Counts(SharedTable):
     """
     The table of the accounts.
 
-    *clock* has to be the same in all processes (``time.monotonic`` is, on one machine). Raises ``OSError``.
+    *clock* has to be the same in all processes (``time.monotonic`` is, on one machine). Raises
+    :class:`ConfigurationError`.
     """
 
     def __init__(

@@ -17,21 +17,22 @@ import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from triton_openai.errors import ConfigurationError
+
 #: Records that a table has room for.
 CAPACITY = 4096
 #: Words at the start of each record that belong to the table.
 ID_WORDS = 2
 _WORD = 8
 _HEAD_WORDS = 2
-# The unit of st_blocks, whatever the file system's own.
-_BLOCK = 512
 
 
 class SharedTable:
     """
     The table, as worker *index* of *workers* sees it; *file* is shared by them, and ``None`` for one process alone.
 
-    A record has *width* words beyond the table's own. Raises ``OSError``.
+    A record has *width* words beyond the table's own. Raises
+    :class:`ConfigurationError` where it cannot be.
     """
 
     def __init__(self, file: Path | None, *, index: int, workers: int, width: int) -> None:
@@ -44,13 +45,26 @@ class SharedTable:
             # Pages that nobody touches are none.
             self._memory = mmap.mmap(-1, size)
         else:
-            self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if os.fstat(self._file).st_blocks * _BLOCK < size:
-                # A page that is not there yet cannot be had from a file system that is full by then: whoever touches it
-                # dies of it (SIGBUS), and so does the worker that takes its place.
-                os.posix_fallocate(self._file, 0, size)
-            self._memory = mmap.mmap(self._file, size)
+            try:
+                self._memory = self._map(file, size)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"What workers share cannot be kept in {file.parent}: {error.strerror or error}. XDG_RUNTIME_DIR "
+                    "or TMPDIR names another folder."
+                ) from error
         self.words = memoryview(self._memory).cast("Q")
+
+    def _map(self, file: Path, size: int) -> mmap.mmap:
+        """Return the memory of *file*, all of which has its place: to write to a full disk this way kills (SIGBUS)."""
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            with self.locked(0):
+                if os.fstat(self._file).st_size < size:
+                    os.posix_fallocate(self._file, 0, size)
+            return mmap.mmap(self._file, size)
+        except OSError:
+            os.close(self._file)
+            raise
 
     def close(self) -> None:
         """Let go of the table."""

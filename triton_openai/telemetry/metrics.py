@@ -20,7 +20,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 from prometheus_client.values import MultiProcessValue, MutexValue
 
-from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
 from triton_openai.telemetry import instruments as names
 from triton_openai.telemetry.instruments import PROVIDER, Instrument
 from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation, Observer
@@ -34,7 +34,9 @@ Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancel
 #: Operation of a request that asks for no inference, or was turned away before it was known for what it asks.
 OTHER = "other"
 _REFUSED = frozenset({401, 403, 429, 503})
-_FILE_BYTES = 2**20
+# The files that prometheus_client keeps for a worker, and a size that some hundred series of histograms need.
+_FILES = ("counter", "gauge_livesum", "histogram")
+_FILE_BYTES = 1024 * 1024
 
 
 def metrics_folder(directory: Path) -> Path:
@@ -62,24 +64,26 @@ def share_between_workers(worker: Worker) -> bool:
         return False
     metrics_folder(worker.directory).mkdir(parents=True, exist_ok=True)
     forget_worker(worker.directory, worker.index)
-    for kind in ("counter", "gauge_livesum", "histogram"):
-        _reserve(metrics_folder(worker.directory) / f"{kind}_{worker.index}.db")
+    reserve(metrics_folder(worker.directory), worker.index)
     values.ValueClass = MultiProcessValue(lambda: worker.index)
     return True
 
 
-def _reserve(file: Path) -> None:
+def reserve(folder: Path, index: int) -> None:
     """
-    Have *file* hold room for about 60 models. Raises ``OSError``.
+    Give the files of worker *index* their place on the disk, before the library makes files of holes.
 
-    ``prometheus_client`` takes a file as large as it is, and makes one with holes: whoever fills a hole when the file
-    system is full dies of it (SIGBUS), and so does the worker that takes its place.
+    To count into a hole on a disk that is full by then kills the process (SIGBUS). Raises :class:`ConfigurationError`.
     """
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, _FILE_BYTES)
-    finally:
-        os.close(descriptor)
+        for kind in _FILES:
+            file = os.open(folder / f"{kind}_{index}.db", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(file, 0, _FILE_BYTES)
+            finally:
+                os.close(file)
+    except OSError as error:
+        raise ConfigurationError(f"Metrics cannot be kept in {folder}: {error.strerror or error}.") from error
 
 
 def forget_worker(directory: Path, index: int) -> None:
