@@ -23,6 +23,7 @@ from aiohttp.http_exceptions import ContentEncodingError, HttpProcessingError, L
 from triton_openai.api.bodies import unknown_coding
 from triton_openai.config import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, RequestTimeout, ServiceError
+from triton_openai.server.descriptors import DESCRIPTORS
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
 
@@ -92,6 +93,9 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         # aiohttp forgets its own when it closes it, which is not when all has been sent.
         self._pipe = cast(asyncio.WriteTransport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            DESCRIPTORS.taken(sock.fileno())
         self._wait_for_head()
 
     def connection_lost(self, exc: BaseException | None) -> None:
