@@ -226,7 +226,7 @@ async def test_streams_over_http(relays):
 
 @pytest.mark.parametrize("path", ["/v2/health/ready", "/v2/models/vllm_model"])
 async def test_only_heads(relays, path):
-    """Triton refuses HEAD with a body, which no answer to it has: that is no Triton that is away, as a 502 would say."""
+    """Triton refuses HEAD with a body, which no answer to it has: that is no Triton that is away."""
     async with aiohttp.ClientSession() as session, session.head(f"http://{relays.http}{path}") as response:
         assert 405 == response.status
         assert b"" == await response.read()

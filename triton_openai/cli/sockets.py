@@ -6,6 +6,8 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+import msgspec
+
 from triton_openai.config import ServerSettings
 from triton_openai.server.sockets import bound_sockets
 
@@ -26,6 +28,30 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
         for one in sockets:
             opened.enter_context(one)
         yield sockets
+
+
+@contextlib.contextmanager
+def relay_ports(server: ServerSettings) -> Iterator[ServerSettings]:
+    """
+    Yield settings with the ports on which several workers relay Triton's own protocol, each with a socket of its own.
+
+    A socket that may share its port shares it with every process of the same user, another service's workers included,
+    and chooses a port for itself. So the ports are had alone first, and then held, without listening, for the workers.
+
+    :raises ConfigurationError: when a port cannot be had.
+    """
+    ports = {"kserve_http_port": server.kserve_http_port, "kserve_grpc_port": server.kserve_grpc_port}
+    advice = {name: f"Choose another with --{name.replace('_', '-')}." for name in ports}
+    with contextlib.ExitStack() as held:
+        if server.enable_kserve_frontends:
+            with contextlib.ExitStack() as alone:
+                for name, port in ports.items():
+                    for one in bound_sockets(server.host, port, backlog=1, advice=advice[name]):
+                        ports[name] = alone.enter_context(one).getsockname()[1]
+            for name, port in ports.items():
+                for one in bound_sockets(server.host, port, backlog=None, advice=advice[name], reuse_port=True):
+                    held.enter_context(one)
+        yield msgspec.structs.replace(server, **ports)
 
 
 def address_of(server: ServerSettings, bound: socket.socket, scheme: str) -> str:
