@@ -177,6 +177,11 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         ("server: {port: '1'}", "server.port in FILE: '1' is not accepted: expected a whole number."),
         ("server: {port: 70000}", "server.port in FILE: 70000 is not accepted: expected a whole number <= 65535."),
         ("server: {log_format: xml}", "server.log_format in FILE: 'xml' is not accepted: expected console or json."),
+        (
+            "server: {kserve_allow: [traces]}",
+            "server.kserve_allow in FILE: ['traces'] is not accepted: "
+            "expected shared-memory, trace, logging or model-overrides.",
+        ),
         ("server: 1", "server in FILE has to be a mapping of names to values."),
         ("server: {port: 1, port: 2}", "The settings file FILE is not valid YAML: 'port' is there twice"),
         ("[1]", "The settings file FILE has to be a mapping of names to values."),
