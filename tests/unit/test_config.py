@@ -196,6 +196,10 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
             "models: {m: {default_parameters: {temperature: 3}}}",
             "models.m.default_parameters.temperature in FILE: 3 is not accepted: expected a number <= 2.0.",
         ),
+        (
+            "models: {a: {aliases: ['']}}",
+            "models.a.aliases in FILE: [''] is not accepted: expected text",
+        ),
         ("models: {a: {aliases: [x]}, b: {aliases: [x]}}", "the alias 'x' stands for two models, 'a' and 'b'."),
         (
             "models: {a: {aliases: [x]}, x: {aliases: [y]}}",
