@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from triton_openai.config import AccessSettings, Settings, changes_between
+from triton_openai.config import AccessSettings, Changes, Settings, changes_between
 from triton_openai.draining import first_of
 from triton_openai.errors import ConfigurationError
 from triton_openai.telemetry.logging import get_logger
@@ -45,6 +45,23 @@ class Source:
             found = self.file.stat()
             return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino, found.st_dev
         return None
+
+    def changes(self, settings: Settings) -> Changes:
+        """
+        Read the settings again, and return what they change of *settings*.
+
+        Raises :class:`ConfigurationError` for those that are wrong, and for a file that is empty all of a sudden: that
+        is what a full disk leaves of one, and it would take the API keys away and open the service.
+        """
+        if self.file is not None and self.file.is_fifo():
+            # It may never be written to; and what came through it at the start does not come again.
+            raise ConfigurationError(f"The settings file {self.file} is a pipe, which is read at the start only.")
+        changes = changes_between(settings, self.load())
+        if self.file is None or not (changes.live or changes.fixed):
+            return changes
+        if self.file.is_file() and not self.file.stat().st_size:
+            raise ConfigurationError(f"The settings file {self.file} is empty; for no settings, write {{}} into it.")
+        return changes
 
 
 class Reloader:
@@ -85,7 +102,7 @@ class Reloader:
 
     async def _reload(self, *, renew: bool) -> None:
         try:
-            changes = changes_between(self.settings, await asyncio.to_thread(self._source.load))
+            changes = await asyncio.to_thread(self._source.changes, self.settings)
             _check_guards(self.settings.access, changes.settings.access)
             if changes.live or renew:
                 await self._take_over(changes.settings, renew)

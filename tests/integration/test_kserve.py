@@ -224,6 +224,14 @@ async def test_streams_over_http(relays):
     ][:3]
 
 
+@pytest.mark.parametrize("path", ["/v2/health/ready", "/v2/models/vllm_model"])
+async def test_only_heads(relays, path):
+    """Triton refuses HEAD with a body, which no answer to it has: that is no Triton that is away."""
+    async with aiohttp.ClientSession() as session, session.head(f"http://{relays.http}{path}") as response:
+        assert 405 == response.status
+        assert b"" == await response.read()
+
+
 async def test_cancellation_over_http(relays, triton):
     """A client that leaves stops the work in Triton."""
     body = generate("leaves-http", text="one two three", repeat=500, delay_ms=20)

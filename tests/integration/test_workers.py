@@ -26,8 +26,9 @@ _BODY = {"model": "ensemble", "prompt": steered(text="one two three"), "max_toke
 
 
 def log_of(service: Service) -> list[dict[str, Any]]:
-    """Return the lines of the log so far."""
-    return [json.loads(line) for line in service.log.read_text().splitlines() if line.startswith("{")]
+    """Return the lines of the log so far, without one that is just being written."""
+    written = service.log.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in written.splitlines() if line.startswith("{")]
 
 
 def pids(service: Service) -> dict[int, int]:
@@ -304,3 +305,24 @@ def test_a_worker_ended_by_hand_is_replaced(triton: TestTriton, tmp_path: Path) 
             os.kill(before[index], number)
             while pids(service)[index] == before[index]:
                 assert 200 == service.status("/health/live")
+
+
+def test_workers_share_the_ports_of_the_relays(triton: TestTriton, tmp_path: Path) -> None:
+    """A free port is the same for all of them, and no other service's: it would get some of the calls."""
+    relays = ("--triton-url", triton.grpc_url, "--enable-kserve-frontends", "--kserve-http-port", "0")
+    ports = ("--kserve-grpc-port", "0", "--log-level", "debug")
+    with workers(tmp_path, triton, 2, *relays, *ports) as service:
+        http_port, grpc_port = (int(url.rpartition(":")[2]) for url in service.banner["kserve"])
+
+        def answering() -> set[int]:
+            with contextlib.closing(http.client.HTTPConnection(service.host, http_port, timeout=30)) as connection:
+                assert 200 == exchange(connection, "GET", "/v2").status
+            return {line["worker"] for line in log_of(service) if line["event"] == "relayed"}
+
+        until(lambda: answering() == {0, 1})
+        command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "2", *relays]
+        command += ["--triton-url", triton.http_url, "--kserve-grpc-port", str(grpc_port)]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert 2 == second.returncode
+    assert "Choose another with --kserve-grpc-port." in second.stderr

@@ -138,15 +138,6 @@ def test_texts_are_taken_as_they_are(read) -> None:
     assert " {prefix}, {suffix}" == settings.model("m").fim_template
 
 
-def test_workers_share_a_port_that_has_a_number(read) -> None:
-    """With 0 each of them would have another port for Triton's protocol, of which clients are told one."""
-    for name in ("kserve-http-port", "kserve-grpc-port"):
-        with pytest.raises(ConfigurationError, match=f"--{name}: several workers share the port"):
-            read(None, {"workers": "2", "enable-kserve-frontends": True, name: "0"})
-        assert 2 == read(None, {"workers": "2", name: "0"}).server.workers
-        assert read(None, {"enable-kserve-frontends": True, name: "0"}).server.enable_kserve_frontends
-
-
 def test_a_prompt_is_made_in_one_way(read) -> None:
     """A chat template and a history template exclude each other, but a model may differ from all others."""
     for flags in (
@@ -186,6 +177,11 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         ("server: {port: '1'}", "server.port in FILE: '1' is not accepted: expected a whole number."),
         ("server: {port: 70000}", "server.port in FILE: 70000 is not accepted: expected a whole number <= 65535."),
         ("server: {log_format: xml}", "server.log_format in FILE: 'xml' is not accepted: expected console or json."),
+        (
+            "server: {kserve_allow: [traces]}",
+            "server.kserve_allow in FILE: ['traces'] is not accepted: "
+            "expected shared-memory, trace, logging or model-overrides.",
+        ),
         ("server: 1", "server in FILE has to be a mapping of names to values."),
         ("server: {port: 1, port: 2}", "The settings file FILE is not valid YAML: 'port' is there twice"),
         ("[1]", "The settings file FILE has to be a mapping of names to values."),
@@ -199,6 +195,10 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         (
             "models: {m: {default_parameters: {temperature: 3}}}",
             "models.m.default_parameters.temperature in FILE: 3 is not accepted: expected a number <= 2.0.",
+        ),
+        (
+            "models: {a: {aliases: ['']}}",
+            "models.a.aliases in FILE: [''] is not accepted: expected text",
         ),
         ("models: {a: {aliases: [x]}, b: {aliases: [x]}}", "the alias 'x' stands for two models, 'a' and 'b'."),
         (

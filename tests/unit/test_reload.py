@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,45 @@ async def test_a_file_that_is_gone_for_a_moment(file: Path) -> None:
         await until(lambda: service.taken)
 
     assert 9 == service.taken[0][0].api.default_max_tokens
+
+
+async def test_a_file_that_is_cut_off_takes_nothing_away(file: Path) -> None:
+    """A file that a full disk has left empty would open the service to everybody; `{}` is for who wants no settings."""
+    service = Service()
+    write(file, "access: {api_key: [secret]}")
+    async with reloading(file, service) as (reloader, logs, _):
+        before = reloader.settings
+        write(file, "")
+        await until(lambda: logs)
+        assert (before, []) == (reloader.settings, service.taken)
+        assert "is empty" in logs[-1]["reason"]
+        write(file, "{}")
+        await until(lambda: service.taken)
+
+    assert () == reloader.settings.access.api_key
+
+
+async def test_a_file_that_was_empty_can_be_read_again(file: Path) -> None:
+    """Where nothing would change, nothing is refused."""
+    service = Service()
+    write(file, "")
+    async with reloading(file, service) as (reloader, _, _):
+        reloader.request()
+        await until(lambda: service.taken)
+
+
+async def test_a_pipe_is_not_waited_for(file: Path) -> None:
+    """Nobody may ever write into it, and a thread that reads it would keep the service from ending."""
+    service = Service()
+    async with reloading(file, service) as (reloader, logs, _):
+        remove(file)
+        os.mkfifo(file)
+        await until(lambda: logs and "pipe" in logs[-1].get("reason", ""))
+        remove(file)
+        write(file, "api: {default_max_tokens: 4}")
+        await until(lambda: service.taken)
+
+    assert 4 == reloader.settings.api.default_max_tokens
 
 
 async def test_a_mistake_does_not_end_the_watching(file: Path) -> None:

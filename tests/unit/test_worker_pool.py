@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import signal
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from triton_openai.cli.sockets import check_relay_ports
 from triton_openai.config import (
     ApiSettings,
     DefaultParameters,
@@ -24,7 +22,6 @@ from triton_openai.config import (
 )
 from triton_openai.config.tree import LoraSettings
 from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.server.sockets import bound_sockets
 from triton_openai.worker import Worker
 from triton_openai.workers import messages
 from triton_openai.workers.directory import private_directory
@@ -334,16 +331,3 @@ def test_nowhere_to_share_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with pytest.raises(ConfigurationError, match="TMPDIR"), private_directory({}):
         pass
-
-
-def test_ports_that_another_service_shares_with_its_workers() -> None:
-    """The system would let both have them, and give each client to either."""
-    taken = bound_sockets("127.0.0.1", 0, backlog=1, advice="", reuse_port=True)
-    with taken[0], socket.create_server(("127.0.0.1", 0)) as free:
-        numbers = [one.getsockname()[1] for one in (taken[0], free)]
-        free.close()
-        for http, grpc in (numbers, reversed(numbers)):
-            server = ServerSettings(enable_kserve_frontends=True, kserve_http_port=http, kserve_grpc_port=grpc)
-            with pytest.raises(ConfigurationError, match=str(numbers[0])):
-                check_relay_ports(server)
-            check_relay_ports(ServerSettings(kserve_http_port=http, kserve_grpc_port=grpc))

@@ -6,6 +6,8 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+import msgspec
+
 from triton_openai.config import ServerSettings
 from triton_openai.server.sockets import bound_sockets
 
@@ -28,23 +30,28 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
         yield sockets
 
 
-def check_relay_ports(server: ServerSettings) -> None:
+@contextlib.contextmanager
+def relay_ports(server: ServerSettings) -> Iterator[ServerSettings]:
     """
-    Look whether anybody else listens where each of several workers is going to listen for itself.
+    Yield settings with the ports on which several workers relay Triton's own protocol, each with a socket of its own.
 
-    They share these ports, and the system would share them with another service of the same user as well, without a
-    word: its clients would be answered by either.
+    A socket that may share its port shares it with every process of the same user, another service's workers included,
+    and chooses a port for itself. So the ports are had alone first, and then held, without listening, for the workers.
 
-    :raises ConfigurationError: when a port is taken.
+    :raises ConfigurationError: when a port cannot be had.
     """
-    if not server.enable_kserve_frontends:
-        return
-    for flag, port in (
-        ("--kserve-http-port", server.kserve_http_port),
-        ("--kserve-grpc-port", server.kserve_grpc_port),
-    ):
-        for one in bound_sockets(server.host, port, backlog=server.backlog, advice=f"Choose another with {flag}."):
-            one.close()
+    ports = {"kserve_http_port": server.kserve_http_port, "kserve_grpc_port": server.kserve_grpc_port}
+    advice = {name: f"Choose another with --{name.replace('_', '-')}." for name in ports}
+    with contextlib.ExitStack() as held:
+        if server.enable_kserve_frontends:
+            with contextlib.ExitStack() as alone:
+                for name, port in ports.items():
+                    for one in bound_sockets(server.host, port, backlog=1, advice=advice[name]):
+                        ports[name] = alone.enter_context(one).getsockname()[1]
+            for name, port in ports.items():
+                for one in bound_sockets(server.host, port, backlog=None, advice=advice[name], reuse_port=True):
+                    held.enter_context(one)
+        yield msgspec.structs.replace(server, **ports)
 
 
 def address_of(server: ServerSettings, bound: socket.socket, scheme: str) -> str:

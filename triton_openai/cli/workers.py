@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from triton_openai.cli.banner import show
 from triton_openai.cli.descriptors import raise_limit
 from triton_openai.cli.launching import supervised, to_be_launched
 from triton_openai.cli.reloading import reloading
-from triton_openai.cli.sockets import address_of, check_relay_ports, listening_sockets
+from triton_openai.cli.sockets import address_of, listening_sockets, relay_ports
 from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
-from triton_openai.config import Settings
+from triton_openai.config import ServerSettings, Settings
 from triton_openai.reload import Reloader, Source
 from triton_openai.server.places import vacate
 from triton_openai.supervisor import LaunchedTriton
@@ -34,18 +36,22 @@ def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str,
     """Serve with several processes until told to stop, and keep up with the *source* of the settings."""
     # The workers inherit it.
     raise_limit()
-    with listening_sockets(settings.server) as sockets, private_directory(environ) as directory:
-        check_relay_ports(settings.server)
+    with (
+        listening_sockets(settings.server) as sockets,
+        relay_ports(settings.server) as relayed,
+        private_directory(environ) as directory,
+    ):
         launched = to_be_launched(settings, environ)
         # prometheus_client looks for it when it is imported.
         environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
-        return run_loop(_serve(settings, source, sockets, launched, directory, environ))
+        return run_loop(_serve(settings, source, sockets, relayed, launched, directory, environ))
 
 
 async def _serve(
     settings: Settings,
     source: Source,
     sockets: Sequence[socket.socket],
+    relayed: ServerSettings,
     launched: LaunchedTriton | None,
     directory: Path,
     environ: Mapping[str, str],
@@ -56,6 +62,8 @@ async def _serve(
     count, address = settings.server.workers, address_of(settings.server, sockets[0], scheme)
 
     def adapted(settings: Settings) -> Settings:
+        ports = {name: getattr(relayed, name) for name in ("kserve_http_port", "kserve_grpc_port")}
+        settings = msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, **ports))
         return settings if launched is None else launched.settings(settings)
 
     async def start(index: int, settings: Settings) -> WorkerProcess:

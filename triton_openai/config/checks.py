@@ -25,7 +25,6 @@ def check(found: Layer) -> None:
             f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
         )
     _check_load(found, repository)
-    _check_workers(found)
     collector, collector_origin = found.get(("traces", "otlp_endpoint"), (None, ""))
     if collector is not None:
         check_endpoint(collector, collector_origin)
@@ -45,19 +44,6 @@ def _check_load(found: Layer, repository: Found | None) -> None:
         raise ConfigurationError(f"{origin} needs --model-control-mode explicit.")
     if "*" in names and len(names) > 1:
         raise ConfigurationError(f"{origin}: '*' stands for all models, and takes no other name beside it.")
-
-
-def _check_workers(found: Layer) -> None:
-    """Each worker listens for itself there: with a free port each would have another one."""
-    if (
-        found.get(("server", "workers"), (1, ""))[0] == 1
-        or not found.get(("server", "enable_kserve_frontends"), (False, ""))[0]
-    ):
-        return
-    for name in ("kserve_http_port", "kserve_grpc_port"):
-        port, origin = found.get(("server", name), (None, ""))
-        if port == 0:
-            raise ConfigurationError(f"{origin}: several workers share the port, so it has to be named.")
 
 
 def _check_templates(found: Layer) -> None:

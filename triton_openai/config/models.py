@@ -144,7 +144,7 @@ class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_o
     """How one model is used; what is left out comes from the defaults."""
 
     aliases: Annotated[
-        tuple[str, ...],
+        tuple[Annotated[str, Meta(min_length=1)], ...],
         Meta(
             description="Further name under which a model is served. May be given several times.",
             extra={"name": "alias", "metavar": "NAME=MODEL"},

@@ -264,7 +264,9 @@ def _convert(value: Any, annotation: Any, origin: str, *, strict: bool, secret: 
             # Without the cause, whose traceback could show the value.
             reason = re.sub(r"matching regex .*?(?= - at|$)", "without spaces and commas", str(error))
             raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.") from None
-        choices = get_args(bare_type(annotation))
+        kind = bare_type(annotation)
+        # Of several, what each may be.
+        choices = get_args(bare_type(get_args(kind)[0]) if get_origin(kind) is tuple else kind)
         if all(isinstance(choice, str) for choice in choices) and choices:
             reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}"
         else:

@@ -8,9 +8,11 @@ import socket
 from triton_openai.errors import ConfigurationError
 
 
-def bound_sockets(host: str, port: int, *, backlog: int, advice: str, reuse_port: bool = False) -> list[socket.socket]:
+def bound_sockets(
+    host: str, port: int, *, backlog: int | None, advice: str, reuse_port: bool = False
+) -> list[socket.socket]:
     """
-    Return sockets that listen on every address that *host* stands for.
+    Return sockets that listen on every address that *host* stands for, or without *backlog* only have it.
 
     With *reuse_port* other processes may listen there too. Raises :class:`ConfigurationError`, with *advice*, when the
     address cannot be had.
@@ -30,7 +32,8 @@ def bound_sockets(host: str, port: int, *, backlog: int, advice: str, reuse_port
                 # With port 0 the first socket chooses for all.
                 one.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
                 # Here and not when the service starts: some systems notice only now that the port is taken.
-                one.listen(backlog)
+                if backlog is not None:
+                    one.listen(backlog)
                 sockets.append(one)
         except OSError as error:
             raise ConfigurationError(

@@ -14,7 +14,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from triton_openai.draining import Draining
-from triton_openai.errors import PayloadTooLarge, ServiceError
+from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.relay.door import Door, Visit
 from triton_openai.triton.relay.rules import Operation, Rules
@@ -134,6 +134,9 @@ class HttpRelay:
         operation, names = self._rules.of_path(target)
         visit.enter(operation)
         operation = self._rules.check(operation, f"endpoint {target.partition('?')[0]}", names)
+        if request.method == hdrs.METH_HEAD:
+            # Triton's own answer to it has a body, which would be taken for what follows it.
+            raise MethodNotAllowed("Triton's endpoints do not take HEAD.")
         if visit.names_models:
             visit.use(names)
         headers = self._headers(request.headers, visit)
