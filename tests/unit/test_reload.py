@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from triton_openai.config import Settings, load_settings
+from triton_openai.config import ApiSettings, Settings, load_settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.reload import Reloader, Source
 
@@ -153,11 +153,11 @@ async def test_refused_settings_are_not_kept(file: Path) -> None:
     ],
 )
 async def test_a_service_is_not_opened_by_what_is_left_out(file: Path, guarded: str) -> None:
-    """A file that was emptied, as on a full disk, has no mistake, and would let everybody in."""
+    """A file that lost a line has no mistake, and would let everybody in."""
     write(file, guarded)
     service = Service()
     async with reloading(file, service) as (reloader, logs, _):
-        write(file, "")
+        write(file, "{}")
         await until(lambda: logs)
         write(file, f"{guarded}\napi: {{default_max_tokens: 9}}")
         await until(lambda: service.taken)
@@ -194,9 +194,9 @@ async def test_a_file_that_is_gone_for_a_moment(file: Path) -> None:
 
 
 async def test_a_file_that_is_cut_off_takes_nothing_away(file: Path) -> None:
-    """A file that a full disk has left empty would open the service to everybody; `{}` is for who wants no settings."""
+    """A full disk leaves a file empty, which nobody wants to be taken for settings; `{}` is for who wants none."""
     service = Service()
-    write(file, "access: {api_key: [secret]}")
+    write(file, "api: {default_max_tokens: 9}")
     async with reloading(file, service) as (reloader, logs, _):
         before = reloader.settings
         write(file, "")
@@ -206,7 +206,7 @@ async def test_a_file_that_is_cut_off_takes_nothing_away(file: Path) -> None:
         write(file, "{}")
         await until(lambda: service.taken)
 
-    assert () == reloader.settings.access.api_key
+    assert reloader.settings.api == ApiSettings()
 
 
 async def test_a_file_that_was_empty_can_be_read_again(file: Path) -> None:
