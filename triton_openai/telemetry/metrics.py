@@ -139,10 +139,11 @@ class Metrics(Observer):
     """
 
     def __init__(self, worker: Worker) -> None:
+        folder = None if worker.directory is None else metrics_folder(worker.directory)
+        # Who finds a file of its own number goes on for another one. That one could not say that it died.
+        replaces = folder is not None and (folder / f"counter_{worker.index}.db").exists()
         shared = share_between_workers(worker)
-        self.folder = metrics_folder(worker.directory) if shared and worker.directory is not None else None
-        # Who finds counts under its own number goes on for another one. That one could not say that it died.
-        replaces = self.folder is not None and (self.folder / f"counter_{worker.index}.db").exists()
+        self.folder = folder if shared else None
         #: Not the library's global one: two services in one process must not count for each other.
         self.registry = CollectorRegistry()
         self._metrics = {one.name: _made(one, self.registry) for one in names.INSTRUMENTS}
@@ -151,7 +152,7 @@ class Metrics(Observer):
         self._running: dict[Observation, _Served] = {}
         self._queued: set[Observation] = set()
         self._loop_lag: Tallied = self._metrics[names.LOOP_LAG.name]
-        if replaces:
+        if shared and replaces:
             self._metrics[names.WORKERS_REPLACED.name].inc()
 
     def child(self, instrument: Instrument, *labels: str) -> Any:
