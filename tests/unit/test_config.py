@@ -138,6 +138,13 @@ def test_texts_are_taken_as_they_are(read) -> None:
     assert " {prefix}, {suffix}" == settings.model("m").fim_template
 
 
+def test_contents_that_would_not_be_logged(read) -> None:
+    """To ask for them and to silence them is a mistake, and the service would warn of what it does not do."""
+    with pytest.raises(ConfigurationError, match="--log-content and --log-level exclude"):
+        read(None, {"log-content": "100", "log-level": "warning"})
+    assert 100 == read(None, {"log-content": "100", "log-level": "debug"}).server.log_content
+
+
 def test_a_prompt_is_made_in_one_way(read) -> None:
     """A chat template and a history template exclude each other, but a model may differ from all others."""
     for flags in (

@@ -32,6 +32,7 @@ def check(found: Layer) -> None:
     _check_loras(found)
     _check_templates(found)
     _check_access(found)
+    _check_log(found)
 
 
 def _check_load(found: Layer, repository: Found | None) -> None:
@@ -137,3 +138,13 @@ def _check_loras(found: Layer) -> None:
             twice = next((item for place, item in enumerate(given) if item in given[:place]), None)
             if twice is not None:
                 raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")
+
+
+def _check_log(found: Layer) -> None:
+    """Whoever asks for contents is to find them in the log."""
+    content, origin = found.get(("server", "log_content"), (None, ""))
+    level, level_origin = found.get(("server", "log_level"), ("info", ""))
+    if content is not None and level not in ("debug", "info"):
+        raise ConfigurationError(
+            f"{origin} and {level_origin} exclude each other: contents are logged at 'info'."
+        )
