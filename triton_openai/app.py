@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
@@ -21,7 +20,7 @@ from triton_openai.chat import history, infill
 from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
 from triton_openai.config.traces import SDK_REFUSES
-from triton_openai.draining import DRAINING, Draining
+from triton_openai.draining import DRAINING, Draining, first_of
 from triton_openai.errors import ConfigurationError
 from triton_openai.media.addresses import is_public, is_public_or_private
 from triton_openai.media.fetch import ImageFetcher
@@ -247,8 +246,7 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     tasks = [asyncio.create_task(one) for one in work]
     service.admission.open()
     # Who is let in before that is told that there are no models, beside workers that know them all.
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(service.models.catalog.first.wait(), _FIRST_LOOK_SECONDS)
+    await first_of([service.models.catalog.first], timeout=_FIRST_LOOK_SECONDS)
     yield
     service.admission.close()
     for task in tasks:

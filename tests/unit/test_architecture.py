@@ -265,3 +265,21 @@ def test_files_hold_one_idea(name: str) -> None:
 
     assert lines <= 400
     assert ast.get_docstring(MODULES[name])
+
+
+def test_timeouts_are_those_of_asyncio() -> None:
+    """In Python 3.10 ``asyncio.TimeoutError`` is another error than ``TimeoutError``, which lets it through."""
+
+    def caught(node: ast.AST) -> Iterator[ast.expr | None]:
+        if isinstance(node, ast.ExceptHandler):
+            yield from node.type.elts if isinstance(node.type, ast.Tuple) else (node.type,)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
+            yield from node.args
+
+    assert [] == [
+        f"{name}:{error.lineno}"
+        for name, tree in MODULES.items()
+        for node in ast.walk(tree)
+        for error in caught(node)
+        if isinstance(error, ast.Name) and error.id == "TimeoutError"
+    ]
