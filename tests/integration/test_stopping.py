@@ -149,6 +149,28 @@ def test_idle_connections_are_closed(triton: TestTriton, tmp_path: Path) -> None
         assert 0 == service.process.wait(30)
 
 
+@pytest.mark.parametrize("expect", [False, True])
+def test_bodies_that_still_come_are_read(triton: TestTriton, tmp_path: Path, expect: bool) -> None:
+    """A request that has begun to arrive before the end is answered, though the rest of it comes after idle clients."""
+    body = json.dumps({"model": "ensemble", "prompt": "Hello", "max_tokens": 2}).encode()
+    with serving(tmp_path, "--triton-url", triton.http_url, "--shutdown-grace", "600") as service:
+        with contextlib.ExitStack() as closing:
+            running, idle = (closing.enter_context(contextlib.closing(service.connect())) for _ in range(2))
+            running.putrequest("POST", "/v1/completions")
+            running.putheader("Content-Type", "application/json")
+            running.putheader("Content-Length", str(len(body)))
+            if expect:
+                running.putheader("Expect", "100-continue")
+            running.endheaders(body[:10])
+            idle.request("GET", "/health/live")
+            idle.getresponse().read()
+            service.process.send_signal(signal.SIGTERM)
+            assert b"" == idle.sock.recv(1)
+            running.send(body[10:])
+            assert 200 == running.getresponse().status
+        assert 0 == service.process.wait(30)
+
+
 def test_who_waits_is_told_too(triton: TestTriton, tmp_path: Path) -> None:
     """A request that was not let in yet is served when there is room in time, and else gets a 503 like the others."""
     limits = ("--max-running-requests", "1", "--shutdown-grace", "600")

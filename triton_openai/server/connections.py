@@ -139,7 +139,10 @@ class Connection(web.RequestHandler):
             self._head_began = True
             if self._deadline is None:
                 self._wait_for_head()
+        # Once it is to end, aiohttp throws away whatever comes: the rest of a request, too, that it has begun to answer.
+        ending, self._close = self._close, False
         super().data_received(data)
+        self._close = self._close or ending
         # aiohttp waits for a request, and this was not the end of one's head.
         if self._waiter is None or self._waiter.done():
             self._head_size = 0
