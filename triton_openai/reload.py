@@ -15,6 +15,7 @@ from triton_openai.config import AccessSettings, Changes, Settings, changes_betw
 from triton_openai.draining import first_of
 from triton_openai.errors import ConfigurationError
 from triton_openai.telemetry.logging import get_logger
+from triton_openai.watched_files import check_no_pipe
 
 log = get_logger(__name__)
 
@@ -53,9 +54,8 @@ class Source:
         Raises :class:`ConfigurationError` for those that are wrong, and for a file that is empty all of a sudden: that
         is what a full disk leaves of one, and it would take the API keys away and open the service.
         """
-        if self.file is not None and self.file.is_fifo():
-            # It may never be written to; and what came through it at the start does not come again.
-            raise ConfigurationError(f"The settings file {self.file} is a pipe, which is read at the start only.")
+        if self.file is not None:
+            check_no_pipe(self.file, "settings file")
         changes = changes_between(settings, self.load())
         if self.file is None or not (changes.live or changes.fixed):
             return changes

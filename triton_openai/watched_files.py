@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from stat import S_ISFIFO
 from typing import Generic, TypeVar
 
 from triton_openai.errors import ConfigurationError
@@ -59,6 +61,8 @@ class FromFiles(Generic[_Value]):
         told = self._wrong if mark == self._mark else None
         self._mark = mark
         try:
+            for path in self._paths:
+                check_no_pipe(path)
             self._value = self._read()
         except (ConfigurationError, OSError) as error:
             self._wrong = error.message if isinstance(error, ConfigurationError) else str(error)
@@ -68,6 +72,17 @@ class FromFiles(Generic[_Value]):
             self._wrong = None
             _log.info("changed files in use", what=self._what)
         return self._value
+
+
+def check_no_pipe(path: Path, what: str = "file") -> None:
+    """
+    Raise :class:`ConfigurationError` where *path*, which is to be read again, is a pipe; *what* says what it is.
+
+    Nobody may ever write into it again: whoever reads would wait for ever.
+    """
+    with suppress(OSError):
+        if S_ISFIFO(path.stat().st_mode):
+            raise ConfigurationError(f"The {what} {path} is a pipe, which is read at the start only.")
 
 
 def _mark(paths: Sequence[Path]) -> _Mark:

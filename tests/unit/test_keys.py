@@ -187,6 +187,29 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
     assert 1 == capsys.readouterr().out.count("the old API keys stay in force")
 
 
+async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody may ever write into it: the event loop would stand still, and a thread keep the service from ending."""
+    file = written(tmp_path, "keys: [{name: a, key: one}]")
+    keys = Keys(AccessSettings(api_keys_file=file), directory=tmp_path, interval=0.001)
+    file.unlink()
+    os.mkfifo(file)
+    # Whoever waits for it gets this; nobody reads it in time.
+    writing = os.open(file, os.O_RDWR)
+    os.write(writing, b"keys: [{name: a, key: two}]")
+    tried = asyncio.Event()
+    watching = asyncio.create_task(keys.watch(tried.set))
+    await asyncio.wait_for(tried.wait(), 10)
+    watching.cancel()
+    with pytest.raises(ConfigurationError, match="pipe"):
+        keys.replace(AccessSettings(api_keys_file=file))
+    another = Keys(AccessSettings(api_keys_file=file), directory=tmp_path)
+    os.close(writing)
+
+    for one in (keys, another):
+        assert one.ring is not None
+        assert one.ring.find("one") is not None
+
+
 async def test_keys_without_a_place_to_remember_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the directory of the workers is gone, or full, changes are taken over all the same, each of them."""
     file = written(tmp_path, "keys: [{name: a, key: one}]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -201,6 +202,22 @@ def test_a_file_that_could_not_be_read_is_tried_again(tmp_path: Path, capsys: py
 
     assert ["old", "old", "old", "another"] == [found.current() for _ in range(4)]
     assert 2 == capsys.readouterr().out.count("changed files not used")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The event loop would stand still until somebody writes into it."""
+    file = tmp_path / "token"
+    file.write_text("old")
+    found = FromFiles(file.read_text, (file,), what="the token", look_seconds=0)
+    file.unlink()
+    os.mkfifo(file)
+    # Whoever waits for it gets this; nobody reads it in time.
+    writing = os.open(file, os.O_RDWR)
+    os.write(writing, b"new")
+
+    assert ["old", "old"] == [found.current() for _ in range(2)]
+    os.close(writing)
+    assert 1 == capsys.readouterr().out.count("is a pipe")
 
 
 async def test_clients_of_a_withdrawn_authority(authority: Authority, tmp_path: Path) -> None:

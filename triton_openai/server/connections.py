@@ -139,7 +139,7 @@ class Connection(web.RequestHandler):
             self._head_began = True
             if self._deadline is None:
                 self._wait_for_head()
-        # Once it is to end, aiohttp throws away whatever comes: the rest of a request, too, that it has begun to answer.
+        # Once it is to end, aiohttp throws away whatever comes: also the rest of a request that it has begun to answer.
         ending, self._close = self._close, False
         super().data_received(data)
         self._close = self._close or ending

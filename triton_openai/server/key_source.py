@@ -11,6 +11,7 @@ from triton_openai.config import AccessSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.server.keys import Keyring, read_keys
 from triton_openai.telemetry.logging import get_logger
+from triton_openai.watched_files import check_no_pipe
 
 _log = get_logger(__name__)
 # How often the file is looked at: a few microseconds each time, on any file system and through any kind of link.
@@ -39,7 +40,7 @@ class Keys:
     def replace(self, settings: AccessSettings) -> None:
         """Take the keys of new *settings*. Raises :class:`ConfigurationError`, and the old ones stay."""
         seen = _signature(settings.api_keys_file)
-        ring = read_keys(settings)
+        ring = _read(settings)
         self._settings, self._seen, self.ring, self._wrong = settings, seen, ring, None
         self._remember()
 
@@ -63,7 +64,7 @@ class Keys:
         """Return what is wrong with the file, which the log says unless it is what was *told* before."""
         settings = self._settings
         try:
-            ring = await asyncio.to_thread(read_keys, settings)
+            ring = await asyncio.to_thread(_read, settings)
         except ConfigurationError as error:
             if error.message != told:
                 _log.error("the old API keys stay in force", reason=error.message)
@@ -80,11 +81,11 @@ class Keys:
         return None
 
     def _first(self) -> Keyring | None:
-        try:
+        if self._last is None or not self._last.exists():
             return read_keys(self._settings)
+        try:
+            return _read(self._settings)
         except ConfigurationError as error:
-            if self._last is None or not self._last.exists():
-                raise
             _log.error("the old API keys stay in force", reason=error.message)
             self._wrong = error.message
             return Keyring.decode(self._last.read_bytes())
@@ -104,6 +105,13 @@ class Keys:
         except OSError as error:
             # They are in force here all the same, and the next change has to be noticed.
             _log.warning("the API keys cannot be left to other workers", reason=str(error))
+
+
+def _read(settings: AccessSettings) -> Keyring | None:
+    """Read the keys of a running service. Raises :class:`ConfigurationError`."""
+    if settings.api_keys_file is not None:
+        check_no_pipe(settings.api_keys_file, "file of API keys")
+    return read_keys(settings)
 
 
 def _signature(file: Path | None) -> tuple[int, int, int] | None:
