@@ -221,11 +221,11 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     await asyncio.to_thread(_check_names, settings)
     service, guard = app[SERVICE], app[GUARD]
     # The parts that can refuse come first.
-    guard.replace(settings.access)
+    undo = guard.replace(settings.access, service.settings.access)
     try:
         await service.models.take_over(settings, renew=renew)
     except BaseException:
-        guard.replace(service.settings.access)
+        undo()
         raise
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)

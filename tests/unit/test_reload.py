@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from triton_openai.config import ApiSettings, Settings, load_settings
+from triton_openai.app import create_app, take_over
+from triton_openai.config import AccessSettings, ApiSettings, Settings, load_settings
+from triton_openai.config.access import RestrictedApi
 from triton_openai.errors import ConfigurationError
+from triton_openai.models import Models
 from triton_openai.reload import Reloader, Source
+from triton_openai.server.guard import GUARD
 
 
 class Service:
@@ -252,3 +256,28 @@ def test_a_file_whose_rights_are_mended_is_another_one(file: Path) -> None:
     file.chmod(0o640)
 
     assert source.signature() != source.first
+
+
+async def test_refused_settings_leave_the_keys_and_restrictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in force come back also where the file that they were in has gone meanwhile."""
+    files = [tmp_path / name for name in ("old", "new")]
+    for one in files:
+        one.write_text(f"keys: [{{name: a, key: {one.name}}}]")
+    restricted = RestrictedApi(apis=("metrics",), header="x", value="y")
+    new = Settings(access=AccessSettings(api_keys_file=files[1], openai_restricted_api=(restricted,)))
+    app = create_app(Settings(access=AccessSettings(api_keys_file=files[0])))
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise ConfigurationError("A template is wrong.")
+
+    monkeypatch.setattr(Models, "take_over", refuse)
+    files[0].unlink()
+    with pytest.raises(ConfigurationError, match="A template is wrong"):
+        await take_over(app, new, False)
+
+    guard = app[GUARD]
+    assert guard.keys.ring is not None
+    assert [True, False] == [guard.keys.ring.find(one.name) is not None for one in files]
+    assert not guard.restrictions.groups

@@ -40,10 +40,20 @@ class Guard:
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: RateLimits | None = None
 
-    def replace(self, settings: AccessSettings) -> None:
-        """Take new *settings* of keys and restrictions. Raises :class:`ConfigurationError`, and the old ones stay."""
-        self.keys.replace(settings)
+    def replace(self, settings: AccessSettings, before: AccessSettings) -> Callable[[], None]:
+        """
+        Take new *settings* of keys and restrictions, and return what puts those of *before* back.
+
+        Raises :class:`ConfigurationError`, and the old ones stay.
+        """
+        old_keys = self.keys.replace(settings)
         self.restrictions.replace(settings.openai_restricted_api)
+
+        def undo() -> None:
+            old_keys()
+            self.restrictions.replace(before.openai_restricted_api)
+
+        return undo
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Count with the other workers and watch the file of keys while *app* runs."""
