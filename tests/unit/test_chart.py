@@ -19,6 +19,8 @@ SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(enc
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in sorted((CHART / "templates").rglob("*.*"))}
 # The oldest that the chart allows, and the newest that the schemas know.
 KUBERNETES = (re.search(r"1\.\d+", files.load(CHART / "Chart.yaml")["kubeVersion"])[0], "latest")  # type: ignore[index]
+# The least that this mode needs.
+SIDECAR = {"mode": "sidecar", "triton": {"modelRepository": {"volume": {"hostPath": {"path": "/models"}}}}}
 # Kinds that Kubernetes itself does not know; what pods they have inside is checked as a pod.
 CUSTOM = {"ServiceMonitor", "ServingRuntime", "InferenceService"}
 
@@ -270,6 +272,10 @@ def test_the_schema_has_every_value() -> None:
         ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
         ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
         ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
+        # Prometheus would be turned away for ever.
+        ({"serviceMonitor": {"enabled": True}, "apiKeys": {"existingSecret": "keys"}}, "endpoint.authorization"),
+        ({"serviceMonitor": {"enabled": True}, "tls": {"existingSecret": "tls"}}, "endpoint.tlsConfig"),
+        ({**SIDECAR, "serviceMonitor": {"enabled": True}, "networkPolicy": {"enabled": True}}, "tritonMetricsClients"),
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any], complaint: str) -> None:
