@@ -90,6 +90,23 @@ def test_every_way_to_start(where: str, tmp_path: Path) -> None:
     check(STARTS[where], tmp_path)
 
 
+@pytest.mark.parametrize("where", [where for where in STARTS if where.startswith("k")])
+def test_pods_serve_on_while_the_cluster_learns_that_they_end(where: str, tmp_path: Path) -> None:
+    """Kubernetes sends requests for some seconds more: none of them may be turned away."""
+    assert STARTS[where].delay + settings_of(STARTS[where], tmp_path).server.shutdown_delay >= 5
+
+
+def test_pods_have_no_variables_of_services() -> None:
+    """Those of a Service `triton-openai` look like settings, and keep the service from starting."""
+    pods = [
+        files.only(files.plain_documents(form), "Deployment")["spec"]["template"]["spec"]
+        for form in ("standalone", "sidecar")
+    ]
+    pods.append(files.load(DEPLOY / "kserve" / "inference-service.yaml")["spec"]["predictor"])
+
+    assert [False] * 3 == [pod["enableServiceLinks"] for pod in pods]
+
+
 @pytest.mark.parametrize("form", files.FORMS)
 def test_every_way_of_the_chart(form: str, tmp_path: Path) -> None:
     """The chart starts the service as well."""
