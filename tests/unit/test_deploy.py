@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from tests import deploy_files as files
 from tests.deploy_files import DEPLOY, ROOT, Start
@@ -367,6 +373,39 @@ async def test_the_health_check_where_clients_show_certificates(tmp_path: Path) 
 
     assert (0, "") == healthy
     assert 1 == refused
+
+
+async def test_the_health_check_with_an_encrypted_key(tmp_path: Path) -> None:
+    """Its passphrase is in a variable or, as for the service, in the first line of a file."""
+    authority = Authority(tmp_path)
+    certificate = authority.issue("service")
+    key = load_pem_private_key(certificate.read_bytes(), None)
+    encrypted, passphrase = tmp_path / "service.key", tmp_path / "passphrase"
+    sealed = BestAvailableEncryption(b"open sesame")
+    encrypted.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, sealed))
+    passphrase.write_text("open sesame\n")
+    app = web.Application()
+    app.router.add_get("/health/live", answered)
+    server = TestServer(app, scheme="https")
+    await server.start_server(ssl=authority.server(certificate, clients=True))
+    own = {
+        "TRITON_OPENAI_PORT": str(server.port),
+        "TRITON_OPENAI_TLS_CERTIFICATE": str(certificate),
+        "TRITON_OPENAI_TLS_KEY": str(encrypted),
+        "TRITON_OPENAI_TLS_CLIENT_CA": str(authority.file),
+    }
+    in_variable = await health_check(**own, TRITON_OPENAI_TLS_KEY_PASSPHRASE="open sesame")
+    in_file = await health_check(**own, TRITON_OPENAI_TLS_KEY_PASSPHRASE_FILE=str(passphrase))
+    without, said = await health_check(**own)
+    await server.close()
+
+    assert [(0, "")] * 2 == [in_variable, in_file]
+    assert (1, False) == (without, "Traceback" in said)
+
+
+async def answered(_request: web.Request) -> web.Response:
+    """Answer with 200."""
+    return web.Response()
 
 
 async def health_check(*arguments: str, **environment: str) -> tuple[int | None, str]:
