@@ -140,6 +140,24 @@ def test_triton_is_reached_through_the_service_alone() -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
+def test_metrics_of_triton_stay_in_the_cluster(kind: str) -> None:
+    """They ask for no key: where the Service is open to the outside, they have one of their own, which is not."""
+    made = files.render({**SIDECAR, "service": {"type": kind, "annotations": {"example.com/public": "yes"}}})
+    services = files.documents(made["templates/service.yaml"])
+
+    assert [(kind, ["http"]), ("ClusterIP", ["triton-metrics"])] == [
+        (one["spec"]["type"], [port["name"] for port in one["spec"]["ports"]]) for one in services
+    ]
+    assert services[0]["metadata"]["name"] != services[1]["metadata"]["name"]
+    # The ServiceMonitor finds both.
+    assert services[0]["metadata"]["labels"] == services[1]["metadata"]["labels"]
+    assert services[0]["spec"]["selector"] == services[1]["spec"]["selector"]
+    assert "annotations" not in services[1]["metadata"]
+    for one in services:
+        valid(one, "latest")
+
+
 def test_the_relays_are_reached() -> None:
     """Triton's protocol has ports of its own at the Service, the container and the network policy."""
     manifests = files.chart_documents("relays")
