@@ -324,6 +324,11 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert shut_in.returncode == 0, shut_in.stdout[-300:]
 
 
+def test_the_unit_leaves_metrics_of_the_process() -> None:
+    """Its memory, CPU time and open files are exported where /proc/stat can be read, which has the time of the boot."""
+    assert ["all"] == files.systemd_unit()["Service"].get("ProcSubset", ["all"])
+
+
 @pytest.mark.parametrize("status", [200, 503])
 async def test_the_health_check_of_the_images(status: int) -> None:
     """It ends with 0 when the service answers with 200, and else says what is wrong."""
