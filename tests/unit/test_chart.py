@@ -21,6 +21,7 @@ TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in sorted((CHA
 KUBERNETES = (re.search(r"1\.\d+", files.load(CHART / "Chart.yaml")["kubeVersion"])[0], "latest")  # type: ignore[index]
 # The least that this mode needs.
 SIDECAR = {"mode": "sidecar", "triton": {"modelRepository": {"volume": {"hostPath": {"path": "/models"}}}}}
+RESTRICTED_HEALTH = {"apis": ["metrics", "health"], "header": "admin-key", "value": "v"}
 # Kinds that Kubernetes itself does not know; what pods they have inside is checked as a pod.
 CUSTOM = {"ServiceMonitor", "ServingRuntime", "InferenceService"}
 
@@ -290,7 +291,11 @@ def test_the_schema_has_every_value() -> None:
         ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
         ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
         ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
+        # Probes would fail for ever, and the pod be restarted each time.
+        ({"settings": {"access": {"openai_restricted_api": [RESTRICTED_HEALTH]}}}, "health"),
+        ({"settings": {"tls": {"certificate": "/etc/tls/tls.crt"}}}, "tls.existingSecret"),
         # Prometheus would be turned away for ever.
+        ({"serviceMonitor": {"enabled": True}, "settings": {"access": {"api_key": ["k"]}}}, "endpoint.authorization"),
         ({"serviceMonitor": {"enabled": True}, "apiKeys": {"existingSecret": "keys"}}, "endpoint.authorization"),
         ({"serviceMonitor": {"enabled": True}, "tls": {"existingSecret": "tls"}}, "endpoint.tlsConfig"),
         ({**SIDECAR, "serviceMonitor": {"enabled": True}, "networkPolicy": {"enabled": True}}, "tritonMetricsClients"),
