@@ -307,6 +307,16 @@ def test_wrong_values_are_refused(values: dict[str, Any], complaint: str) -> Non
         files.render(values)
 
 
+def test_notes_say_who_can_reach_it() -> None:
+    """A network policy that names no clients lets everybody in, as none does."""
+
+    def told(**policy: Any) -> bool:
+        return "Everybody" in files.render({"networkPolicy": policy})["templates/NOTES.txt"]
+
+    clients = [{"podSelector": {}}]
+    assert [True, True, False] == [told(enabled=False), told(enabled=True), told(enabled=True, clients=clients)]
+
+
 def test_the_values_in_the_guide() -> None:
     """What docs/deployment.md shows is accepted."""
     text = (files.ROOT / "docs/deployment.md").read_text(encoding="utf-8")
