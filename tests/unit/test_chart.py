@@ -19,6 +19,9 @@ SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(enc
 TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in sorted((CHART / "templates").rglob("*.*"))}
 # The oldest that the chart allows, and the newest that the schemas know.
 KUBERNETES = (re.search(r"1\.\d+", files.load(CHART / "Chart.yaml")["kubeVersion"])[0], "latest")  # type: ignore[index]
+# The least that this mode needs.
+SIDECAR = {"mode": "sidecar", "triton": {"modelRepository": {"volume": {"hostPath": {"path": "/models"}}}}}
+RESTRICTED_HEALTH = {"apis": ["metrics", "health"], "header": "admin-key", "value": "v"}
 # Kinds that Kubernetes itself does not know; what pods they have inside is checked as a pod.
 CUSTOM = {"ServiceMonitor", "ServingRuntime", "InferenceService"}
 
@@ -136,6 +139,24 @@ def test_triton_is_reached_through_the_service_alone() -> None:
     assert {9000, int(flags["metrics-port"])} == {
         port["targetPort"] for port in files.only(manifests, "Service")["spec"]["ports"]
     }
+
+
+@pytest.mark.parametrize("kind", ["LoadBalancer", "NodePort"])
+def test_metrics_of_triton_stay_in_the_cluster(kind: str) -> None:
+    """They ask for no key: where the Service is open to the outside, they have one of their own, which is not."""
+    made = files.render({**SIDECAR, "service": {"type": kind, "annotations": {"example.com/public": "yes"}}})
+    services = files.documents(made["templates/service.yaml"])
+
+    assert [(kind, ["http"]), ("ClusterIP", ["triton-metrics"])] == [
+        (one["spec"]["type"], [port["name"] for port in one["spec"]["ports"]]) for one in services
+    ]
+    assert services[0]["metadata"]["name"] != services[1]["metadata"]["name"]
+    # The ServiceMonitor finds both.
+    assert services[0]["metadata"]["labels"] == services[1]["metadata"]["labels"]
+    assert services[0]["spec"]["selector"] == services[1]["spec"]["selector"]
+    assert "annotations" not in services[1]["metadata"]
+    for one in services:
+        valid(one, "latest")
 
 
 def test_the_relays_are_reached() -> None:
@@ -270,12 +291,30 @@ def test_the_schema_has_every_value() -> None:
         ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
         ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
         ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
+        # Probes would fail for ever, and the pod be restarted each time.
+        ({"settings": {"access": {"openai_restricted_api": [RESTRICTED_HEALTH]}}}, "health"),
+        ({"settings": {"tls": {"certificate": "/etc/tls/tls.crt"}}}, "tls.existingSecret"),
+        # Prometheus would be turned away for ever.
+        ({"serviceMonitor": {"enabled": True}, "settings": {"access": {"api_key": ["k"]}}}, "endpoint.authorization"),
+        ({"serviceMonitor": {"enabled": True}, "apiKeys": {"existingSecret": "keys"}}, "endpoint.authorization"),
+        ({"serviceMonitor": {"enabled": True}, "tls": {"existingSecret": "tls"}}, "endpoint.tlsConfig"),
+        ({**SIDECAR, "serviceMonitor": {"enabled": True}, "networkPolicy": {"enabled": True}}, "tritonMetricsClients"),
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any], complaint: str) -> None:
     """They are named, instead of making manifests that do something else."""
     with pytest.raises(ValueError, match=complaint):
         files.render(values)
+
+
+def test_notes_say_who_can_reach_it() -> None:
+    """A network policy that names no clients lets everybody in, as none does."""
+
+    def told(**policy: Any) -> bool:
+        return "Everybody" in files.render({"networkPolicy": policy})["templates/NOTES.txt"]
+
+    clients = [{"podSelector": {}}]
+    assert [True, True, False] == [told(enabled=False), told(enabled=True), told(enabled=True, clients=clients)]
 
 
 def test_the_values_in_the_guide() -> None:

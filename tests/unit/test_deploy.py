@@ -14,6 +14,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from tests import deploy_files as files
 from tests.deploy_files import DEPLOY, ROOT, Start
@@ -88,6 +94,23 @@ def check(start: Start, folder: Path) -> Settings:
 def test_every_way_to_start(where: str, tmp_path: Path) -> None:
     """Flags, variables and settings are accepted; ports and probes fit them, and the time to stop suffices."""
     check(STARTS[where], tmp_path)
+
+
+@pytest.mark.parametrize("where", [where for where in STARTS if where.startswith("k")])
+def test_pods_serve_on_while_the_cluster_learns_that_they_end(where: str, tmp_path: Path) -> None:
+    """Kubernetes sends requests for some seconds more: none of them may be turned away."""
+    assert STARTS[where].delay + settings_of(STARTS[where], tmp_path).server.shutdown_delay >= 5
+
+
+def test_pods_have_no_variables_of_services() -> None:
+    """Those of a Service `triton-openai` look like settings, and keep the service from starting."""
+    pods = [
+        files.only(files.plain_documents(form), "Deployment")["spec"]["template"]["spec"]
+        for form in ("standalone", "sidecar")
+    ]
+    pods.append(files.load(DEPLOY / "kserve" / "inference-service.yaml")["spec"]["predictor"])
+
+    assert [False] * 3 == [pod["enableServiceLinks"] for pod in pods]
 
 
 @pytest.mark.parametrize("form", files.FORMS)
@@ -301,6 +324,11 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert shut_in.returncode == 0, shut_in.stdout[-300:]
 
 
+def test_the_unit_leaves_metrics_of_the_process() -> None:
+    """Its memory, CPU time and open files are exported where /proc/stat can be read, which has the time of the boot."""
+    assert ["all"] == files.systemd_unit()["Service"].get("ProcSubset", ["all"])
+
+
 @pytest.mark.parametrize("status", [200, 503])
 async def test_the_health_check_of_the_images(status: int) -> None:
     """It ends with 0 when the service answers with 200, and else says what is wrong."""
@@ -350,6 +378,39 @@ async def test_the_health_check_where_clients_show_certificates(tmp_path: Path) 
 
     assert (0, "") == healthy
     assert 1 == refused
+
+
+async def test_the_health_check_with_an_encrypted_key(tmp_path: Path) -> None:
+    """Its passphrase is in a variable or, as for the service, in the first line of a file."""
+    authority = Authority(tmp_path)
+    certificate = authority.issue("service")
+    key = load_pem_private_key(certificate.read_bytes(), None)
+    encrypted, passphrase = tmp_path / "service.key", tmp_path / "passphrase"
+    sealed = BestAvailableEncryption(b"open sesame")
+    encrypted.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, sealed))
+    passphrase.write_text("open sesame\n")
+    app = web.Application()
+    app.router.add_get("/health/live", answered)
+    server = TestServer(app, scheme="https")
+    await server.start_server(ssl=authority.server(certificate, clients=True))
+    own = {
+        "TRITON_OPENAI_PORT": str(server.port),
+        "TRITON_OPENAI_TLS_CERTIFICATE": str(certificate),
+        "TRITON_OPENAI_TLS_KEY": str(encrypted),
+        "TRITON_OPENAI_TLS_CLIENT_CA": str(authority.file),
+    }
+    in_variable = await health_check(**own, TRITON_OPENAI_TLS_KEY_PASSPHRASE="open sesame")
+    in_file = await health_check(**own, TRITON_OPENAI_TLS_KEY_PASSPHRASE_FILE=str(passphrase))
+    without, said = await health_check(**own)
+    await server.close()
+
+    assert [(0, "")] * 2 == [in_variable, in_file]
+    assert (1, False) == (without, "Traceback" in said)
+
+
+async def answered(_request: web.Request) -> web.Response:
+    """Answer with 200."""
+    return web.Response()
 
 
 async def health_check(*arguments: str, **environment: str) -> tuple[int | None, str]:

@@ -33,6 +33,7 @@ FOREIGN = {
     "docs/deployment.md": {
         *("--build", "--build-arg", "--cap-drop", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--target"),
         *("--stop-timeout", "--tmpfs", "--create-namespace", "--namespace", "--set", "--values"),
+        *("--from-file", "--from-literal"),
     },
     "docs/benchmarks.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams"},
     "docs/reliability.md": {"--clients", "--seconds", "--seed"},
