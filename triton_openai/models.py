@@ -22,7 +22,7 @@ from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.loras.delivery import LoraDelivery
-from triton_openai.loras.discovery import FoundLora, find_loras, served_names
+from triton_openai.loras.discovery import FoundLora, find_loras, names_of, served_names
 from triton_openai.prompters import LazyPrompter, Prompters
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient
@@ -93,6 +93,8 @@ class Models:
         self._aliases = settings.aliases()
         self._created: dict[str, int] = {}
         self._served: dict[str, ServedModel] = {}
+        # Those of models that exist and are not ready
+        self._waiting_loras: frozenset[str] = frozenset()
         self._prompters = Prompters()
         self._binding = asyncio.Lock()
         self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDelivery] = {}
@@ -154,7 +156,7 @@ class Models:
             raise UpstreamUnavailable(
                 "Triton cannot be reached at the moment.", detail=snapshot.error.detail, retry_after=2
             )
-        if self._aliases.get(name, name) in snapshot.waiting:
+        if self._aliases.get(name, name) in snapshot.waiting or name in self._waiting_loras:
             raise UpstreamUnavailable(f"The model '{name}' is not ready.", param="model", retry_after=2)
         raise ModelNotFound(name)
 
@@ -245,6 +247,10 @@ class Models:
                 if sentence not in self.lora_problems.get(owner, ()):
                     _log.warning("LoRA adapter is not served", model=owner, reason=sentence)
         self.lora_problems = problems
+        settings = self._settings
+        self._waiting_loras = await asyncio.to_thread(
+            names_of, snapshot.waiting, settings.model, settings.triton.model_repository, settings.api.lora_separator
+        )
 
     def _find_loras(self, model: ServedModel) -> tuple[list[FoundLora], list[str]]:
         triton, capabilities = self._settings.triton, model.adapter.capabilities

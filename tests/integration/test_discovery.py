@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.fake_triton import FakeTriton, config_of
-from tests.proxy_fixture import Proxy, serving
+from tests.proxy_fixture import Proxy, changed, serving
 from triton_openai.config import Settings
 from triton_openai.config.tree import ApiSettings, DefaultParameters, ModelDefaults, ModelSettings, TritonSettings
 from triton_openai.demo.repository import build_repository
@@ -329,6 +329,21 @@ async def test_an_alias_of_a_model_that_is_not_ready():
             answer = await proxy.post("/v1/completions", {"model": "gpt-4o", "prompt": "Hi"})
 
     assert (503, "The model 'gpt-4o' is not ready.") == (answer.status, answer.error["message"])
+
+
+async def test_a_lora_adapter_of_a_model_that_is_not_ready(tmp_path):
+    """Its names do not cease to exist either: those of the settings, and those of the model's repository."""
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "multi_lora.json").write_text('{"beta": "/loras/beta"}')
+    async with FakeTriton() as triton:
+        triton.waiting = {"m": "unloaded"}
+        settings = settings_of(triton.url, models={"m": ModelSettings(loras=("alpha",))})
+        settings = changed(settings, api={"lora_separator": ":"}, triton={"model_repository": (tmp_path,)})
+        async with serving(settings) as proxy:
+            names = ("alpha", "m:alpha", "beta", "m:beta", "gamma", "other:alpha")
+            answers = [await proxy.post("/v1/completions", {"model": name, "prompt": "Hi"}) for name in names]
+
+    assert [503, 503, 503, 503, 404, 404] == [answer.status for answer in answers]
 
 
 PREPROCESSING = config_of(

@@ -19,6 +19,7 @@ from tests.conformance.calls import ask, request, steered
 from tests.proxy_fixture import Answer, Proxy, changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
+from triton_openai.answers import Answers
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,35 @@ async def test_queued_and_refused(triton: TestTriton) -> None:
     assert 1 == found.sum("triton_openai_requests_total", model="ensemble", status="503", outcome="refused")
     assert 1 == found.sum("triton_openai_errors_total", model="ensemble", code="overloaded")
     assert 0 < found.sum("triton_openai_queue_seconds_sum", model="ensemble")
+
+
+@pytest.mark.parametrize(
+    "orders, last, outcome",
+    [({}, b"data: [DONE]", "answered"), ({"fail_at": 2}, b'data: {"error"', "failed")],
+)
+async def test_a_client_that_goes_with_the_last_event(
+    fresh: Proxy, monkeypatch: pytest.MonkeyPatch, orders: dict[str, Any], last: bytes, outcome: str
+) -> None:
+    """Whoever has read how an answer ended has not left it: a failure stays one, which alerts count."""
+    close = Answers.close
+
+    async def slowly(answers: Answers) -> None:
+        try:
+            # Until the client's going ends it.
+            await asyncio.Event().wait()
+        finally:
+            await close(answers)
+
+    monkeypatch.setattr(Answers, "close", slowly)
+    body = request("chat", "vllm_model", steered(text="one two three", **orders), stream=True, n=2)
+    async with fresh.client.post("/v1/chat/completions", json=body) as response:
+        async for line in response.content:
+            if line.startswith(last):
+                response.close()
+                break
+
+    found = await settled(fresh)
+    assert 1 == found.sum("triton_openai_requests_total", model="vllm_model", status="200", outcome=outcome)
 
 
 async def test_an_answer_in_one_piece(fresh: Proxy) -> None:

@@ -44,6 +44,8 @@ class EventWriter:
         self._timer: asyncio.TimerHandle | None = None
         self._beat: asyncio.Task[None] | None = None
         self._writing = False
+        #: Whether the client has been told how its answer ended.
+        self.told = False
 
     @property
     def started(self) -> bool:
@@ -78,6 +80,7 @@ class EventWriter:
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event."""
         await self.write(FIELD + error.envelope() + END)
+        self.told = True
 
     async def finish(self) -> None:
         """End the body."""

@@ -100,62 +100,80 @@ async def stream(
     The status line waits for Triton's first answer (at most *heartbeat* seconds), so that a request which is refused
     upstream gets its own status; after that, errors are events.
     """
-    answers = Answers(runs)
+    writer = EventWriter(request, heartbeat=heartbeat)
+    try:
+        async with writer:
+            await _stream(request, Answers(runs), writer, chunks, heartbeat=heartbeat, timeout=timeout)
+    except (asyncio.CancelledError, ConnectionError):
+        # Clients go as soon as they have read how it ended, and some before the body has: that is no leaving.
+        if not writer.told:
+            raise
+    return writer.response
+
+
+async def _stream(
+    request: web.Request,
+    answers: Answers,
+    writer: EventWriter,
+    chunks: Chunks,
+    *,
+    heartbeat: float,
+    timeout: float | None,
+) -> None:
+    runs = answers.runs
     loop = asyncio.get_running_loop()
     began, deadline = loop.time(), None
-    async with EventWriter(request, heartbeat=heartbeat) as writer:
+    try:
+        await _start(answers, timeout)
+        if timeout is not None:
+            deadline = loop.call_at(began + timeout, answers.abort, _too_long(timeout))
+        first = asyncio.create_task(answers.read())
         try:
-            await _start(answers, timeout)
-            if timeout is not None:
-                deadline = loop.call_at(began + timeout, answers.abort, _too_long(timeout))
-            first = asyncio.create_task(answers.read())
-            try:
-                done, _ = await asyncio.wait({first}, timeout=heartbeat)
-                if done:
-                    step = first.result()
-                    await writer.start()
-                else:
-                    await writer.start()
-                    await writer.heartbeat()
-                    step = await first
-            finally:
-                first.cancel()
-            await _relay(step, answers, writer, chunks)
-        except ServiceError as error:
-            if not writer.started:
-                raise
-            _log.warning(
-                "stream failed",
-                request_id=request.get(REQUEST_ID),
-                model=runs[0].model.name,
-                reason=error.reason,
-                code=error.code,
-            )
-            request[OBSERVATION].error = error
-            await writer.fail(error)
-        except asyncio.CancelledError:
-            reason = request.app[DRAINING].reason()
-            if reason is None or not writer.started:
-                raise
-            request[OBSERVATION].error = reason
-            await writer.fail(reason)
-        except ConnectionError:
-            # The client has left: there is nobody to tell, and what ran for it is stopped below.
-            request[OBSERVATION].client_left = True
-            return writer.response
-        except Exception:
-            if not writer.started:
-                raise
-            # A mistake of ours, or of a third party's parser: the answer has begun, so it has to be told in it.
-            _log.exception("stream failed", request_id=request.get(REQUEST_ID), model=runs[0].model.name)
-            failure = request[OBSERVATION].error = ServiceError("The service failed to answer the request.")
-            await writer.fail(failure)
+            done, _ = await asyncio.wait({first}, timeout=heartbeat)
+            if done:
+                step = first.result()
+                await writer.start()
+            else:
+                await writer.start()
+                await writer.heartbeat()
+                step = await first
         finally:
-            if deadline is not None:
-                deadline.cancel()
-            await answers.close()
-        await writer.finish()
-    return writer.response
+            first.cancel()
+        await _relay(step, answers, writer, chunks)
+    except ServiceError as error:
+        if not writer.started:
+            raise
+        _log.warning(
+            "stream failed",
+            request_id=request.get(REQUEST_ID),
+            model=runs[0].model.name,
+            reason=error.reason,
+            code=error.code,
+        )
+        request[OBSERVATION].error = error
+        await writer.fail(error)
+    except asyncio.CancelledError:
+        reason = request.app[DRAINING].reason()
+        if reason is None or not writer.started:
+            raise
+        request[OBSERVATION].error = reason
+        await writer.fail(reason)
+    except ConnectionError:
+        # The client has left: there is nobody to tell, and what ran for it is stopped below.
+        request[OBSERVATION].client_left = True
+        return
+    except Exception:
+        if not writer.started:
+            raise
+        # A mistake of ours, or of a third party's parser: the answer has begun, so it has to be told in it.
+        _log.exception("stream failed", request_id=request.get(REQUEST_ID), model=runs[0].model.name)
+        failure = request[OBSERVATION].error = ServiceError("The service failed to answer the request.")
+        await writer.fail(failure)
+    finally:
+        if deadline is not None:
+            deadline.cancel()
+        await answers.close()
+    await writer.finish()
 
 
 async def _start(answers: Answers, timeout: float | None) -> None:
@@ -192,5 +210,6 @@ async def _relay(step: Step, answers: Answers, writer: EventWriter, chunks: Chun
                 events += chunks.usage(runs) + DONE
         await writer.write(events)
         if not left:
+            writer.told = True
             return
         step = await answers.read()

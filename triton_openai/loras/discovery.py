@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -83,6 +83,18 @@ def find_loras(
         except ConfigurationError as error:
             problems.append(f"The LoRA adapter '{name}' is not served: {error.message}.")
     return found, problems
+
+
+def names_of(
+    models: Iterable[str], settings: Callable[[str], ModelSettings], repositories: Sequence[Path], separator: str | None
+) -> frozenset[str]:
+    """Return the public names that adapters of *models* have once those are ready. Reads files."""
+    found: set[str] = set()
+    for model in models:
+        # What is wrong with the file is told when the model is there.
+        for lora in (*(_entry(entry).name for entry in settings(model).loras), *_listed(model, repositories, [])):
+            found.update(served_names(model, lora, separator))
+    return frozenset(found)
 
 
 def served_names(model: str, lora: str, separator: str | None) -> Iterator[str]:
