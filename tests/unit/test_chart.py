@@ -313,7 +313,7 @@ def test_notes_say_who_can_reach_it() -> None:
     def told(**policy: Any) -> bool:
         return "Everybody" in files.render({"networkPolicy": policy})["templates/NOTES.txt"]
 
-    clients = [{"podSelector": {}}]
+    clients: list[dict[str, Any]] = [{"podSelector": {}}]
     assert [True, True, False] == [told(enabled=False), told(enabled=True), told(enabled=True, clients=clients)]
 
 
