@@ -145,6 +145,4 @@ def _check_log(found: Layer) -> None:
     content, origin = found.get(("server", "log_content"), (None, ""))
     level, level_origin = found.get(("server", "log_level"), ("info", ""))
     if content is not None and level not in ("debug", "info"):
-        raise ConfigurationError(
-            f"{origin} and {level_origin} exclude each other: contents are logged at 'info'."
-        )
+        raise ConfigurationError(f"{origin} and {level_origin} exclude each other: contents are logged at 'info'.")
