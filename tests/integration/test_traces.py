@@ -500,7 +500,7 @@ def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTri
             # Over a connection of its own: the kernel chooses the worker, and one begins later than the other.
             traces.append(new_trace())
             fetch(running.address, traces[-1][1])
-            lines = map(json.loads, running.log.read_text().splitlines())
+            lines = map(json.loads, running.log_lines())
             return 2 == len({line["worker"] for line in lines if line.get("path") == PATHS["chat"]})
 
         service.until(both_have_answered)
