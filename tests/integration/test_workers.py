@@ -84,7 +84,7 @@ def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> N
         until(lambda: answered_by(service) == {0, 1, 2})
         processes = pids(service)
         service.process.terminate()
-        out, _ = service.process.communicate(timeout=20)
+        out, _ = service.process.communicate(timeout=60)
 
     assert ({200}, 0, "") == (statuses, service.process.returncode, out)
     assert [] == service.complaints()
