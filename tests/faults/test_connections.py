@@ -111,11 +111,12 @@ def assert_served(service: Watched) -> None:
 def test_descriptors_used_up(own: Own, transport: str, tmp_path: Path) -> None:
     """Who finds no room is not let in, or refused with a 503; who is let in is served to the end, and the next too."""
     arguments = ["--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer)]
-    request = body("vllm_model", steered(text=WORDS * 20, delay_ms=30), stream=True, max_tokens=500)
+    request = body("vllm_model", steered(text=WORDS * 20, delay_ms=10), stream=True, max_tokens=500)
 
     def ask(service: Watched) -> Reply | None:
         try:
-            return service.post(COMPLETIONS, request)
+            # Some wait until others have been served.
+            return service.send("POST", COMPLETIONS, request, timeout=100)
         except (ConnectionError, http.client.HTTPException):
             return None
 

@@ -46,8 +46,8 @@ class Reading:
 
     def __init__(self, service: Service, model: str) -> None:
         self.model = model
-        prompt = steered(text=WORDS, eos=False, delay_ms=50)
-        self._stream = Stream(service, model, prompt, headers={"Authorization": f"Bearer {_KEY}"}, max_tokens=1000)
+        prompt = steered(text=WORDS, eos=False, delay_ms=100)
+        self._stream = Stream(service, model, prompt, headers={"Authorization": f"Bearer {_KEY}"}, max_tokens=2000)
         self._stream.chunk()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._read)

@@ -28,7 +28,7 @@ keys:
 """
 ASK: dict[str, Any] = {"model": "ensemble", "prompt": steered(text="one two three"), "max_tokens": 8}
 # Streams for as long as a test lasts; their clients leave before.
-ENDLESS = {**ASK, "stream": True, "prompt": steered(text="a b c d", repeat=500, delay_ms=50), "max_tokens": 2000}
+ENDLESS = {**ASK, "stream": True, "prompt": steered(text="a b c d", repeat=500, delay_ms=100), "max_tokens": 2000}
 
 
 @pytest.fixture
