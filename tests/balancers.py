@@ -64,7 +64,7 @@ class Follower:
 
 async def _ready(session: aiohttp.ClientSession, port: int) -> bool:
     with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError):
-        async with session.get(f"http://127.0.0.1:{port}/health/ready", timeout=aiohttp.ClientTimeout(5)) as response:
+        async with session.get(f"http://127.0.0.1:{port}/health/ready", timeout=aiohttp.ClientTimeout(30)) as response:
             return response.status == 200
     return False
 

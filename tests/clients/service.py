@@ -112,10 +112,14 @@ class Service:
                 return int(line.split()[1]) * 1024
         raise AssertionError("the process has ended")
 
+    def log_lines(self) -> list[str]:
+        """Return the lines of the log so far, without one that is just being written."""
+        return self.log.read_text().rpartition("\n")[0].splitlines()
+
     def complaints(self) -> list[str]:
         """Return the lines of the log that tell of an error that nobody expected, or that are no log lines at all."""
         found = []
-        for line in self.log.read_text().splitlines():
+        for line in self.log_lines():
             try:
                 entry = json.loads(line)
             except ValueError:

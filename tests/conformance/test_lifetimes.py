@@ -125,7 +125,7 @@ async def test_several_prompts_stop_together(proxy, triton):
 async def test_one_failed_prompt_stops_the_others(proxy, triton):
     """When one prompt fails, the others are not left running for nobody."""
     mark = uuid.uuid4().hex
-    prompts = [steered(mark, **ENDLESS), steered(text="one", fail_at=0, first_delay_ms=100, error="out of luck")]
+    prompts = [steered(mark, **ENDLESS), steered(text="one", fail_at=0, first_delay_ms=500, error="out of luck")]
     answer = await proxy.post(PATHS["completions"], {"model": "ensemble", "prompt": prompts, "max_tokens": 4000})
 
     assert 502 == answer.status
@@ -201,7 +201,7 @@ async def test_a_bls_error_after_the_first_token_ends_by_the_silence(triton):
 async def test_a_whole_answer_has_a_time_limit(triton):
     """A request that does not stream is given up after the configured time, and its work is stopped."""
     mark = uuid.uuid4().hex
-    settings = proxy_settings(triton, "http", request_timeout=0.5)
+    settings = proxy_settings(triton, "http", request_timeout=1.5)
     async with serving(settings) as proxy:
         answer = await ask(proxy, "completions", "ensemble", steered(mark, **ENDLESS), max_tokens=4000)
         events = await recorded(triton, model="preprocessing", event="request")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clients.service import until
-from tests.faults.surroundings import QUICK, TRANSPORTS, Own, Watched, assert_works, watched
+from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, assert_works, watched
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
 from triton_openai.triton.embedded import EmbeddedTriton
@@ -54,8 +54,8 @@ def module_service_transport(request: pytest.FixtureRequest) -> str:
 def module_service(
     module_service_transport: str, module_triton: Own, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
-    """The service with short timeouts, over each transport in turn."""
-    arguments = [f"--{name}={value}" for name, value in QUICK.items()]
+    """The service over each transport in turn."""
+    arguments = [f"--{name}={value}" for name, value in PATIENT.items()]
     arguments += ["--triton-url", module_triton.url(module_service_transport)]
     arguments += ["--tokenizer", str(module_triton.repository.tokenizer)]
     with watched(tmp_path_factory.mktemp("service"), *arguments) as running:

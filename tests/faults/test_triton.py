@@ -16,6 +16,7 @@ from tests.clients.service import steered, until
 from tests.faults.surroundings import (
     COMPLETIONS,
     ENGINES,
+    IMPATIENT,
     WORDS,
     Own,
     Stream,
@@ -127,7 +128,8 @@ def test_restarted_behind_idle_connections(own: Own, service: Watched) -> None:
 @pytest.mark.parametrize("model", ENGINES)
 def test_frozen_in_a_stream(own: Own, service: Watched, model: str) -> None:
     """A stream that falls silent is ended with an error event after the idle timeout; until then there are comments."""
-    with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50)) as stream:
+    silence = {"x-idle-timeout": IMPATIENT["x-idle-timeout"]}
+    with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50), headers=silence) as stream:
         stream.chunk()
         own.server.pause()
         try:
@@ -149,9 +151,9 @@ def test_frozen_before_the_answer(own: Own, service: Watched, module_service_tra
     own.server.pause()
     try:
         with (
-            asking(service, COMPLETIONS, body("ensemble", "Hello")) as answer,
-            asking(service, "/v1/embeddings", {"model": "text_embedding", "input": "a"}) as embedding,
-            Stream(service, "vllm_model", "Hello") as stream,
+            asking(service, COMPLETIONS, body("ensemble", "Hello"), IMPATIENT) as answer,
+            asking(service, "/v1/embeddings", {"model": "text_embedding", "input": "a"}, IMPATIENT) as embedding,
+            Stream(service, "vllm_model", "Hello", headers=IMPATIENT) as stream,
         ):
             events = stream.rest()
             whole, vector = answer.result(30), embedding.result(30)
@@ -170,7 +172,8 @@ def test_frozen_before_the_answer(own: Own, service: Watched, module_service_tra
 
 def test_a_silent_model(service: Watched) -> None:
     """A model that falls silent in a Triton that is well is the same to a client."""
-    with Stream(service, "ensemble", steered(text=WORDS, hang_at=2)) as stream:
+    silence = {"x-idle-timeout": IMPATIENT["x-idle-timeout"]}
+    with Stream(service, "ensemble", steered(text=WORDS, hang_at=2), headers=silence) as stream:
         events = stream.rest()
 
     assert "upstream_silent" == failure(events[-1])["code"]
@@ -179,7 +182,8 @@ def test_a_silent_model(service: Watched) -> None:
 
 def test_an_answer_that_takes_too_long(service: Watched) -> None:
     """A request that does not stream has a limit of its own, however lively its tokens."""
-    reply = service.post(COMPLETIONS, body("vllm_model", steered(text=WORDS, eos=False, delay_ms=100), max_tokens=500))
+    endless = body("vllm_model", steered(text=WORDS, eos=False, delay_ms=100), max_tokens=500)
+    reply = service.post(COMPLETIONS, endless, **{"x-request-timeout": IMPATIENT["x-request-timeout"]})
 
     assert (504, "upstream_timeout") == (reply.status, reply.error["code"])
 

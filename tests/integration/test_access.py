@@ -424,7 +424,7 @@ async def test_the_log(keys_file: Path) -> None:
 def test_as_a_process(triton: TestTriton, keys_file: Path, tmp_path: Path) -> None:
     """What an operator starts has its keys, its restrictions and its patience, and takes new keys as it runs."""
     arguments = (
-        *("--triton-url", triton.http_url, "--tokenizer", str(triton.tokenizer), "--header-timeout", "0.3"),
+        *("--triton-url", triton.http_url, "--tokenizer", str(triton.tokenizer), "--header-timeout", "2"),
         *("--api-key", "cli:sk-cli", "--api-keys-file", str(keys_file), "--log-level", "debug"),
         *("--openai-restricted-api", "model-repository,health", "admin-key", "open sesame"),
     )

@@ -78,7 +78,7 @@ def test_signals_end_it_cleanly(number: signal.Signals, triton) -> None:
     with _serving("--triton-url", triton.http_url) as (process, banner):
         assert _status(f"{banner['address']}/health/ready") == 200
         process.send_signal(number)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
 
     assert (0, "", "") == (process.returncode, out, err)
 
@@ -103,7 +103,7 @@ def test_banner_for_people(triton) -> None:
         while not lines or "base_url" not in lines[-1]:
             lines.append(process.stdout.readline())
         process.terminate()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
 
     text = "".join(lines)
     assert re.search(r"listens at http://127\.0\.0\.1:\d+\n", text)
@@ -188,7 +188,7 @@ def test_models_at_run_time(tmp_path: Path) -> None:
         with InferenceServerClient(over_grpc.removeprefix("grpc://")) as client:
             assert client.is_model_ready("text_rerank")
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
 
     assert (0, "", "") == (process.returncode, out, err)
 

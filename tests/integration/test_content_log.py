@@ -52,7 +52,7 @@ def arguments(triton: TestTriton) -> tuple[str, ...]:
 
 def entries(service: Service) -> list[dict[str, Any]]:
     """Return the lines of the log."""
-    return [json.loads(line) for line in service.log.read_text().splitlines()]
+    return [json.loads(line) for line in service.log_lines()]
 
 
 def asked(service: Service) -> list[dict[str, Any]]:

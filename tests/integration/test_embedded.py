@@ -49,10 +49,10 @@ def shared_memory(prefix: str) -> set[str]:
     return {path.name for path in Path("/dev/shm").glob(f"{prefix}*")}
 
 
-def is_ready(server: EmbeddedTriton) -> bool:
-    """Return whether the server answers that it is ready, within a moment."""
+def is_ready(server: EmbeddedTriton, timeout: float = 20.0) -> bool:
+    """Return whether the server answers within *timeout* seconds that it is ready."""
     try:
-        with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=0.5) as answer:
+        with urllib.request.urlopen(f"{server.http_url}/v2/health/ready", timeout=timeout) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
@@ -113,7 +113,7 @@ def test_a_paused_server_answers_nothing_until_resumed(server):
     """Pausing freezes the server without closing anything, and stopping a frozen one works too."""
     server.start()
     server.pause()
-    assert not is_ready(server)
+    assert not is_ready(server, timeout=0.5)
     server.resume()
     until(lambda: is_ready(server))
     server.pause()

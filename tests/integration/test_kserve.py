@@ -487,7 +487,7 @@ async def test_deadlines_are_passed_on():
             ended.set()
 
     async with in_front_of(answer) as channel:
-        call = channel.stream_stream(_STREAM)(timeout=0.5)
+        call = channel.stream_stream(_STREAM)(timeout=2)
         await call.done_writing()
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()

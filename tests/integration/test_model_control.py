@@ -287,7 +287,7 @@ async def test_a_storm_of_calls(proxy):
 async def test_running_requests_end_first(proxy):
     """A stream that runs is answered to its end while new requests are refused; then the model goes."""
     await load(proxy, "vllm_model")
-    async with streaming(proxy, text="one two three", repeat=12, delay_ms=20) as response:
+    async with streaming(proxy, text="one two three", repeat=40, delay_ms=20) as response:
         unloading = asyncio.create_task(unload(proxy, "vllm_model"))
         await until(lambda: is_closed(proxy))
         refused = await proxy.post("/v1/completions", {**prompt(text="no"), "stream": False})
@@ -337,7 +337,7 @@ async def runs(proxy: Proxy, model: str) -> bool:
 async def test_a_client_that_leaves(proxy):
     """What a client began goes on without it, and nobody else can begin the same meanwhile."""
     await load(proxy, "vllm_model")
-    async with streaming(proxy, text="one two three", repeat=10, delay_ms=20) as response:
+    async with streaming(proxy, text="one two three", repeat=40, delay_ms=20) as response:
         unloading = asyncio.create_task(unload(proxy, "vllm_model"))
         await until(lambda: is_closed(proxy))
         unloading.cancel()

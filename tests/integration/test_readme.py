@@ -59,7 +59,7 @@ def test_python(service: Service, block: str) -> None:
     """An example in Python runs as it stands and prints an answer."""
     code = block.replace("http://localhost:9000", service.address)
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100, check=False
     )
 
     assert (0, "") == (result.returncode, result.stderr)
@@ -72,8 +72,8 @@ def test_python(service: Service, block: str) -> None:
 @pytest.mark.parametrize("block", CURL)
 def test_curl(service: Service, block: str) -> None:
     """An example with curl runs as it stands and prints an answer."""
-    command = block.replace("http://localhost:9000", service.address).replace("curl ", "curl -sS --fail -m 20 ", 1)
-    result = subprocess.run(["/bin/sh", "-ec", command], capture_output=True, text=True, timeout=30, check=False)
+    command = block.replace("http://localhost:9000", service.address).replace("curl ", "curl -sS --fail -m 60 ", 1)
+    result = subprocess.run(["/bin/sh", "-ec", command], capture_output=True, text=True, timeout=100, check=False)
 
     assert (0, "") == (result.returncode, result.stderr)
     assert ('"relevance_score":' if "/rerank" in block else '"object":"chat.completion"') in result.stdout

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class Configured:
 
     def said(self, event: str) -> list[dict[str, Any]]:
         """Return the log's lines of this kind."""
-        lines = map(json.loads, self.service.log.read_text().splitlines())
+        lines = map(json.loads, self.service.log_lines())
         return [line for line in lines if line["event"] == event]
 
     def models(self) -> set[str]:
@@ -139,18 +140,18 @@ def test_a_bad_file(configured: Configured, change: dict[str, Any], named: str) 
     configured.agree(lambda: "new-name" in configured.models(), True)
 
 
-def test_running_requests_go_on(configured: Configured) -> None:
+def test_running_requests_go_on(configured: Configured, triton: TestTriton) -> None:
     """A stream that began under a name which is taken away is answered to its end."""
     body = {
         "model": "old-name",
-        "prompt": steered(text="a b c d", repeat=10, delay_ms=50),
+        "prompt": steered(prompt := uuid.uuid4().hex, text="a b c d", repeat=10, delay_ms=50),
         "max_tokens": 64,
         "stream": True,
     }
     replies: list[Reply] = []
     thread = threading.Thread(target=lambda: replies.append(configured.service.post("/v1/completions", body)))
     thread.start()
-    until(lambda: configured.service.status("/health/live") == 200)
+    triton.record.wait_for(lambda events: any(prompt in json.dumps(event) for event in events), 30, event="request")
     configured.write(_settings("chatml", "new-name"))
     until(lambda: configured.said("settings are read again"))
     thread.join(30)

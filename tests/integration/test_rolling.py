@@ -79,7 +79,7 @@ async def test_no_request_is_lost(triton: TestTriton, tmp_path: Path) -> None:
             folder = tmp_path / name
             folder.mkdir()
             arguments = ("--triton-url", triton.http_url, "--workers", str(workers))
-            patience = ("--shutdown-delay", "2", "--shutdown-grace", "60")
+            patience = ("--shutdown-delay", "5", "--shutdown-grace", "60")
             started = serving(folder, *arguments, *patience, XDG_RUNTIME_DIR=str(folder))
             return await asyncio.to_thread(stack.enter_context, started)
 

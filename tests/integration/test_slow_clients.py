@@ -166,8 +166,8 @@ async def test_a_body_that_dribbles(chunked: bool) -> None:
 
 async def test_a_long_body_at_a_fair_rate() -> None:
     """It may take longer than the time for its beginning."""
-    limits = msgspec.structs.replace(QUICK, min_body_rate=10)
-    body = BODY[:-1] + b" " * 60 + b"}"
+    limits = msgspec.structs.replace(QUICK, body_timeout=1, min_body_rate=10)
+    body = BODY[:-1] + b" " * 120 + b"}"
     async with listening(limits) as port, connected(port) as client:
         client.writer.write(HEAD % len(body))
         await client.dribble(body)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.clients.service import Reply, Service, serving, until
 from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
+from triton_openai.app import create_app
+from triton_openai.cli.serve import listening
+from triton_openai.cli.stopping import Stop
+from triton_openai.config import LimitSettings, Settings
+from triton_openai.server.connections import Site
 
 ENDLESS = {"text": "one two three", "eos": False, "delay_ms": 50}
 BODY = {"model": "ensemble", "prompt": f"<<steer {json.dumps(ENDLESS)}>>", "max_tokens": 2000}
@@ -24,28 +32,26 @@ BODY = {"model": "ensemble", "prompt": f"<<steer {json.dumps(ENDLESS)}>>", "max_
 def test_what_still_runs_is_told(triton: TestTriton, tmp_path: Path, transport: str) -> None:
     """After the grace a stream ends with an error event, and a request that waits gets a 503; the exit status is 0."""
     url = triton.http_url if transport == "http" else triton.grpc_url
-    replies: dict[bool, Reply] = {}
     before = len(asked(triton.record.events()))
     with serving(tmp_path, "--triton-url", url, "--shutdown-grace", "0.5") as service:
-
-        def ask(stream: bool) -> None:
-            replies[stream] = service.post("/v1/completions", {**BODY, "stream": stream})
-
-        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
-        for thread in threads:
-            thread.start()
-        # Both are at work when their engine's requests are on record.
-        triton.record.wait_for(lambda events: len(asked(events)) >= before + 2, 10)
-        service.process.send_signal(signal.SIGTERM)
-        for thread in threads:
-            thread.join(30)
+        with contextlib.closing(service.connect()) as streaming, ThreadPoolExecutor(1) as threads:
+            whole = threads.submit(service.post, "/v1/completions", BODY)
+            body = json.dumps({**BODY, "stream": True})
+            streaming.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            response = streaming.getresponse()
+            first = response.readline()
+            # The other one is at work when its engine's request is on record.
+            triton.record.wait_for(lambda events: len(asked(events)) >= before + 2, 30)
+            service.process.send_signal(signal.SIGTERM)
+            *_, last, _ = response.read().decode().split("\n\n")
+            refused = whole.result(30)
         status = service.process.wait(30)
 
-    last = json.loads(replies[True].events[-1])
+    assert first.startswith(b"data: ")
     assert ("service_stopping", 503, "service_stopping", 0) == (
-        last["error"]["code"],
-        replies[False].status,
-        replies[False].error["code"],
+        json.loads(last.removeprefix("data: "))["error"]["code"],
+        refused.status,
+        refused.error["code"],
         status,
     )
 
@@ -57,15 +63,16 @@ def test_balancers_can_notice(triton: TestTriton, tmp_path: Path, workers: str) 
 
     Then nobody can connect, and a stream that runs is answered to its end.
     """
-    several = ("--workers", workers, "--shutdown-delay", "2", "--shutdown-grace", "60")
-    text = {"text": "one two three ", "repeat": 12, "delay_ms": 120}
+    several = ("--workers", workers, "--shutdown-delay", "4", "--shutdown-grace", "60")
+    # It begins before the delay does, and lasts for twice as long.
+    text = {"text": "one two three ", "repeat": 16, "delay_ms": 160}
     body = {"model": "ensemble", "prompt": f"<<steer {json.dumps(text)}>>", "max_tokens": 71, "stream": True}
     replies: list[Reply] = []
     before = len(asked(triton.record.events(), 71))
     with serving(tmp_path, "--triton-url", triton.http_url, *several, XDG_RUNTIME_DIR=str(tmp_path)) as service:
         thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", body)))
         thread.start()
-        triton.record.wait_for(lambda events: len(asked(events, 71)) > before, 10)
+        triton.record.wait_for(lambda events: len(asked(events, 71)) > before, 30)
         assert "Connection" not in service.send("GET", "/health/live").headers
         service.process.send_signal(signal.SIGTERM)
         until(lambda: service.status("/health/ready") == 503)
@@ -102,7 +109,7 @@ def test_a_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> No
         stream = {**BODY, "stream": True}
         thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", stream)))
         thread.start()
-        triton.record.wait_for(lambda events: len(asked(events)) > before, 10)
+        triton.record.wait_for(lambda events: len(asked(events)) > before, 30)
         service.process.send_signal(signal.SIGTERM)
         until(lambda: service.status("/health/ready") == 503)
         service.process.send_signal(signal.SIGTERM)
@@ -138,7 +145,7 @@ def test_idle_connections_are_closed(triton: TestTriton, tmp_path: Path) -> None
         with contextlib.ExitStack() as closing:
             running, kept, new = (closing.enter_context(contextlib.closing(service.connect())) for _ in range(3))
             running.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
-            triton.record.wait_for(lambda events: len(asked(events)) > before, 10)
+            triton.record.wait_for(lambda events: len(asked(events)) > before, 30)
             kept.request("GET", "/health/live")
             kept.getresponse().read()
             new.connect()
@@ -178,7 +185,7 @@ def test_who_waits_is_told_too(triton: TestTriton, tmp_path: Path) -> None:
     with serving(tmp_path, "--triton-url", triton.http_url, *limits) as service:
         with contextlib.closing(service.connect()) as running, ThreadPoolExecutor(2) as threads:
             running.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
-            triton.record.wait_for(lambda events: len(asked(events)) > before, 10)
+            triton.record.wait_for(lambda events: len(asked(events)) > before, 30)
             first = threads.submit(service.post, "/v1/completions", {**BODY, "stream": True})
             until(lambda: _queued(_metrics(service)) == 1)
             second = threads.submit(service.post, "/v1/completions", BODY)
@@ -186,7 +193,7 @@ def test_who_waits_is_told_too(triton: TestTriton, tmp_path: Path) -> None:
             service.process.send_signal(signal.SIGINT)
             # The one that runs leaves, the next one takes its place, and then there is no time for the last.
             running.close()
-            triton.record.wait_for(lambda events: len(asked(events)) > before + 1, 10)
+            triton.record.wait_for(lambda events: len(asked(events)) > before + 1, 30)
             service.process.send_signal(signal.SIGINT)
             told = first.result(30), second.result(30)
         assert 0 == service.process.wait(30)
@@ -210,3 +217,64 @@ def asked(events: list[dict[str, Any]], length: int = 2000) -> list[dict[str, An
         for event in events
         if event["event"] == "request" and [length] == event["inputs"].get("request_output_len", {}).get("value")
     ]
+
+
+async def test_who_has_connected_is_let_in() -> None:
+    """However busy the service was: the end of its listening resets nobody who has connected before."""
+    runner = web.AppRunner(create_app(Settings()))
+    await runner.setup()
+    with contextlib.ExitStack() as closing:
+        listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
+        site = Site(runner, listener, limits=LimitSettings())
+        await site.start()
+        # Nothing is awaited in between, so that they are with the kernel when it ends.
+        clients = [closing.enter_context(socket.create_connection(listener.getsockname())) for _ in range(5)]
+        for client in clients:
+            client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        address = listener.getsockname()
+        await site.stop()
+
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        for client in clients:
+            reader, writer = await asyncio.open_connection(sock=client)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            assert head.startswith(b"HTTP/1.1 200 ")
+            writer.close()
+        await runner.cleanup()
+
+
+async def test_who_has_not_asked_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that connected last is answered, though its request comes only then; for it alone nobody is kept."""
+    monkeypatch.setattr("triton_openai.cli.serve._LAST_REQUESTS_SECONDS", 600.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        ending = asyncio.create_task(_ends_at_once(listener, connected := asyncio.Event(), begun := asyncio.Event()))
+        await begun.wait()
+        reader, writer = await asyncio.open_connection(*address)
+        connected.set()
+        while await _accepts(address):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0)
+        writer.write(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+        await asyncio.wait_for(ending, 20)
+        writer.close()
+
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"Connection: close" in head
+
+
+async def _ends_at_once(listener: socket.socket, connected: asyncio.Event, begun: asyncio.Event) -> None:
+    """Serve until somebody is *connected*."""
+    async with listening(Settings(), [listener], Stop()):
+        begun.set()
+        await connected.wait()
+
+
+async def _accepts(address: tuple[str, int]) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(*address)
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True

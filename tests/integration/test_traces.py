@@ -276,7 +276,7 @@ async def test_waiting_has_a_span(collector: Collector, traced_triton: TestTrito
     server, queue = only(ours, kind="SERVER"), only(ours, name="wait in queue")
     assert server.id == queue.parent
     waited = server.attributes["triton_openai.queued_seconds"]
-    assert abs(waited - (queue.ended - queue.began) / 1e9) < 0.1
+    assert abs(waited - (queue.ended - queue.began) / 1e9) < 1
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -430,7 +430,7 @@ def process(*arguments: str, **environ: str) -> Iterator[tuple[str, Callable[[],
 
         def stop() -> list[Any]:
             running.send_signal(signal.SIGTERM)
-            _, err = running.communicate(timeout=30)
+            _, err = running.communicate(timeout=60)
             assert 0 == running.returncode, err
             return [json.loads(line) for line in err.splitlines()]
 
@@ -478,12 +478,15 @@ def test_a_triton_that_is_started_here_joins_in(
 ) -> None:
     """With nothing more to be said than where the collector is."""
     repository = build_repository(tmp_path, models=["ensemble", "preprocessing", "postprocessing", "tensorrt_llm"])
-    trace, headers = new_trace()
+    # Several, for the same reason as in `complete`.
+    traces = [new_trace() for _ in range(6)]
     arguments = ["--model-repository", str(repository.path), "--otlp-endpoint", collector.http_url]
     with process(*arguments) as (address, stop):
-        fetch(address, headers)
+        for _, headers in traces:
+            fetch(address, headers)
         stop()
 
+    trace = next(trace for trace, _ in traces if collector.of(trace, "triton-inference-server"))
     call = only(collector.of(trace, "triton-openai"), kind="CLIENT")
     top = only(collector.of(trace, "triton-inference-server"), name="InferRequest")
     assert call.id == top.parent
@@ -500,7 +503,7 @@ def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTri
             # Over a connection of its own: the kernel chooses the worker, and one begins later than the other.
             traces.append(new_trace())
             fetch(running.address, traces[-1][1])
-            lines = map(json.loads, running.log.read_text().splitlines())
+            lines = map(json.loads, running.log_lines())
             return 2 == len({line["worker"] for line in lines if line.get("path") == PATHS["chat"]})
 
         service.until(both_have_answered)

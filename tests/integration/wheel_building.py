@@ -152,7 +152,7 @@ def serving(python: Path, triton_url: str) -> Iterator[dict[str, Any]]:
             assert line, log.read()
             yield json.loads(line)
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
             process.wait()

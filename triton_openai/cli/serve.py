@@ -24,7 +24,7 @@ from triton_openai.config import Settings
 from triton_openai.draining import DRAINING, first_of
 from triton_openai.kserve import FRONTENDS, start_frontends
 from triton_openai.reload import Reloader, Source
-from triton_openai.server.connections import Site
+from triton_openai.server.connections import Connection, Site
 from triton_openai.server.relay_door import RELAY_DOOR
 from triton_openai.supervisor import LaunchedTriton
 from triton_openai.tls import server_context
@@ -33,8 +33,10 @@ from triton_openai.worker import WORKER, Worker
 # What happens after the banner, and what the process's exit status then is; None: go on serving.
 Talk = Callable[[Banner], Awaitable[int | None]]
 
-# Connections that were accepted last may not have had the time to send their request.
-_LAST_REQUESTS_SECONDS = 0.1
+# Connections that were accepted last may not have had the time to send their request: how long they have, and how often
+# it is looked whether they needed it.
+_LAST_REQUESTS_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
 
 
 def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
@@ -172,10 +174,20 @@ async def _end(runner: web.AppRunner, app: web.Application, stop: Stop) -> None:
     for site in list(runner.sites):
         await site.stop()
     if runner.server is not None and runner.server.connections:
-        await first_of([stop.hurried], timeout=_LAST_REQUESTS_SECONDS)
+        await _last_requests(runner.server, stop)
         # Connections over which nothing is being answered; the others close after their answer.
         runner.server.pre_shutdown()
     grace = server.shutdown_grace
     frontends = [frontend.close(grace, stop.hurried) for frontend in app[FRONTENDS]]
     await asyncio.gather(draining.drain(grace, stop.hurried), *frontends)
     await runner.cleanup()
+
+
+async def _last_requests(server: web.Server, stop: Stop) -> None:
+    """Wait until who has connected has also asked something, for some time."""
+    for _ in range(round(_LAST_REQUESTS_SECONDS / _LOOK_SECONDS)):
+        await first_of([stop.hurried], timeout=_LOOK_SECONDS)
+        if stop.hurried.is_set() or not any(
+            isinstance(each, Connection) and each.silent for each in server.connections
+        ):
+            break

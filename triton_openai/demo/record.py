@@ -53,7 +53,7 @@ class Record:
     def wait_for(
         self,
         condition: Callable[[list[Event]], bool] | None = None,
-        timeout: float = 10.0,
+        timeout: float = 30.0,
         *,
         id: str | None = None,
         model: str | None = None,

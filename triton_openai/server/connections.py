@@ -9,6 +9,7 @@ plain text.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 import uuid
@@ -117,6 +118,11 @@ class Connection(web.RequestHandler):
         super().close()
         if idle and self.transport is not None:
             self.transport.close()
+
+    @property
+    def silent(self) -> bool:
+        """Whether no request has come over it yet."""
+        return not self._request_count and self.transport is not None
 
     def pause_writing(self) -> None:
         """Learn that the client does not take what was sent."""
@@ -311,7 +317,7 @@ async def mark_answering(request: web.Request, handler: Handler) -> web.StreamRe
 class Site(web.SockSite):
     """Serves a runner's application on a socket, over such connections; *body* is the form that errors have."""
 
-    __slots__ = ("_auto_decompress", "_body", "_limits", "_observer")
+    __slots__ = ("_auto_decompress", "_body", "_factory", "_limits", "_observer")
 
     def __init__(
         self,
@@ -329,6 +335,7 @@ class Site(web.SockSite):
         self._auto_decompress = auto_decompress
         # The relays have none: what passes through them is told of at their door.
         self._observer = runner.app.get(OBSERVERS, Observer())
+        self._factory: Callable[[], Connection] | None = None
 
     async def start(self) -> None:
         """Listen."""
@@ -337,19 +344,49 @@ class Site(web.SockSite):
         manager = self._runner.server
         if manager is None:
             raise RuntimeError("The runner is not set up.")
-        self._server = await loop.create_server(
-            partial(
-                Connection,
-                manager,
-                self._limits,
-                self._body,
-                self._observer,
-                auto_decompress=self._auto_decompress,
-                loop=loop,
-            ),
-            sock=self._sock,
-            ssl=self._ssl_context,
-            # The head of the connection, so to speak.
-            ssl_handshake_timeout=None if self._ssl_context is None else self._limits.header_timeout,
-            backlog=self._backlog,
+        self._factory = partial(
+            Connection,
+            manager,
+            self._limits,
+            self._body,
+            self._observer,
+            auto_decompress=self._auto_decompress,
+            loop=loop,
         )
+        self._server = await loop.create_server(
+            self._factory, sock=self._sock, backlog=self._backlog, **self._encryption()
+        )
+
+    async def stop(self) -> None:
+        """
+        Listen no more.
+
+        Who has connected is let in first, however busy the loop was: what a socket has not accepted when it is closed
+        is reset, and with it the request that may have been sent already.
+        """
+        waiting = [] if self._factory is None else _waiting(self._sock, self._backlog)
+        await super().stop()
+        if self._factory is not None and waiting:
+            loop = asyncio.get_running_loop()
+            joining = [loop.connect_accepted_socket(self._factory, one, **self._encryption()) for one in waiting]
+            tasks = [asyncio.create_task(each) for each in joining]
+            await asyncio.wait(tasks, timeout=_LINGER_SECONDS)
+            # Those whose encryption takes longer.
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _encryption(self) -> dict[str, Any]:
+        if self._ssl_context is None:
+            return {}
+        # The handshake is the head of the connection, so to speak.
+        return {"ssl": self._ssl_context, "ssl_handshake_timeout": self._limits.header_timeout}
+
+
+def _waiting(listener: socket.socket, most: int) -> list[socket.socket]:
+    """Accept and return the connections that *listener*, which does not block, has now, *most* of them at most."""
+    found: list[socket.socket] = []
+    with contextlib.suppress(OSError):
+        while len(found) < most:
+            found.append(listener.accept()[0])
+    return found

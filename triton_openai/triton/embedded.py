@@ -90,7 +90,7 @@ class EmbeddedTriton:
         self._pid: int | None = None
         self._paused = False
 
-    def start(self, timeout: float = 60.0) -> None:
+    def start(self, timeout: float = 240.0) -> None:
         """
         Start the server and return when it and all its models are ready.
 
@@ -147,7 +147,7 @@ class EmbeddedTriton:
         self._signal_group(signal.SIGCONT)
         self._paused = False
 
-    def restart(self, timeout: float = 60.0) -> None:
+    def restart(self, timeout: float = 240.0) -> None:
         """End the server as `stop` does and start it again on the same ports."""
         self._end(15.0)
         self.start(timeout)
