@@ -32,7 +32,7 @@ from triton_openai.server.ratelimits import Ticket
 from triton_openai.telemetry.instruments import RELAYED, RELAYING
 from triton_openai.telemetry.logging import get_logger
 from triton_openai.telemetry.metrics import Metrics
-from triton_openai.triton.relay.rules import Operation
+from triton_openai.triton.relay.operation import Operation
 
 _log = get_logger("triton_openai.access")
 _TRACE_CONTEXT = frozenset({"traceparent", "tracestate"})

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from multidict import CIMultiDictProxy
 
 from triton_openai.errors import ServiceError
-from triton_openai.triton.relay.rules import Operation
+from triton_openai.triton.relay.operation import Operation
 
 
 class Visit(Protocol):

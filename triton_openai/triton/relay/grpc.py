@@ -17,7 +17,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from triton_openai.errors import ConfigurationError, EndpointNotFound, ServiceError
 from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.relay.door import Door, Visit
-from triton_openai.triton.relay.rules import Operation, Rules
+from triton_openai.triton.relay.operation import Operation
+from triton_openai.triton.relay.rules import Rules
 
 # What gRPC sets itself on each connection.
 _OWN_METADATA = frozenset({"user-agent", "content-type", "te", "host"})

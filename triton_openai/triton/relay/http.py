@@ -17,7 +17,8 @@ from triton_openai.draining import Draining
 from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.relay.door import Door, Visit
-from triton_openai.triton.relay.rules import Operation, Rules
+from triton_openai.triton.relay.operation import Operation
+from triton_openai.triton.relay.rules import Rules
 from triton_openai.triton.status import cut_off, unreachable
 
 _log = structlog.get_logger(__name__)

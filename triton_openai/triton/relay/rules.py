@@ -11,35 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 from tritonclient.grpc import service_pb2
 
-from triton_openai.config import Group
 from triton_openai.errors import EndpointNotFound, InvalidRequest, ManagementDisabled
 from triton_openai.triton.names import check_name
+from triton_openai.triton.relay.operation import Operation
 
 _SERVICE = "/inference.GRPCInferenceService/"
-
-
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One operation: its *group*, whether it *manages* the server, and whether it changes which models are *loaded*.
-
-    *guards* are the groups of this service's own API that it belongs to, all of which have to be open; *about* is what
-    it tells of, uses or changes: the model that it names, all models, or none. *readiness* is whether load balancers
-    ask it whether to send requests.
-    """
-
-    group: str
-    guards: tuple[Group, ...]
-    about: Literal["nothing", "model", "everything"]
-    manages: bool = False
-    loads: bool = False
-    readiness: bool = False
-
 
 _HEALTH = Operation(group="health", guards=("health",), about="nothing")
 _READY = Operation(group="health", guards=("health",), about="nothing", readiness=True)
