@@ -51,6 +51,7 @@ class TestTriton:
 
 _SHARED: list[EmbeddedTriton] = []
 _ENDED = "Triton ended by itself"
+_MORE_ATTEMPTS = 2
 # Whether services that were running have still to find a Triton that was started again.
 _STARTED_AGAIN = pytest.StashKey[bool]()
 
@@ -58,12 +59,15 @@ _STARTED_AGAIN = pytest.StashKey[bool]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """
-    Run a test as usual; once more if the shared Triton ended by itself meanwhile, as Triton 2.51 now and then does when
-    calls are cancelled: that says nothing about us.
+    Run a test as usual; again if the shared Triton ended by itself meanwhile, as Triton 2.51 now and then does when
+    calls are cancelled: that says nothing about us. A test that ends it each time fails.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if ended := _start_again(failed=any(report.failed for report in reports)):
+    for _ in range(_MORE_ATTEMPTS):
+        ended = _start_again(failed=any(report.failed for report in reports))
+        if not ended:
+            break
         item.config.stash[_STARTED_AGAIN] = True
         item.user_properties.append((_ENDED, True))
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
