@@ -221,12 +221,9 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     await asyncio.to_thread(_check_names, settings)
     service, guard = app[SERVICE], app[GUARD]
     # The parts that can refuse come first.
-    undo = guard.replace(settings.access, service.settings.access)
-    try:
-        await service.models.take_over(settings, renew=renew)
-    except BaseException:
-        undo()
-        raise
+    take_access = guard.prepare(settings.access)
+    await service.models.take_over(settings, renew=renew)
+    take_access()
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)
     service.live.current = settings

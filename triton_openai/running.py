@@ -76,7 +76,7 @@ class Run:
         )
         self._stream: ResponseStream | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._last = self._came = self._loop.time()
+        self._last = self._loop.time()
         self._waiting = False
         self._ended = False
         # Counts: None once the backend has left one out
@@ -188,9 +188,9 @@ class Run:
                 self._append_rest(deltas)
                 await self._conclude()
                 return deltas
-            self._came = self._loop.time()
+            came = self._loop.time()
             if self._steps == 0:
-                self.first = self._came
+                self.first = came
                 self._watch_silence(self._limits.idle)
             for response in responses:
                 for delta in self._decoder.feed(response):
@@ -198,7 +198,7 @@ class Run:
                         await self._add_logprobs(delta)
                     if token_text is not None:
                         token_text.feed(delta)
-                    self._count(delta)
+                    self._count(delta, came)
                     if stops is not None:
                         delta.text = stops.feed(delta.text)
                         if stops.matched is not None:
@@ -261,7 +261,7 @@ class Run:
             # The engine of a model that is not decoupled has no way to answer, and stops all the same.
             _log.debug("stop request failed", model=order.model, reason=error.reason)
 
-    def _count(self, delta: Delta) -> None:
+    def _count(self, delta: Delta, came: float) -> None:
         self._steps += 1
         if delta.prompt_tokens is not None:
             self._prompt_tokens = delta.prompt_tokens
@@ -277,7 +277,7 @@ class Run:
             self.cumulative_logprob = delta.cumulative_logprob
         if delta.text:
             self._text.append(delta.text)
-            self.gaps.arrived(self._came)
+            self.gaps.arrived(came)
 
     async def _add_logprobs(self, delta: Delta) -> None:
         """Make the log probabilities of *delta* from its logits, and let these go."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import tempfile
 from pathlib import Path
 
@@ -29,3 +31,28 @@ def test_a_disk_that_is_read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(tempfile, "mkdtemp", refused)
     with pytest.raises(ConfigurationError, match=r"Read-only file system.*TMPDIR"), private_directory({}):
         pass
+
+
+def test_nowhere_to_share_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system on which nothing can be written is said in a sentence that tells what to set."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+
+    with pytest.raises(ConfigurationError, match="TMPDIR"), private_directory({}):
+        pass
+
+
+def test_nobody_clears_it_up(tmp_path: Path) -> None:
+    """
+    It is locked as systemd-tmpfiles looks for it: files that are only mapped look unused to it after some days.
+
+    Source: tmpfiles.d(5), "Age"; it takes an exclusive BSD lock and leaves alone what is locked.
+    """
+    with private_directory({"XDG_RUNTIME_DIR": str(tmp_path)}) as directory:
+        looking = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(looking, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(looking)
+
+    assert not directory.exists()

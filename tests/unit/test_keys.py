@@ -152,10 +152,12 @@ async def test_rotation(tmp_path: Path) -> None:
     watching.cancel()
 
     # The settings themselves may be others.
-    keys.replace(AccessSettings(api_key=("two",)))
+    keys.prepare(AccessSettings(api_key=("three", "two")))
+    assert ["three"] == known()
+    keys.prepare(AccessSettings(api_key=("two",)))()
     assert ["two"] == known()
     with pytest.raises(ConfigurationError):
-        keys.replace(AccessSettings(api_keys_file=tmp_path / "nothing"))
+        keys.prepare(AccessSettings(api_keys_file=tmp_path / "nothing"))
     assert ["two"] == known()
 
 
@@ -201,7 +203,7 @@ async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     await asyncio.wait_for(tried.wait(), 10)
     watching.cancel()
     with pytest.raises(ConfigurationError, match="pipe"):
-        keys.replace(AccessSettings(api_keys_file=file))
+        keys.prepare(AccessSettings(api_keys_file=file))
     another = Keys(AccessSettings(api_keys_file=file), directory=tmp_path)
     os.close(writing)
 
@@ -226,7 +228,7 @@ async def test_keys_without_a_place_to_remember_them(tmp_path: Path, capsys: pyt
             await asyncio.wait_for(looked.wait(), 10)
     watching.cancel()
     # Who sends settings is not told that they are refused, when they are in force.
-    keys.replace(AccessSettings(api_key=("four",)))
+    keys.prepare(AccessSettings(api_key=("four",)))()
 
     assert keys.ring is not None
     assert keys.ring.find("four") is not None

@@ -17,7 +17,6 @@ from triton_openai.errors import ServiceOverloaded
 from triton_openai.server import admission as module
 from triton_openai.server.admission import Admission
 from triton_openai.server.places import open_places, vacate
-from triton_openai.server.shared_table import SharedTable
 from triton_openai.worker import Worker
 
 
@@ -200,11 +199,3 @@ async def test_never_more_than_the_limits_and_nobody_is_forgotten(
         await settled()
         assert last.inside
         await last.leave()
-
-
-def test_a_file_system_that_is_full_later(tmp_path: Path) -> None:
-    """What workers share has no holes: to fill one on a full file system ends a process, and the next one as well."""
-    with contextlib.closing(SharedTable(tmp_path / "table", index=0, workers=2, width=4)):
-        found = (tmp_path / "table").stat()
-
-    assert found.st_size <= found.st_blocks * 512

@@ -274,8 +274,8 @@ def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
         pass
     with pytest.raises(InvalidRequest), observation.stage("tokenize prompt"):
         raise InvalidRequest("no")
-    recorder.tracing.queued(observation)
-    recorder.tracing.admitted(observation)
+    with observation.stage("wait in queue"):
+        pass
     answer = FakeAnswer()
     sent = observation.upstream.begin(REQUEST, answer, lora="sql")
     answer.first, answer.ended = observation.began + 1, observation.began + 2

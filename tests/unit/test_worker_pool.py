@@ -24,7 +24,6 @@ from triton_openai.config.tree import LoraSettings
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.worker import Worker
 from triton_openai.workers import messages
-from triton_openai.workers.directory import private_directory
 from triton_openai.workers.messages import End, Greet, Greeting, HandOver, Hurry, Listening, Message, NewSettings
 from triton_openai.workers.pool import Pool
 
@@ -323,11 +322,3 @@ async def test_messages_arrive_as_they_were_sent(message: Message) -> None:
     channel = messages.Channel(reader, None)  # type: ignore[arg-type]
 
     assert [message, None] == [await channel.receive(), await channel.receive()]
-
-
-def test_nowhere_to_share_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system on which nothing can be written is said in a sentence that tells what to set."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
-
-    with pytest.raises(ConfigurationError, match="TMPDIR"), private_directory({}):
-        pass

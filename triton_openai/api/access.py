@@ -7,7 +7,7 @@ from typing import Protocol
 from aiohttp import web
 
 from triton_openai.api.service import service_of
-from triton_openai.errors import KeyNotSufficient, ModelNotFound
+from triton_openai.errors import ModelNotFound
 from triton_openai.models import ServedModel
 from triton_openai.server.keys import ApiKey
 
@@ -36,10 +36,10 @@ def check_may_manage(request: web.Request) -> None:
 
 
 def check_opens_everything(request: web.Request) -> None:
-    """Raise :class:`KeyNotSufficient` where the request's key opens certain models, for which there are no others."""
+    """Raise :class:`KeyNotSufficient` where the request's key opens certain models only."""
     key = request.get(KEY)
-    if key is not None and key.models is not None:
-        raise KeyNotSufficient("This is about all models, and the key opens certain models.")
+    if key is not None:
+        key.check_opens_everything()
 
 
 async def find_model(request: web.Request, name: str) -> ServedModel:

@@ -133,7 +133,7 @@ class Admission:
 
     async def _wait(self, waiting: Waiting, observation: Observation, patience: float | None) -> None:
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
-        began = time.monotonic()
+        stage = observation.stage("wait in queue")
         self._observer.queued(observation)
         # No wait_for, which in Python 3.11 lets a cancellation go by that comes together with the end of the wait.
         timer = asyncio.get_running_loop().call_later(seconds, _give_up, waiting, seconds)
@@ -147,7 +147,8 @@ class Admission:
         finally:
             timer.cancel()
             self._forget(waiting)
-            observation.queued_seconds = time.monotonic() - began
+            stage.ended = time.monotonic()
+            observation.queued_seconds = stage.ended - stage.began
             self._observer.admitted(observation)
 
     def waiting(self) -> Collection[str]:

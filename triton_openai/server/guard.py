@@ -40,20 +40,15 @@ class Guard:
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: RateLimits | None = None
 
-    def replace(self, settings: AccessSettings, before: AccessSettings) -> Callable[[], None]:
-        """
-        Take new *settings* of keys and restrictions, and return what puts those of *before* back.
+    def prepare(self, settings: AccessSettings) -> Callable[[], None]:
+        """Return what puts new *settings* of keys and restrictions in force. Raises :class:`ConfigurationError`."""
+        take_keys = self.keys.prepare(settings)
 
-        Raises :class:`ConfigurationError`, and the old ones stay.
-        """
-        old_keys = self.keys.replace(settings)
-        self.restrictions.replace(settings.openai_restricted_api)
+        def take() -> None:
+            take_keys()
+            self.restrictions.replace(settings.openai_restricted_api)
 
-        def undo() -> None:
-            old_keys()
-            self.restrictions.replace(before.openai_restricted_api)
-
-        return undo
+        return take
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Count with the other workers and watch the file of keys while *app* runs."""

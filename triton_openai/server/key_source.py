@@ -37,24 +37,15 @@ class Keys:
         self.ring: Keyring | None = self._first()
         self._remember()
 
-    def replace(self, settings: AccessSettings) -> Callable[[], None]:
-        """
-        Take the keys of new *settings*, and return what puts those back that were in force.
+    def prepare(self, settings: AccessSettings) -> Callable[[], None]:
+        """Read the keys of new *settings*, and return what puts them in force. Raises :class:`ConfigurationError`."""
+        seen, ring = _signature(settings.api_keys_file), _read(settings)
 
-        Raises :class:`ConfigurationError`, and the old ones stay.
-        """
-        before = self._settings, self._seen, self.ring, self._wrong
-        seen = _signature(settings.api_keys_file)
-        ring = _read(settings)
-        self._settings, self._seen, self.ring, self._wrong = settings, seen, ring, None
-        self._remember()
-
-        def undo() -> None:
-            # Not from their file, which may have gone with the settings that named it.
-            self._settings, self._seen, self.ring, self._wrong = before
+        def take() -> None:
+            self._settings, self._seen, self.ring, self._wrong = settings, seen, ring, None
             self._remember()
 
-        return undo
+        return take
 
     async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
         """

@@ -29,7 +29,7 @@ import yaml
 from msgspec import Meta
 
 from triton_openai.config import AccessSettings
-from triton_openai.errors import ConfigurationError, ManagementDisabled
+from triton_openai.errors import ConfigurationError, KeyNotSufficient, ManagementDisabled
 from triton_openai.server.ratelimits import RateLimit
 from triton_openai.server.shared_table import CAPACITY
 
@@ -63,6 +63,11 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
         """Raise :class:`ManagementDisabled` where the key is not for loading models and the like."""
         if not self.manage:
             raise ManagementDisabled(f"The key '{self.name}' may not load and unload models.")
+
+    def check_opens_everything(self) -> None:
+        """Raise :class:`KeyNotSufficient` where the key opens certain models: for it there are no others."""
+        if self.models is not None:
+            raise KeyNotSufficient("This is about all models or the whole server, and the key opens certain models.")
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -116,8 +116,8 @@ class RelayVisit:
         if operation.manages:
             key.check_may_manage()
         self.names_models = key.models is not None and operation.about == "model"
-        if key.models is not None and operation.about == "everything":
-            raise KeyNotSufficient("This is about all models or the whole server, and the key opens certain models.")
+        if operation.about == "everything":
+            key.check_opens_everything()
         if operation.group == "inference":
             self.counted = key.limit.any
             self.count()

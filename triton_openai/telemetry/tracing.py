@@ -37,7 +37,6 @@ from triton_openai.triton.tensors import InferRequest
 
 #: The event on the span of a request to Triton.
 FIRST_TOKEN = "first_token"
-QUEUE = "wait in queue"
 
 _NANOSECONDS = 1_000_000_000
 _propagator = TraceContextTextMapPropagator()
@@ -91,17 +90,6 @@ class Tracing(Observer):
         if isinstance(trace, Trace):
             trace.span.update_name(name_of(observation))
 
-    def queued(self, observation: Observation) -> None:
-        """Begin to wait."""
-        if isinstance(observation.upstream, Trace):
-            observation.upstream.queued = Stage(QUEUE)
-
-    def admitted(self, observation: Observation) -> None:
-        """Wait no longer."""
-        trace = observation.upstream
-        if isinstance(trace, Trace) and trace.queued is not None:
-            trace.queued.ended = time.monotonic()
-
     def ended(self, observation: Observation) -> None:
         """Make the spans of what was done, and end that of the request."""
         trace = observation.upstream
@@ -120,7 +108,6 @@ class Trace(Upstream):
     ) -> None:
         super().__init__(observation.upstream.headers)
         self.span = span
-        self.queued: Stage | None = None
         self._tracer = tracer
         self._context = set_span_in_context(span, Context())
         self._observation = observation
@@ -161,8 +148,7 @@ class Trace(Upstream):
     def end(self) -> None:
         """End every span."""
         observation = self._observation
-        stages = observation.stages if self.queued is None else [*observation.stages, self.queued]
-        for stage in stages:
+        for stage in observation.stages:
             self._add(stage)
         for number, (span, began, answer) in enumerate(self._calls):
             again = next((later for _, later, other in self._calls[number + 1 :] if other is answer), None)
