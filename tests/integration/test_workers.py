@@ -61,13 +61,13 @@ def directories(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def workers(tmp_path: Path, triton: TestTriton, count: int, *arguments: str) -> Iterator[Service]:
-    """Run *count* workers, whose private directory lies in *tmp_path*, and wait until all of them know the models."""
+    """Run *count* workers, whose private directory lies in *tmp_path*, and wait until all of them serve."""
     with serving(
         tmp_path,
         *("--workers", str(count), "--triton-url", triton.http_url, *arguments),
         XDG_RUNTIME_DIR=str(tmp_path),
     ) as service:
-        until(lambda: len([line for line in log_of(service) if line["event"] == "Triton answers"]) == count)
+        until(lambda: len([line for line in log_of(service) if line["event"] == "worker listens"]) == count)
         yield service
 
 

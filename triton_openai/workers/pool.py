@@ -105,6 +105,7 @@ class Pool:
                 self.greeting.set_result(message.text)
             return
         self._ever_listened = True
+        log.info("worker listens", pid=member.pid)
         if self._greet is not None and not self.greeting.done():
             member.send(self._greet)
 
