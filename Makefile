@@ -15,35 +15,42 @@ BIN := $(VENV)/bin
 # The first interpreter that is there, really runs (a version manager's shim may exist and fail) and is new enough.
 # 3.11 comes first because the embedded Triton has a backend for it; `make PYTHON=...` overrides.
 ifndef PYTHON
-PYTHON := $(shell for candidate in python3.11 python3.12 python3.10 python3; do \
-    if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; \
+PYTHON := $(shell for candidate in python3.11 python3.12 python3.13 python3; do \
+    if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
     then echo $$candidate; break; fi; done)
 endif
 
 METADATA := setup.cfg pyproject.toml
+comma := ,
 
 # Without the build backend's reminder, at every installation, that an editable one is editable.
 INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable
+
+# pip is silent for minutes: $(call announce,WHAT,SIZE) says what it does.
+announce = @echo "Installing $(1) into $(VENV): $(2) on the disk, a few minutes for the first time."
 
 .PHONY: help
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  \033[1m%-9s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer with venv is needed; say which with make PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; say which with make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 # One stamp for each set of extras; the larger set vouches for the smaller ones.
 $(VENV)/.service: $(METADATA) | $(BIN)/python
+	$(call announce,the service and what it needs,about 250 MB)
 	$(INSTALL) .
 	@touch $@
 
 $(VENV)/.demo: $(METADATA) | $(BIN)/python
+	$(call announce,the service$(comma) a Triton server for the demo and OpenTelemetry,about 450 MB)
 	$(INSTALL) '.[demo,otlp]'
 	@touch $@ $(VENV)/.service
 
 $(VENV)/.develop: $(METADATA) | $(BIN)/python
+	$(call announce,the service$(comma) a Triton server for the demo and the tools for tests and lint,about 1.1 GB)
 	$(INSTALL) '.[demo,test,lint]'
 	@touch $@ $(VENV)/.demo $(VENV)/.service
 
@@ -59,6 +66,10 @@ lint: $(VENV)/.develop ## check style and formatting with ruff, and types with m
 .PHONY: type
 type: $(VENV)/.develop ## check types with mypy
 	$(BIN)/mypy
+
+.PHONY: unit
+unit: $(VENV)/.develop ## run the tests that need no Triton (ARGS="-k name" picks)
+	$(BIN)/python -m pytest tests/unit $(PARALLEL) $(ARGS)
 
 .PHONY: test
 test: $(VENV)/.develop ## run every test, against a real Triton (ARGS="-k name" picks)
@@ -76,9 +87,18 @@ bench: $(VENV)/.demo ## measure what the service costs next to Triton alone and 
 soak: $(VENV)/.demo ## ten minutes of mixed traffic with faults (ARGS="--seconds 60")
 	$(BIN)/python -m tests.faults.soak $(ARGS)
 
+# Where vLLM and Triton are installed for it, and where the vLLM backend's source comes from (a URL or a folder).
+ENGINE ?= tests/engine/environment
+VLLM_BACKEND ?= https://github.com/triton-inference-server/vllm_backend
+
+.PHONY: engine
+engine: $(VENV)/.demo ## compare with vLLM's own server, on this machine's CPU (3.6 GB, see CONTRIBUTING.md)
+	$(BIN)/python -m tests.engine --folder $(ENGINE) --backend $(VLLM_BACKEND) $(ARGS)
+
 # Of the service's own dependencies, and not of what the tests and the demo need.
 .PHONY: audit
 audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the service needs
+	$(call announce,the service twice$(comma) once with pip-audit and once without anything else,about 500 MB)
 	$(INSTALL) '.[audit]'
 	rm -rf $(VENV)/audited
 	$(BIN)/python -m pip install --quiet --target $(VENV)/audited .

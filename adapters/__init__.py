@@ -1,6 +1,19 @@
 """
-One file per kind of backend: the listing is the support matrix.
+One module for each kind of backend: the listing is the support matrix.
 
-:mod:`triton_openai.adapters.registry` finds the adapter of a model; :mod:`triton_openai.adapters.base` says what one
-is.
+An adapter of another package subclasses :class:`Adapter` and registers under the entry point group
+``triton_openai.adapters``; see ``docs/adapters.md``. What adapters share stands in ``_common``.
 """
+
+from triton_openai.adapters._common.base import (
+    Adapter,
+    BoundParameter,
+    Capabilities,
+    Hints,
+    Parameter,
+    Rule,
+    bind,
+    values_of,
+)
+
+__all__ = ["Adapter", "BoundParameter", "Capabilities", "Hints", "Parameter", "Rule", "bind", "values_of"]

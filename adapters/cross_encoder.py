@@ -15,7 +15,7 @@ from itertools import groupby
 
 import msgspec
 
-from triton_openai.adapters.base import Adapter, Capabilities
+from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded, UpstreamError
 from triton_openai.generation import ScoreJob, ScoreResult, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec

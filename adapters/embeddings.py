@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from triton_openai.adapters.base import Adapter, Capabilities
+from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec

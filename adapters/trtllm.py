@@ -12,15 +12,46 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from triton_openai.adapters.base import Adapter, Capabilities, Hints
-from triton_openai.adapters.helpers import users_of
-from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, refused, values_of
-from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
-from triton_openai.adapters.trtllm_common import RANDOMNESS, guide_tensors, guides, randomness, stop_request, truthy
-from triton_openai.adapters.trtllm_logits import CONTEXT, GENERATION, MOST_ALTERNATIVES, available, check_size, read
-from triton_openai.adapters.trtllm_logprobs import CUMULATIVE, LOGPROBS
-from triton_openai.adapters.trtllm_lora import lora_format, lora_tensors
-from triton_openai.adapters.trtllm_tokens import TokenDecoder, dense_bias, word_list
+from triton_openai.adapters._common.base import (
+    Adapter,
+    BoundParameter,
+    Capabilities,
+    Hints,
+    ModelFiles,
+    Parameter,
+    Rule,
+    bind,
+    refused,
+    values_of,
+)
+from triton_openai.adapters._common.registry import users_of
+from triton_openai.adapters._common.trtllm import (
+    RANDOMNESS,
+    CachedTokens,
+    adds_special_tokens,
+    cache_report,
+    guide_tensors,
+    guides,
+    lora_format,
+    lora_tensors,
+    prompt_limit,
+    randomness,
+    samples,
+    stop_request,
+)
+from triton_openai.adapters._common.trtllm_outputs import (
+    CONTEXT,
+    CUMULATIVE,
+    GENERATION,
+    LOGPROBS,
+    MOST_ALTERNATIVES,
+    TokenDecoder,
+    available,
+    check_size,
+    dense_bias,
+    read,
+    word_list,
+)
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.generation import Generation, Logits, Sampling, Vocabulary
 from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
@@ -85,6 +116,8 @@ class Trtllm(Adapter):
             token_ids=True,
             lora=lora is not None,
             lora_format=lora,
+            samples=samples(self._executor()),
+            fixed_seed=True,
         )
 
     @classmethod
@@ -120,8 +153,7 @@ class Trtllm(Adapter):
         """
         The tokenizer of the preprocessing that the same repository has for this engine, else the engine's own.
 
-        The engine names one for its guides (0.19 and later). Special tokens are added unless preprocessing is told not
-        to.
+        The engine names one for its guides (0.19 and later). Special tokens are added as preprocessing does it.
         """
         steps = [
             self._repository.get(step.model) for user in users_of(self.config, self._repository) for step in user.steps
@@ -131,9 +163,13 @@ class Trtllm(Adapter):
             if step is not None and "QUERY" in step.inputs:
                 return Hints(
                     tokenizer_dir=step.parameter("tokenizer_dir") or self.config.parameter("tokenizer_dir"),
-                    adds_bos=truthy(step.parameter("add_special_tokens"), default=True),
+                    adds_bos=adds_special_tokens(step),
                 )
         return Hints(tokenizer_dir=self.config.parameter("tokenizer_dir"), adds_bos=True)
+
+    def hints_with(self, files: ModelFiles) -> Hints:
+        """Return what the engine tells of the longest prompt, too."""
+        return msgspec.structs.replace(self.hints, max_prompt_len=prompt_limit(self._executor()))
 
     def encode(self, generation: Generation) -> InferRequest:
         """
@@ -204,7 +240,7 @@ class Trtllm(Adapter):
         if vocabulary is not None:
             tokens = len(generation.prompt_ids or ())
             check_size(config, CONTEXT, tokens=tokens, vocabulary=vocabulary.size, param=None)
-        plain = Sampling(max_tokens=1, top_k=1)
+        plain = Sampling(max_tokens=1, temperature=0)
         request = self.encode(
             msgspec.structs.replace(generation, sampling=plain, guide=None, scored=False, bad_word_ids=())
         )

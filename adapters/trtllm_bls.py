@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from triton_openai.adapters.base import Hints
-from triton_openai.adapters.trtllm_common import truthy
-from triton_openai.adapters.trtllm_text import TrtllmText, is_text_model
+from collections.abc import Mapping
+
+from triton_openai.adapters._common.base import Hints
+from triton_openai.adapters._common.trtllm import adds_special_tokens
+from triton_openai.adapters._common.trtllm_text import TrtllmText, is_text_model
 from triton_openai.triton.tensors import ModelConfig
 
 
 class TrtllmBls(TrtllmText):
     """
-    Deltas, or with ``accumulate_tokens`` the whole text at every step (which is right about characters split over
-    tokens).
+    Streams have deltas, or with ``accumulate_tokens`` the whole text at every step (which is right about characters
+    split over tokens).
 
     Its inner request has an id of its own and it never looks whether it was cancelled: work that is abandoned runs to
     its end.
@@ -33,7 +35,20 @@ class TrtllmBls(TrtllmText):
 
     def cumulative(self) -> bool:
         """Return whether ``accumulate_tokens`` is on; it only acts on a decoupled model."""
-        return self.config.decoupled and truthy(self.config.parameter("accumulate_tokens"), default=False)
+        flag = self.config.parameter("accumulate_tokens") or ""
+        return self.config.decoupled and flag.lower() in ("true", "yes", "1", "t")
+
+    @property
+    def splits_characters(self) -> bool:
+        """Whether ``accumulate_tokens`` is there and not on. A model without it decodes in a way of its own."""
+        return "accumulate_tokens" in self.config.parameters and not self.cumulative()
+
+    @property
+    def unread(self) -> Mapping[str, str]:
+        """The temperature up to 0.12; 0.13 brings ``prompt_table_extra_id``."""
+        if "prompt_table_extra_id" in self.config.inputs:
+            return {}
+        return {"temperature": "this release of the model drops every value but 0 and 1"}
 
     @property
     def hints(self) -> Hints:
@@ -43,5 +58,5 @@ class TrtllmBls(TrtllmText):
             return Hints()
         return Hints(
             tokenizer_dir=config.parameter("tokenizer_dir"),
-            adds_bos=truthy(config.parameter("add_special_tokens"), default=True),
+            adds_bos=adds_special_tokens(config),
         )

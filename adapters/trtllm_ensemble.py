@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from triton_openai.adapters.base import Hints
-from triton_openai.adapters.trtllm_common import ENGINE_INPUTS, stop_request, truthy
-from triton_openai.adapters.trtllm_text import TrtllmText, is_text_model
+from collections.abc import Mapping
+
+from triton_openai.adapters._common.base import Hints
+from triton_openai.adapters._common.trtllm import ENGINE_INPUTS, adds_special_tokens, stop_request
+from triton_openai.adapters._common.trtllm_text import TrtllmText, is_text_model
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig
+
+# An input of each of the three steps that every release has.
+_STAGES = ("QUERY", "request_output_len", "TOKENS_BATCH")
 
 
 class TrtllmEnsemble(TrtllmText):
@@ -31,6 +36,21 @@ class TrtllmEnsemble(TrtllmText):
         return None
 
     @property
+    def token_level(self) -> ModelConfig | None:
+        """The engine, unless more takes part than the three steps of every release."""
+        known = [self._repository.get(step.model) for step in self.config.steps]
+        plain = all(config is not None and any(name in config.inputs for name in _STAGES) for config in known)
+        return super().token_level if plain else None
+
+    @property
+    def unread(self) -> Mapping[str, str]:
+        """The bad words of 0.5, which its preprocessing encodes and nobody hands to the engine."""
+        for step in self.config.steps:
+            if "request_output_len" in step.input_map and "bad_words_list" not in step.input_map:
+                return {"bad_words": "this ensemble does not hand them to its engine"}
+        return {}
+
+    @property
     def hints(self) -> Hints:
         """The tokenizer of the step that tokenizes."""
         for step in self.config.steps:
@@ -38,7 +58,7 @@ class TrtllmEnsemble(TrtllmText):
             if config is not None and "QUERY" in config.inputs:
                 return Hints(
                     tokenizer_dir=config.parameter("tokenizer_dir"),
-                    adds_bos=truthy(config.parameter("add_special_tokens"), default=True),
+                    adds_bos=adds_special_tokens(config),
                 )
         return Hints()
 

@@ -8,13 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from triton_openai.adapters.base import Adapter, Capabilities, Hints
-from triton_openai.adapters.decoding import PromptEcho, TextDecoder
-from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule, bind, values_of
-from triton_openai.adapters.trtllm_cache import CachedTokens, cache_report
-from triton_openai.adapters.trtllm_common import RANDOMNESS, randomness
+import msgspec
+import structlog
+import yaml
+
+from triton_openai.adapters._common.base import (
+    Adapter,
+    BoundParameter,
+    Capabilities,
+    Hints,
+    ModelFiles,
+    Parameter,
+    Rule,
+    bind,
+    named_tokenizer,
+    values_of,
+)
+from triton_openai.adapters._common.decoding import PromptEcho, TextDecoder
+from triton_openai.adapters._common.trtllm import RANDOMNESS, CachedTokens, cache_report, randomness
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig
+
+_log = structlog.get_logger(__name__)
 
 _PREFIX = "sampling_param_"
 PARAMETERS: tuple[Parameter, ...] = (
@@ -63,6 +78,7 @@ class TrtllmLlmapi(Adapter):
             streaming=config.decoupled,
             echoes=_EXCLUDE not in config.inputs,
             finish_reason=self._finish,
+            fixed_seed=True,
         )
 
     @classmethod
@@ -82,8 +98,26 @@ class TrtllmLlmapi(Adapter):
 
     @property
     def hints(self) -> Hints:
-        """The LLM API adds the special tokens of its tokenizer; where that is stands in a file Triton does not show."""
+        """The LLM API adds the special tokens of its tokenizer; the config does not name that."""
         return Hints(adds_bos=True)
+
+    def hints_with(self, files: ModelFiles) -> Hints:
+        """Return what ``model.yaml``, the arguments of the LLM API, tells."""
+        content = files(self.config.name, "model.yaml")
+        try:
+            given = yaml.safe_load(content or b"")
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            _log.warning("model.yaml cannot be read", model=self.config.name, reason=str(error))
+            return self.hints
+        if not isinstance(given, dict):
+            return self.hints
+        names = ("model", "revision", "tokenizer", "tokenizer_revision")
+        length = given.get("max_seq_len")
+        return msgspec.structs.replace(
+            self.hints,
+            tokenizer=named_tokenizer(**{name: given.get(name) for name in names}),
+            max_model_len=length if type(length) is int and length > 0 else None,
+        )
 
     @property
     def parameters(self) -> Sequence[BoundParameter]:

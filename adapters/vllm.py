@@ -6,19 +6,135 @@ Source of the facts: ``src/model.py`` of vllm_backend, releases 23.10 to 26.01.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
+import structlog
 
-from triton_openai.adapters.base import Adapter, Capabilities, Hints
-from triton_openai.adapters.decoding import TextDecoder
-from triton_openai.adapters.parameters import BoundParameter, Rule, check_range, refused
-from triton_openai.adapters.vllm_embedding import decode_embedding, embedding_request
-from triton_openai.adapters.vllm_logprobs import MOST, VllmLogprobs
-from triton_openai.errors import InvalidRequest
-from triton_openai.generation import EmbeddingJob, EmbeddingResult, Generation, Guide
+from triton_openai.adapters._common.base import (
+    Adapter,
+    BoundParameter,
+    Capabilities,
+    Hints,
+    ModelFiles,
+    Rule,
+    check_range,
+    named_tokenizer,
+    refused,
+)
+from triton_openai.adapters._common.decoding import TextDecoder
+from triton_openai.errors import InvalidRequest, UpstreamError
+from triton_openai.generation import Alternative, Delta, EmbeddingJob, EmbeddingResult, Generation, Guide, TokenLogprob
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
+
+_vector = msgspec.json.Decoder(list[float])
+_EMBEDDING_OUTPUTS = ("text_output", "num_input_tokens")
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+def embedding_request(adapter: Adapter, job: EmbeddingJob) -> Sequence[InferRequest]:
+    """Return one request per input of *job*. Raises :class:`InvalidRequest` for what can be no token id."""
+    requests = []
+    inputs_of_job: Sequence[Any] = job.inputs
+    for index, item in enumerate(inputs_of_job):
+        if not isinstance(item, str) and (min(item) < 0 or max(item) > _MAX_TOKEN_ID):
+            raise InvalidRequest("'input' holds a number that is no token id.", param="input", code="invalid_value")
+        body: dict[str, Any] = {"input": item}
+        if job.dimensions is not None:
+            # A list of one: the backend takes the first element.
+            body["pooling_params"] = {"dimensions": [job.dimensions]}
+        inputs = [
+            adapter.tensor("text_input", ""),
+            adapter.tensor("embedding_request", msgspec.json.encode(body).decode()),
+        ]
+        if "return_num_input_tokens" in adapter.config.inputs:
+            inputs.append(adapter.tensor("return_num_input_tokens", True))
+        requests.append(adapter.request(f"{job.id}-{index}", inputs, _EMBEDDING_OUTPUTS))
+    return requests
+
+
+def decode_embedding(responses: Sequence[InferResponse]) -> EmbeddingResult:
+    """Return the vectors, and the tokens of all inputs if every answer counted its own."""
+    vectors = []
+    counts: list[int] = []
+    for response in responses:
+        texts = response.texts("text_output")
+        try:
+            vectors.append(array("f", _vector.decode(texts[0])).tobytes())
+        except (IndexError, msgspec.MsgspecError, OverflowError) as error:
+            raise UpstreamError("The model sent an embedding that cannot be read.", detail=str(error)) from error
+        counts += [int(count) for count in response.numbers("num_input_tokens")]
+    return EmbeddingResult(vectors=vectors, prompt_tokens=sum(counts) if len(counts) == len(responses) else None)
+
+
+_REPLACEMENT = "\ufffd"
+#: vLLM's ``max_logprobs`` where the engine's arguments do not set it, and as much as OpenAI allows.
+MOST = 20
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+_Positions: TypeAlias = list[dict[str, _Entry]] | None
+_decode: Callable[[str], _Positions] = msgspec.json.Decoder(_Positions).decode
+
+
+class VllmLogprobs:
+    """Reads the log probabilities of one request, which asked for *count* alternatives per token."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __call__(self, response: InferResponse, delta: Delta) -> tuple[TokenLogprob, ...]:
+        """Return one entry per new token. Raises :class:`UpstreamError` for JSON of another shape."""
+        texts = response.texts("logprobs")
+        if not texts:
+            return ()
+        try:
+            positions = _read(texts[0])
+        except (ValueError, RecursionError) as error:
+            raise UpstreamError("The model sent log probabilities that cannot be read.", detail=str(error)) from error
+        return tuple(self._position(entries) for entries in positions or () if entries)
+
+    def _position(self, entries: dict[str, _Entry]) -> TokenLogprob:
+        alternatives = [_alternative(key, entry) for key, entry in entries.items()]
+        chosen = alternatives[0]
+        rank = next(iter(entries.values())).rank
+        # The chosen token comes on top of the most likely ones unless it is one of them: rank says which those are.
+        ranked = sorted(
+            (entry.rank if entry.rank is not None else index, index) for index, entry in enumerate(entries.values())
+        )
+        top = tuple(alternatives[index] for _, index in ranked[: self._count])
+        return TokenLogprob(
+            token=chosen.token, logprob=chosen.logprob, raw=chosen.raw, top=top, id=chosen.id, rank=rank
+        )
+
+
+def _read(text: str) -> _Positions:
+    """Return what *text* says. Raises :class:`ValueError`."""
+    try:
+        return _decode(text)
+    except msgspec.DecodeError:
+        # Python's reader knows -Infinity, msgspec's does not.
+        positions: _Positions = msgspec.convert(json.loads(text), _Positions)
+        return positions
+
+
+def _alternative(key: str, entry: _Entry) -> Alternative:
+    token = entry.decoded_token or ""
+    # A part of a character shows as U+FFFD: its bytes are not known here. Where there is a tokenizer, it has them.
+    raw = None if _REPLACEMENT in token else token.encode()
+    number = int(key) if key.isdecimal() else None
+    return Alternative(token=token, logprob=entry.logprob, raw=raw, id=number)
+
+
+_log = structlog.get_logger(__name__)
 
 _KEYS = "sampling_parameters"
 # What vLLM's SamplingParams calls it, and the integer range it takes. Unknown keys fail the request, so this is a
@@ -55,7 +171,7 @@ _FLAGS = ("exclude_input_in_output", "return_finish_reason", "return_num_input_t
 _SUPPLIED = frozenset({"text_input", "stream", _KEYS, *_FLAGS})
 _OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 _CUMULATIVE = "cumulative_logprob"
-
+_SERVER_24_12 = "2.53."
 
 _GUIDE_FIELDS: Mapping[str, str] = {
     "json": "json_object",
@@ -72,10 +188,12 @@ def _guide_key(config: ModelConfig) -> str | None:
     Return what the backend's release calls guided decoding, by the inputs that came with it.
 
     ``structured_outputs`` since 25.11 (which brought ``embedding_request``), ``guided_decoding`` in 25.01 to 25.10.
-    24.12, the first with ``return_finish_reason``, cannot be told from 25.01: it refuses the key, and so the request.
+    24.12, the first with ``return_finish_reason``, has neither; its server's version tells it from 25.01.
     """
     if "embedding_request" in config.inputs:
         return "structured_outputs"
+    if config.server_version.startswith(_SERVER_24_12):
+        return None
     return "guided_decoding" if "return_finish_reason" in config.inputs else None
 
 
@@ -86,6 +204,40 @@ def _guide_fields(guide: Guide) -> dict[str, Any]:
     if guide.kind in ("json_schema", "choice"):
         return {name: msgspec.Raw(guide.value.encode())}
     return {name: guide.value}
+
+
+class _EngineArguments(msgspec.Struct):
+    """What counts here of ``model.json``, the arguments of vLLM's engine. Values are as people write them."""
+
+    model: Any = None
+    tokenizer: Any = None
+    revision: Any = None
+    tokenizer_revision: Any = None
+    max_model_len: Any = None
+    enable_lora: Any = False
+    task: Any = None
+    runner: Any = None
+
+    def hints(self, known: Hints) -> Hints:
+        """Return *known* with what they tell."""
+        length = self.max_model_len
+        return msgspec.structs.replace(
+            known,
+            tokenizer=named_tokenizer(
+                model=self.model,
+                revision=self.revision,
+                tokenizer=self.tokenizer,
+                tokenizer_revision=self.tokenizer_revision,
+            ),
+            # "auto" and "32k" leave the number to the engine, as -1 does.
+            max_model_len=length if type(length) is int and length > 0 else None,
+            # The backend takes the text "true" too.
+            loras=str(self.enable_lora).lower() == "true",
+            generates=self.runner != "pooling" and self.task in (None, "auto", "generate"),
+        )
+
+
+_engine_arguments = msgspec.json.Decoder(_EngineArguments)
 
 
 class Vllm(Adapter):
@@ -112,6 +264,7 @@ class Vllm(Adapter):
             embed="embedding_request" in config.inputs,
             streaming=config.decoupled,
             stop=True,
+            stop_shown=self._finish,
             usage=self._counts,
             finish_reason=self._finish,
             dimensions=True,
@@ -147,11 +300,21 @@ class Vllm(Adapter):
 
     @property
     def hints(self) -> Hints:
-        """
-        vLLM adds the special tokens of its tokenizer to every text prompt; where that tokenizer is, Triton does not
-        tell.
-        """
+        """vLLM adds the special tokens of its tokenizer to every text prompt; the config does not name that."""
         return Hints(adds_bos=True)
+
+    def hints_with(self, files: ModelFiles) -> Hints:
+        """Return what ``model.json`` tells: that of the model, or of the step that an ensemble is made around."""
+        for name in (self.config.name, *(step.model for step in self.config.steps)):
+            content = files(name, "model.json")
+            if content is None:
+                continue
+            try:
+                return _engine_arguments.decode(content).hints(self.hints)
+            except msgspec.MsgspecError as error:
+                # The backend would not have loaded the model; whoever edits the file now has not finished.
+                _log.warning("model.json cannot be read", model=name, reason=str(error))
+        return self.hints
 
     @property
     def parameters(self) -> Sequence[BoundParameter]:
@@ -173,11 +336,15 @@ class Vllm(Adapter):
             if value is not None and value != ():
                 check_range(parameter.name, value, parameter.datatype)
                 sampling[parameter.name] = value
+        if self._finish and generation.sampling.stop_showable:
+            # Which of them has ended the answer can be seen nowhere else; it is cut off here.
+            sampling["include_stop_str_in_output"] = True
         if sampling.get("top_p") == 0:
             # vLLM takes no 0, which means the likeliest token alone.
             del sampling["top_p"]
             sampling["top_k"] = 1
-        if generation.token_ids or generation.scored:
+        ids = self._wants_ids(generation)
+        if ids or generation.scored:
             # The ids are told with the log probabilities, and nothing is scored without them.
             sampling.setdefault("logprobs", 0)
         guide = generation.guide
@@ -196,7 +363,7 @@ class Vllm(Adapter):
         if generation.images:
             inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))
         outputs: tuple[str, ...] = _OUTPUTS
-        if generation.sampling.logprobs is not None or generation.token_ids:
+        if generation.sampling.logprobs is not None or ids:
             inputs.append(self.tensor("return_logprobs", True))
             outputs += ("logprobs",)
         if generation.scored:
@@ -207,17 +374,22 @@ class Vllm(Adapter):
     def decoder(self, generation: Generation) -> TextDecoder:
         """Return a decoder for one request."""
         count = generation.sampling.logprobs
+        ids = self._wants_ids(generation)
         return TextDecoder(
             cumulative=self._repeats,
             skip=len(generation.prompt) if self._repeats else 0,
             prompt_count="num_input_tokens" if self._counts else None,
             token_count="num_output_tokens" if self._counts else None,
             finish="finish_reason" if self._finish else None,
-            logprobs=VllmLogprobs(count or 0) if count is not None or generation.token_ids else None,
-            token_ids=generation.token_ids,
+            logprobs=VllmLogprobs(count or 0) if count is not None or ids else None,
+            token_ids=ids,
             ids_only=count is None,
             cumulative_logprob=_CUMULATIVE if generation.scored else None,
         )
+
+    def _wants_ids(self, generation: Generation) -> bool:
+        """Return whether token ids are wanted: also to see which of the request's stop tokens has ended the answer."""
+        return generation.token_ids or bool(self._logprobs and generation.sampling.stop_token_ids)
 
     def encode_embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
         """Return one request per input: the backend takes one text, or one list of token ids, at a time."""

@@ -24,7 +24,7 @@ from bench.processes import BenchError, make_room
 from bench.repository import build_repository
 from bench.subjects import SUBJECTS, Subject, can_trace, control, nginx_path
 from triton_openai.errors import ConfigurationError
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 _STREAMS = (1, 32, 128, 256)
 _QUICK_STREAMS = (1, 128)

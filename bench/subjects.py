@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from bench.messages import Target
 from bench.processes import HOST, free_port, running, wait_until_answers
 from bench.repository import FLOOD_CALL, PACED_CALL
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 # By this the service knows how the model writes its calls.
 _TOOLS = Path(__file__).with_name("tools.jinja")

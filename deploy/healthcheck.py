@@ -33,7 +33,7 @@ def main() -> None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
         if certificate and os.environ.get("TRITON_OPENAI_TLS_CLIENT_CA"):
-            passphrase = os.environ.get("TRITON_OPENAI_TLS_KEY_PASSPHRASE") or ""
+            passphrase = ""
             if file := os.environ.get("TRITON_OPENAI_TLS_KEY_PASSPHRASE_FILE"):
                 passphrase = Path(file).read_text(encoding="utf-8").partition("\n")[0].strip()
             # Without a passphrase an encrypted key is an error, instead of a question to nobody.

@@ -15,17 +15,17 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
-from triton_openai.adapters import trtllm, trtllm_llmapi, trtllm_text, vllm
-from triton_openai.adapters.parameters import BoundParameter, Parameter, Rule
+from triton_openai.adapters import trtllm, trtllm_llmapi, vllm
+from triton_openai.adapters._common import trtllm_text
+from triton_openai.adapters._common.base import BoundParameter, Parameter, Rule
 from triton_openai.api import chat, completions
 from triton_openai.api.parameters import SamplingRequest
 from triton_openai.config import Option, Settings, options
 from triton_openai.config.options import bare_type
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
-from triton_openai.telemetry.instruments import INSTRUMENTS
-from triton_openai.telemetry.state import LOOKED_UP
-from triton_openai.telemetry.vllm_names import CACHE_USAGE, RENAMED
+from triton_openai.telemetry.exposition import CACHE_USAGE, LOOKED_UP, RENAMED
+from triton_openai.telemetry.metrics import INSTRUMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,9 +52,9 @@ _ALSO_CALLED = {"max_tokens": "max_completion_tokens"}
 _FRAME = {"model", "messages", "prompt", "stream", "stream_options", "max_completion_tokens"}
 #: What is done with every model that generates, in this service, or with the tables of capabilities.
 _DONE_HERE = {
-    "n", "best_of", "echo", "suffix", "top_logprobs", "prompt_logprobs", "return_token_ids", "response_format",
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools", "tool_choice",
-    "parallel_tool_calls", "functions", "function_call", "reasoning_effort", "add_generation_prompt",
+    "n", "best_of", "echo", "suffix", "add_special_tokens", "top_logprobs", "prompt_logprobs", "return_token_ids",
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
+    "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort", "add_generation_prompt",
     "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens",
     "truncation_side", "priority",
 }  # fmt: skip
@@ -146,8 +146,8 @@ def settings() -> str:
         lines += [f"### {_titles[section]}", "", _about(section), ""]
         rows = [
             [
-                _flag(option),
-                f"`{option.variable}`",
+                "" if option.file_only else _flag(option),
+                "" if option.file_only else f"`{option.variable}`",
                 f"`{option.key}`",
                 _default(option),
                 "yes" if option.live else "",
@@ -162,7 +162,8 @@ def settings() -> str:
 def _flag(option: Option) -> str:
     """Return the flag and what is given with it, its unit among them."""
     metavar = (option.metavar,) if isinstance(option.metavar, str) else option.metavar or ()
-    return f"`{' '.join((option.flag, *metavar))}`"
+    model = "[MODEL=]" if option.per_model else ""
+    return f"`{' '.join((option.flag, *(model + word for word in metavar)))}`"
 
 
 def live() -> str:
@@ -246,7 +247,8 @@ def _default(option: Option) -> str:
     value = option.default
     if isinstance(value, tuple):
         value = ", ".join(map(str, value))
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    unit = f" {option.metavar.lower()}" if option.metavar in ("SECONDS", "BYTES") else ""
+    return (f"`{value:g}`" if isinstance(value, float) else f"`{value}`") + unit
 
 
 def _help(option: Option) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema_rs
 
-from triton_openai.api.openapi.published import DESCRIPTION
+from triton_openai.api.info import DESCRIPTION
 from triton_openai.app import create_app
 from triton_openai.config import AccessSettings, RestrictedApi, Settings
 

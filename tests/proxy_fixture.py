@@ -22,11 +22,13 @@ from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app, models_of
 from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings, TritonSettings
-from triton_openai.models import Models
+from triton_openai.models.served import Models
 from triton_openai.triton.client import TritonClient
 
 TRANSPORTS = ("http", "grpc")
-_VOLATILE = re.compile(rb'("id":)"(?:chat)?cmpl-[0-9a-f]{32}"|("created":)\d+')
+_VOLATILE = re.compile(
+    rb'("id":)"(?:chat)?cmpl-[0-9a-f]{32}"|("created":)\d+|("system_fingerprint":)"triton-[\d.]+-[0-9a-f]{8}"'
+)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Answer:
 
     @property
     def normalised(self) -> bytes:
-        """The body with what differs from call to call (id and time) replaced."""
-        return _VOLATILE.sub(lambda found: (found[1] or found[2]) + b'"*"', self.body)
+        """The body with what differs from call to call (id and time), and the fingerprint, replaced."""
+        return _VOLATILE.sub(lambda found: found[found.lastindex or 0] + b'"*"', self.body)
 
 
 _RUNNING: set[Proxy] = set()
@@ -119,13 +121,14 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     """
     Return settings for the session's Triton over one *transport*, or over both (``"both"``).
 
-    What vLLM and the LLM API do not tell (their tokenizer) is configured, and the engine behind the ensembles is served
-    by its own name too. *overrides* are fields of the Triton part.
+    What vLLM and the LLM API do not tell (their tokenizer) is configured, the engine behind the ensembles is served by
+    its own name too, and models of text answer themselves, so that they are what is tested. *overrides* are fields of
+    the Triton part.
     """
     urls = {"http": (triton.http_url,), "grpc": (triton.grpc_url,), "both": (triton.http_url, triton.grpc_url)}
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
     return Settings(
-        triton=TritonSettings(url=urls[transport], **overrides),
+        triton=TritonSettings(url=urls[transport], **{"prefer_token_level": "never", **overrides}),
         models={
             **dict.fromkeys(("tensorrt_llm_llmapi", "vllm_model", "text_embedding", "text_rerank_ids"), tokenizer),
             "tensorrt_llm": ModelSettings(adapter="trtllm"),

@@ -10,15 +10,13 @@ from typing import Any
 import grpc
 
 from tests.proxy_fixture import changed
+from triton_openai.access.guard import Guard, RelayDoor
 from triton_openai.config import Settings
 from triton_openai.config.tree import ServerSettings, TritonSettings
-from triton_openai.draining import Draining
-from triton_openai.kserve import Frontend, start_frontends
-from triton_openai.server.guard import Guard
-from triton_openai.server.ratelimits import open_limits
-from triton_openai.server.relay_door import RelayDoor
+from triton_openai.config.worker import Worker
+from triton_openai.models.draining import Draining
 from triton_openai.telemetry.metrics import Metrics
-from triton_openai.worker import Worker
+from triton_openai.triton.relay.frontends import Frontend, start_frontends
 
 SERVER = ServerSettings(enable_kserve_frontends=True, kserve_http_port=0, kserve_grpc_port=0)
 
@@ -37,7 +35,6 @@ class Relays:
 def door_of(settings: Settings) -> RelayDoor:
     """Return the door that *settings* ask for."""
     guard = Guard(settings.access)
-    guard.limits = open_limits(Worker())
     return RelayDoor(guard, Draining(), metrics=Metrics(Worker()))
 
 

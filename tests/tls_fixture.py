@@ -7,7 +7,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import trustme
@@ -25,7 +25,7 @@ class Authority:
 
     def issue(self, name: str, *hosts: str, expired: bool = False) -> Path:
         """Write a certificate for *hosts* (127.0.0.1 where none is given) and its key into one file; return it."""
-        past = datetime(2020, 1, 1, tzinfo=timezone.utc) if expired else None
+        past = datetime(2020, 1, 1, tzinfo=UTC) if expired else None
         leaf = self._made.issue_cert(*(hosts or ("127.0.0.1",)), not_after=past)
         path = self._folder / f"{self._name}-{name}.pem"
         self.replace(path, leaf)

@@ -15,7 +15,7 @@ from _pytest.runner import runtestprotocol
 
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository, model_names
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ class TestTriton:
 
 _SHARED: list[EmbeddedTriton] = []
 _ENDED = "Triton ended by itself"
-_MORE_ATTEMPTS = 2
 # Whether services that were running have still to find a Triton that was started again.
 _STARTED_AGAIN = pytest.StashKey[bool]()
 
@@ -59,39 +58,38 @@ _STARTED_AGAIN = pytest.StashKey[bool]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """
-    Run a test as usual; again if the shared Triton ended by itself meanwhile, as Triton 2.51 now and then does when
-    calls are cancelled: that says nothing about us. A test that ends it each time fails.
+    Run a test, and once more if the shared Triton ended by itself meanwhile: then the second result counts.
+
+    Triton 2.51 now and then ends when calls are cancelled, which says nothing about us.
     """
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    for _ in range(_MORE_ATTEMPTS):
-        ended = _start_again(failed=any(report.failed for report in reports))
-        if not ended:
-            break
-        item.config.stash[_STARTED_AGAIN] = True
-        item.user_properties.append((_ENDED, True))
+    if ended := _start_again(item, reports):
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        again = _start_again(item, reports)
         for report in reports:
-            report.sections.append((_ENDED, ended))
+            report.sections.append((_ENDED, ended + again))
+            report.user_properties.append((_ENDED, 2 if again else 1))
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
-def _start_again(*, failed: bool) -> str:
-    """Start shared Tritons that have ended; return what they say of it. After a test that *failed*, look closer."""
+def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
+    """Start shared Tritons that have ended; return what they say of it. After a test that failed, look closer."""
     said = []
     for server in _SHARED:
-        if failed and not _is_open(server.http_url):
+        if any(report.failed for report in reports) and not _is_open(server.http_url):
             # It may take seconds from its last connection to its end.
             with contextlib.suppress(TimeoutError):
                 server.wait(60)
         status = server.poll()
         if status is not None:
-            said.append(f"It ended with status {status}, and was started again.\n{server.log_tail()}")
+            said.append(f"It ended with status {status}, and was started again.\n{server.log_tail()}\n")
             server.start()
-    return "\n".join(said)
+            item.config.stash[_STARTED_AGAIN] = True
+    return "".join(said)
 
 
 def _is_open(url: str) -> bool:
@@ -112,11 +110,18 @@ def _found_again(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell which tests were run again."""
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
-    for report in reports:
-        if report.when == "call" and any(name == _ENDED for name, _ in report.user_properties):
-            terminalreporter.write_line(f"{_ENDED} in {report.nodeid}, which was run again: {report.outcome}.")
+    """Tell how often Triton ended by itself, and which tests were run again."""
+    ends = {}
+    for outcome in ("passed", "skipped", "failed", "error"):
+        for report in terminalreporter.getreports(outcome):
+            count = dict(report.user_properties).get(_ENDED)
+            if count is not None:
+                ends[report.nodeid] = count, outcome
+    if ends:
+        total = sum(count for count, _ in ends.values())
+        terminalreporter.section(f"{_ENDED} {total} times; {len(ends)} tests were run again")
+    for name, (_, outcome) in ends.items():
+        terminalreporter.write_line(f"{outcome} when run again: {name}")
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +129,13 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     """A real Triton that serves every stand-in; shared by the whole run, so leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")
     record = folder / "record.jsonl"
-    models = [*model_names(), "tensorrt_llm_bls_multimodal", "text_rerank_pairs", "text_rerank_ids"]
+    models = [
+        *model_names(),
+        "tensorrt_llm_bls_multimodal",
+        "tensorrt_llm_bls_legacy",
+        "text_rerank_pairs",
+        "text_rerank_ids",
+    ]
     repository = build_repository(folder / "repository", models=models, record=record)
     server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
     server.start()

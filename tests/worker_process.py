@@ -10,8 +10,8 @@ from aiohttp import web
 
 from triton_openai.app import create_app
 from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.worker import Worker
 from triton_openai.telemetry.logging import configure_logging
-from triton_openai.worker import Worker
 
 
 async def main(index: str, count: str, directory: str, url: str) -> None:

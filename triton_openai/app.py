@@ -5,52 +5,52 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+import structlog
 from aiohttp import web
 
-from triton_openai.adapters.registry import load as load_adapter
+from triton_openai.access.cors import CORS, Cors, add_cors_headers, answer_preflights
+from triton_openai.access.guard import GUARD, RELAY_DOOR, Guard, RelayDoor, add_limit_headers, let_in
+from triton_openai.access.restrictions import check_groups
+from triton_openai.adapters._common.registry import load as load_adapter
+from triton_openai.answer.run import Background
+from triton_openai.api.batches import probe
 from triton_openai.api.bodies import LIMITS
-from triton_openai.api.groups import check_groups
-from triton_openai.api.metrics import EXPOSITION
-from triton_openai.api.openapi.document import describe
-from triton_openai.api.openapi.published import DESCRIPTION, Description
+from triton_openai.api.info import DESCRIPTION, EXPOSITION, Description
+from triton_openai.api.openapi import describe
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, LiveSettings, Service
-from triton_openai.background import Background
-from triton_openai.chat import history, infill
-from triton_openai.chat.parsers import AUTO, NONE
 from triton_openai.config import Settings
-from triton_openai.config.traces import SDK_REFUSES
-from triton_openai.draining import DRAINING, Draining, first_of
+from triton_openai.config.observability import SDK_REFUSES
+from triton_openai.config.worker import WORKER, Worker
 from triton_openai.errors import ConfigurationError
-from triton_openai.media.addresses import is_public, is_public_or_private
+from triton_openai.media.allowed_hosts import AllowedHosts, is_public, is_public_or_private
 from triton_openai.media.fetch import ImageFetcher
-from triton_openai.media.hosts import AllowedHosts
 from triton_openai.media.images import ImageLoader
-from triton_openai.model_control import ModelControl
-from triton_openai.model_gates import MODEL_GATES, ModelGates
-from triton_openai.models import Models
-from triton_openai.server.admission import Admission
-from triton_openai.server.connections import mark_answering
-from triton_openai.server.cors import CORS, Cors, add_cors_headers, answer_preflights
-from triton_openai.server.guard import GUARD, Guard, add_limit_headers, let_in
-from triton_openai.server.middlewares import add_headers, envelope_errors, identify
-from triton_openai.server.places import open_places
-from triton_openai.server.relay_door import RELAY_DOOR, RelayDoor
-from triton_openai.telemetry.access_log import AccessLog, ContentLog
-from triton_openai.telemetry.exposition import Exposition
-from triton_openai.telemetry.logging import get_logger
-from triton_openai.telemetry.loop_lag import LOOP_LAG, LoopLag
+from triton_openai.models.canary import CANARY, PATIENCE, Canary
+from triton_openai.models.control import ModelControl
+from triton_openai.models.draining import DRAINING, Draining, first_of
+from triton_openai.models.gates import ModelGates
+from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.served_model import keep_loaded
+from triton_openai.parsers.choose import AUTO, NONE
+from triton_openai.parsers.reasoning import registry as reasoning_parsers
+from triton_openai.parsers.tools import registry as tool_parsers
+from triton_openai.prompts import history, infill
+from triton_openai.serving.admission import Admission
+from triton_openai.serving.middlewares import add_headers, envelope_errors, identify
+from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
+from triton_openai.telemetry.exposition import Exposition, ServedName, State, TritonMetrics
 from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
-from triton_openai.telemetry.propagation import Propagation
-from triton_openai.text.reasoning import registry as reasoning_parsers
-from triton_openai.text.tools import registry as tool_parsers
+from triton_openai.telemetry.process import LOOP_LAG, LoopLag
+from triton_openai.telemetry.tracing import Propagation, Tracing
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
-from triton_openai.triton.metrics import TritonMetrics
-from triton_openai.worker import WORKER, Worker
+from triton_openai.triton.server_metrics import TritonMetrics as TritonMetricsReader
+from triton_openai.triton.server_metrics import cache_usage
 
-_log = get_logger(__name__)
+_log = structlog.get_logger(__name__)
 # Longest time that the last spans have to leave when the service ends.
 _LAST_SPANS_SECONDS = 3.0
 # Longest time that the first look at Triton's models may hold up the first connection.
@@ -63,12 +63,13 @@ def create_app(
     client: TritonClient | None = None,
     images: ImageLoader | None = None,
     worker: Worker | None = None,
+    shared: SharedClient | None = None,
 ) -> web.Application:
     """
     Return the application; nothing runs and nothing is connected before it is started.
 
     *client* replaces the connection to Triton, *images* what loads the images of requests; *worker* is this process
-    among several that serve together. Raises
+    among several that serve together, and *shared* what it shares with them. Raises
     :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
@@ -80,35 +81,45 @@ def create_app(
     tracing, send_spans = _traces(settings, connection)
     characters = settings.server.log_content
     content = None if characters is None else ContentLog(characters)
-    observers = Observers(*(one for one in (AccessLog(), content, metrics, tracing) if one is not None))
-    lag = LoopLag(tell=None if metrics is None else metrics.note_loop_lag)
+    lag = LoopLag(report=None if metrics is None else metrics.observe_loop_lag)
     draining = Draining()
-    gates = ModelGates(draining, worker.directory)
+    gates = ModelGates(draining, shared)
+    if shared is not None:
+        shared.listen(gates.apply)
     models = Models(settings, connection, version=lambda: gates.version)
+    canary = Canary(
+        models,
+        lambda model: _ask(service, model),
+        None
+        if metrics is None
+        else lambda model, answers: metrics.set_answering(model.owner, model.adapter.name, answers),
+    )
+    unknown = UnknownFields(None if metrics is None else metrics.count_unknown_field)
+    observers = Observers(
+        *(one for one in (AccessLog(), content, metrics, tracing, canary, unknown) if one is not None)
+    )
     service = Service(
         live=LiveSettings(settings),
         models=models,
         control=ModelControl(settings, models, connection, gates),
         client=connection,
         background=Background(),
-        admission=Admission(
-            settings.server, lambda: lag.sustained, places=open_places(worker), gates=gates, observer=observers
-        ),
+        admission=Admission(settings.server, lambda: lag.sustained, worker=worker, gates=gates, observer=metrics),
         images=images or _image_loader(settings),
     )
     app = web.Application(
-        middlewares=[mark_answering, identify, envelope_errors, answer_preflights, let_in],
+        middlewares=[identify, envelope_errors, answer_preflights, let_in],
         client_max_size=settings.server.max_body_size,
     )
     app[SERVICE] = service
     app[WORKER] = worker
     app[LOOP_LAG] = lag
     app[DRAINING] = draining
-    app[MODEL_GATES] = gates
     app[OBSERVERS] = observers
+    app[CANARY] = canary
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access, directory=worker.directory)
+    guard = app[GUARD] = Guard(settings.access, directory=worker.directory, limits=shared)
     app[RELAY_DOOR] = RelayDoor(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
     app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
     if send_spans is not None:
@@ -118,7 +129,7 @@ def create_app(
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
-    app[DESCRIPTION] = Description(lambda settings: describe(app, settings))
+    app[DESCRIPTION] = Description(describe)
     check_groups(app)
     return app
 
@@ -132,13 +143,13 @@ def _traces(
         return (Propagation() if traces.continue_traces else None), None
     # Imported here: most services send no traces, and OpenTelemetry's SDK takes a quarter of a second.
     try:
-        from triton_openai.telemetry.otlp import check_installed, tracer
-        from triton_openai.telemetry.tracing import Tracing
+        from triton_openai.telemetry.otlp import exporter_class, tracer
     except ValueError as error:
         # It reads some of its variables when it is imported.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
 
-    check_installed(traces)
+    # Before anything runs.
+    exporter_class(traces)
     locate = connection.address_of if isinstance(connection, Endpoint) else None
     tracing = Tracing(locate, continue_traces=traces.continue_traces, content=traces.content)
 
@@ -148,6 +159,11 @@ def _traces(
             yield
 
     return tracing, send
+
+
+async def _ask(service: Service, model: ServedModel) -> None:
+    """Ask *model* for as little as it can answer, within what its clients may wait."""
+    await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
 
 
 def _warn_of_content(settings: Settings) -> None:
@@ -162,20 +178,60 @@ def _add_metrics(app: web.Application, metrics: Metrics) -> None:
     """Let *app* show its *metrics*."""
     service = app[SERVICE]
     settings = service.settings.metrics
-    wanted = settings.relay_triton or settings.vllm_names
-    exposition = app[EXPOSITION] = Exposition(
+    read_triton = None
+    if settings.relay_triton or settings.vllm_names:
+        reader = TritonMetricsReader(service.settings.triton_metrics_url)
+
+        async def read_triton() -> TritonMetrics | None:
+            families = await reader.read()
+            if families is None:
+                return None
+            lines = {name: family.lines for name, family in families.items()} if settings.relay_triton else {}
+            return TritonMetrics(families=lines, cache_usage=cache_usage(families) if settings.vllm_names else {})
+
+        async def close(app: web.Application) -> None:
+            await reader.close()
+
+        app.on_cleanup.append(close)
+    app[EXPOSITION] = Exposition(
         metrics,
-        service.models,
-        app[WORKER],
-        triton=TritonMetrics(service.settings.triton_metrics_url) if wanted else None,
+        lambda: _state(service.models, app[WORKER]),
+        read_triton=read_triton,
         relay=settings.relay_triton,
         vllm_names=settings.vllm_names,
     )
 
-    async def close(app: web.Application) -> None:
-        await exposition.close()
 
-    app.on_cleanup.append(close)
+def _state(models: Models, worker: Worker) -> State:
+    """Return what the metrics show of *models*."""
+    snapshot = models.catalog.snapshot
+    # What Triton's index says of a model that was unloaded, and of one that was never loaded (seen with 24.10).
+    unloaded = sum(reason in ("unloaded", "") for reason in snapshot.waiting.values())
+    return State(
+        workers=worker.count,
+        triton_up=snapshot.reachable,
+        triton_models={
+            "ready": len(snapshot.configs),
+            "not_ready": len(snapshot.waiting) - unloaded,
+            "unloaded": unloaded,
+        },
+        served=[
+            ServedName(
+                name=name,
+                triton_model=model.owner,
+                adapter=model.adapter.name,
+                can_chat=model.can_chat,
+                engines=_engines(model),
+            )
+            for name, model in models.served.items()
+        ],
+    )
+
+
+def _engines(model: ServedModel) -> set[str]:
+    """Return the Triton models that may do the work of *model*."""
+    adapter, inner = model.adapter, model.adapter.token_level
+    return {adapter.config.name, *(step.model for step in adapter.config.steps), *([inner.name] if inner else [])}
 
 
 def _image_loader(settings: Settings) -> ImageLoader:
@@ -214,7 +270,7 @@ def models_of(app: web.Application) -> Models:
 
 async def take_over(app: web.Application, settings: Settings, renew: bool) -> None:
     """
-    Let the running *app* go on with *settings*, all or nothing; see :data:`triton_openai.reload.TakeOver`.
+    Let the running *app* go on with *settings*, all or nothing; see :data:`triton_openai.config.reload.TakeOver`.
 
     Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
     """
@@ -239,17 +295,17 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     service = app[SERVICE]
     if app[WORKER].index == 0:
         _warn_of_content(service.settings)
-    work = (service.models.catalog.run(), app[LOOP_LAG].run(), app[MODEL_GATES].watch())
+    models = service.models
+    work = (models.catalog.run(), keep_loaded(models), app[LOOP_LAG].run())
     tasks = [asyncio.create_task(one) for one in work]
-    service.admission.open()
     # Who is let in before that is told that there are no models, beside workers that know them all.
     await first_of([service.models.catalog.first], timeout=_FIRST_LOOK_SECONDS)
     yield
-    service.admission.close()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await service.control.close()
+    await app[CANARY].close()
     await service.models.catalog.close()
     await service.background.close()
     await service.images.close()

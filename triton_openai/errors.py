@@ -6,13 +6,16 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     ServiceError                       500  server_error
     ├── InvalidRequest                 400  invalid_request_error
     │   ├── UnsupportedParameter       400  unsupported_parameter
-    │   ├── ContextLengthExceeded      400  context_length_exceeded
+    │   ├── RequestRefused             400  invalid_request
+    │   ├── PromptRefused              400  invalid_value
+    │   │   └── ContextLengthExceeded  400  context_length_exceeded
     │   ├── InvalidApiKey              401  invalid_api_key
     │   ├── ApiRestricted              401  invalid_auth
     │   ├── OriginNotAllowed           403  origin_not_allowed
     │   ├── ManagementDisabled         403  management_disabled
     │   ├── KeyNotSufficient           403  key_not_sufficient
     │   ├── ModelNotFound              404  model_not_found
+    │   ├── LoraNotLoaded              404  lora_not_loaded
     │   ├── EndpointNotFound           404  not_found
     │   ├── MethodNotAllowed           405  method_not_allowed
     │   ├── RequestTimeout             408  request_timeout
@@ -26,10 +29,9 @@ The error tree. Every error knows how a client sees it: status, ``type``, ``code
     ├── UpstreamError                  502  upstream_error
     │   ├── UpstreamUnavailable        503  upstream_unavailable
     │   │   └── ModelUnloading         503  model_unloading
-    │   ├── UpstreamTimeout            504  upstream_timeout
-    │   └── LoraNotLoaded              502  lora_not_loaded
+    │   └── UpstreamTimeout            504  upstream_timeout
     ├── NotImplementedUpstream         501  not_supported
-    └── ConfigurationError             400  configuration_error   (also what the CLI prints and exits with)
+    └── ConfigurationError             501  configuration_error   (also what the CLI prints and exits with)
 
 The envelope is OpenAI's (``{"error": {"message", "type", "param", "code"}}``) with ``code`` always a string or null.
 """
@@ -37,13 +39,55 @@ The envelope is OpenAI's (``{"error": {"message", "type", "param", "code"}}``) w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
 
+_MASK = "<redacted>"
+# How keys and tokens in common use begin: OpenAI, Anthropic and Stripe, NVIDIA, Hugging Face, Groq, xAI, GitHub,
+# GitLab, Slack, AWS, Google, and JSON web tokens.
+_PREFIXES = r"[spr]k[-_]|nvapi-|hf_|gsk_|xai-|gh[opsu]_|github_pat_|glpat-|xox[abeoprs]-|AKIA|AIza|eyJ[\w-]+\."
+# A run of more letters and digits than a UUID, a trace id or a Git commit has is random text too.
+_KEY = re.compile(
+    rf"(?<![A-Za-z0-9])(?:(?:{_PREFIXES})[\w.~-]{{6,}}|(?i:bearer|basic)[ :]+[\w.+/=~-]{{6,}})|[A-Za-z0-9]{{41,}}"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def holds_key(text: str) -> bool:
+    """Return whether a part of *text* looks like a key."""
+    return _KEY.search(text) is not None
+
+
+def masked(text: str) -> str:
+    """Return *text* with a mask in place of what looks like a key."""
+    return _KEY.sub(_MASK, text)
+
+
+def printable(text: str, longest: int) -> str:
+    """Return the first *longest* characters of *text*, masked, with ``?`` for what is not printable."""
+    # Cut twice: long texts are not searched to their end, and no cut leaves a key too short to be seen as one.
+    short = masked(text[: longest + 256])[:longest]
+    return short if short.isprintable() else "".join([c if c.isprintable() else "?" for c in short])
+
+
+def summary(text: str) -> str:
+    """Return *text* in one line: of a Python traceback what stands before it, and the exception that it ends with."""
+    before, _, trace = text.rpartition(_TRACEBACK)
+    before = before.partition(_TRACEBACK)[0]
+    # pybind11 puts the frames last, behind "At:".
+    trace = trace.partition("\n\nAt:\n")[0]
+    if before or text.startswith(_TRACEBACK):
+        # Frames are indented.
+        trace = " ".join([line for line in trace.splitlines() if line[:1].strip()])
+    return " ".join(f"{before} {trace}".split())
+
+
 # Some backends put whole tracebacks into what they say.
 _LONGEST_REASON = 2000
+_LONGEST_TRACE = 20_000
 
 
 class ServiceError(Exception):
@@ -77,8 +121,14 @@ class ServiceError(Exception):
 
     @property
     def reason(self) -> str:
-        """What the log says of it: the detail, else the message, in a length that a line can have."""
-        return (self.detail or self.message)[:_LONGEST_REASON]
+        """What a line of the log says of it: the detail, else the message, without the frames of a traceback."""
+        return printable(summary(self.detail or self.message), _LONGEST_REASON)
+
+    @property
+    def trace(self) -> str | None:
+        """A detail of several lines, such as the traceback of a backend, for the log at "debug"."""
+        detail = (self.detail or "").strip()
+        return masked(detail[:_LONGEST_TRACE]) if "\n" in detail else None
 
     def body(self) -> dict[str, Any]:
         """Return the ``error`` object of OpenAI's envelope."""
@@ -113,7 +163,22 @@ class UnsupportedParameter(InvalidRequest):
     code = "unsupported_parameter"
 
 
-class ContextLengthExceeded(InvalidRequest):
+class RequestRefused(InvalidRequest):
+    """The model's backend refused the request; *said* is what it said of that, as far as a client may read it."""
+
+    def __init__(self, said: str | None, *, detail: str | None = None) -> None:
+        message = f"The model refused the request: {said}" if said else "The model refused the request."
+        super().__init__(message, detail=detail)
+        self.said = said
+
+
+class PromptRefused(InvalidRequest):
+    """The model cannot continue the prompt, such as an empty one. The endpoint adds the name of its field."""
+
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(PromptRefused):
     """The prompt, or prompt and completion together, are longer than the model takes."""
 
     code = "context_length_exceeded"
@@ -150,10 +215,6 @@ class RequestTimeout(InvalidRequest):
     status = 408
     code = "request_timeout"
 
-    def headers(self) -> Mapping[str, str]:
-        """Say that the connection ends: what is left of the request is not waited for."""
-        return {"Connection": "close"}
-
 
 class HeadersTooLarge(InvalidRequest):
     """The request line or a header is larger than the configured limit."""
@@ -177,15 +238,27 @@ class KeyNotSufficient(InvalidRequest):
 
 
 class ModelNotFound(InvalidRequest):
-    """No served model has this *name*, of which the first 200 characters are kept."""
+    """
+    No served model has this *name*, of which the first 200 characters are kept; *why* is said in place of "does not
+    exist".
+    """
 
     status = 404
     code = "model_not_found"
 
-    def __init__(self, name: str, *, hidden: bool = False) -> None:
+    def __init__(
+        self, name: str, *, hidden: bool = False, why: str = "does not exist", detail: str | None = None
+    ) -> None:
         self.name = name[:200]
-        what = "does not exist, or this key may not use it" if hidden else "does not exist"
-        super().__init__(f"The model '{self.name}' {what}.", param="model")
+        what = "does not exist, or this key may not use it" if hidden else why
+        super().__init__(f"The model '{self.name}' {what}.", param="model", detail=detail)
+
+
+class LoraNotLoaded(InvalidRequest):
+    """The model's backend does not have the LoRA adapter that a request asks for, or no longer has its weights."""
+
+    status = 404
+    code = "lora_not_loaded"
 
 
 class EndpointNotFound(InvalidRequest):
@@ -285,12 +358,6 @@ class UpstreamTimeout(UpstreamError):
     code = "upstream_timeout"
 
 
-class LoraNotLoaded(UpstreamError):
-    """The engine does not have, or no longer has, the weights of the LoRA adapter that a request names by number."""
-
-    code = "lora_not_loaded"
-
-
 class NotImplementedUpstream(ServiceError):
     """Triton says that it does not support what was asked; trying again cannot help."""
 
@@ -307,10 +374,15 @@ class ConfigurationError(ServiceError):
     The operator's settings are wrong or incomplete (unknown key, missing tokenizer, unreadable template).
 
     At start the command prints the message and exits with status 2; at request time it is what stands between a
-    model and its use, so its message names the flags that help. The status is that of a request which asks for what
-    this deployment cannot do, as vLLM's server answers it: the same request will never work, so it must not be retried.
+    model and its use, so its message names the flags that help. It is not the client's fault, so it counts as a failure
+    of the service; the same request will not work until the operator has acted, so clients are told not to retry it,
+    unless *retry_after* says when.
     """
 
-    status = 400
-    type = "invalid_request_error"
+    status = 501
+    type = "server_error"
     code = "configuration_error"
+
+    def headers(self) -> Mapping[str, str]:
+        """Return headers that tell the official clients whether to retry."""
+        return {"x-should-retry": "false"} if self.retry_after is None else super().headers()

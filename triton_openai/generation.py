@@ -12,8 +12,11 @@ from typing import Literal
 
 import msgspec
 
+#: The log probability of a token that cannot be, as OpenAI and vLLM's server tell it: JSON has no minus infinity.
+IMPOSSIBLE = -9999.0
 
-class FinishReason(str, enum.Enum):
+
+class FinishReason(enum.StrEnum):
     """Why a generation ended. The values are the words of the field; there is no value for "unknown"."""
 
     STOP = "stop"
@@ -101,6 +104,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def stop_showable(self) -> bool:
+        """Whether the first stop string in the text is what ends it: with ``min_tokens`` it may be a later one."""
+        return bool(self.stop) and not self.min_tokens
+
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     """
@@ -173,17 +181,22 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     are given token ids, the first also where ``token_ids`` are wanted; ``bias_words`` (``sampling.logit_bias`` as
     texts) for those that take a bias of texts.
 
+    ``written`` is the prompt as the client wrote it, where that is not the text that is sent: ``echo`` shows it.
+
     ``scored`` is whether the log probability of the whole answer is wanted, ``token_ids`` whether its token ids are.
 
     ``kv_cache_block_size`` is how many tokens a block of the engine's cache holds, where that is known: with it, a
     count of blocks is one of tokens. ``priority`` is the place in the server's queue: 1 comes first, 0 is the server's
-    default. ``images`` stand in the order in which the prompt refers to them.
+    default. ``images`` stand in the order in which the prompt refers to them. ``stream`` is whether the client wants
+    the answer bit by bit.
     """
 
     id: str
     prompt: str
     sampling: Sampling
+    stream: bool = False
     prompt_echo: str | None = None
+    written: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     vocabulary: Vocabulary | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -195,6 +208,11 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_block_size: int | None = None
     priority: int = 0
     images: tuple[Image, ...] = ()
+
+    @property
+    def shown_prompt(self) -> str:
+        """The prompt as ``echo`` shows it."""
+        return self.prompt if self.written is None else self.written
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from typing import Any
 
 import openai
 import pytest
+import tiktoken
 from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 from langchain_openai import OpenAI as CompletionModel
 from pydantic import SecretStr
 
 from tests.clients.service import Service, steered
+from triton_openai.prompts.tokenizer import Tokenizer
 
 WORDS = "one two three four five"
 PROMPT = steered(text=WORDS)
@@ -103,9 +106,24 @@ def test_embeddings(server: dict[str, Any], model: str) -> None:
     assert pytest.approx(documents[0]) == embeddings.embed_query("first")
 
 
+@pytest.mark.parametrize("model", ["text_embedding", "vllm_embedding"])
+def test_embeddings_of_token_ids(server: dict[str, Any], monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """The default sends token ids, of the encoding that tiktoken has for the model: here the model's own."""
+    tokenizer = Tokenizer.load(str(files("triton_openai.demo").joinpath("tokenizer")))
+    pieces = {tokenizer.pieces.first(number): number for number in range(4, tokenizer.vocab_size)}
+    own = tiktoken.Encoding("own", pat_str=r"[^\r\n]+", mergeable_ranks=pieces, special_tokens={})
+    monkeypatch.setattr(tiktoken, "encoding_for_model", lambda name: own)
+    texts = ["one two", "é😀"]
+
+    vectors = OpenAIEmbeddings(model=model, **server).embed_documents(texts)
+
+    plain = OpenAIEmbeddings(model=model, **server, check_embedding_ctx_length=False).embed_documents(texts)
+    assert [pytest.approx(vector, abs=1e-6) for vector in plain] == vectors
+
+
 def test_embeddings_of_foreign_tokens(service: Service) -> None:
-    """Token ids for a model that takes text are refused with the setting that helps."""
-    reply = service.post("/v1/embeddings", {"model": "text_embedding", "input": [[1, 2, 3]]})
+    """Token ids that the model does not have are refused with the setting that helps."""
+    reply = service.post("/v1/embeddings", {"model": "text_embedding", "input": [[99_999, 2, 3]]})
 
     assert (400, "input") == (reply.status, reply.error["param"])
     assert "check_embedding_ctx_length=False" in reply.error["message"]

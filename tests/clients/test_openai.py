@@ -200,13 +200,13 @@ def test_models(client: OpenAI) -> None:
     """Every served model is listed and can be fetched by its name, even one with a slash; helpers are not there."""
     listed = {model.id for model in client.models.list()}
 
-    others = {"tensorrt_llm_llmapi", "tensorrt_llm_bls_multimodal", "text_embedding", "vllm_embedding"}
+    others = {"tensorrt_llm_llmapi", "tensorrt_llm_bls_multimodal", "tensorrt_llm_bls_legacy"}
+    embedding = {"text_embedding", "vllm_embedding"}
     scoring = {"text_rerank", "text_rerank_pairs", "text_rerank_ids"}
-    assert {*GENERATING, *others, *scoring, SLASHED} == listed
+    assert {*GENERATING, *others, *embedding, *scoring, SLASHED} == listed
     for name in ("vllm_model", SLASHED):
         model = client.models.retrieve(name)
-        assert (name, "model", "triton") == (model.id, model.object, model.owned_by)
-        assert model.created > 0
+        assert (name, "model", "triton", 0) == (model.id, model.object, model.owned_by, model.created)
     answer = client.chat.completions.create(model=SLASHED, messages=user(PROMPT))
     assert (SLASHED, WORDS) == (answer.model, answer.choices[0].message.content)
 
@@ -230,7 +230,11 @@ def test_log_probabilities(client: OpenAI, stream: bool) -> None:
 @pytest.mark.parametrize(
     "code, param, fields",
     [
-        ("unsupported_parameter", "top_logprobs", {"logprobs": True, "top_logprobs": 2}),
+        (
+            "unsupported_parameter",
+            "top_logprobs",
+            {"model": "tensorrt_llm_bls", "logprobs": True, "top_logprobs": 2},
+        ),
         ("unsupported_parameter", "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
         ("invalid_value", "temperature", {"temperature": 3}),
         ("invalid_type", "max_tokens", {"max_tokens": "many"}),

@@ -25,8 +25,10 @@ MODELS = (
 )
 BLS = ("tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 STREAMING = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
-# Where a character that is split over tokens cannot be put together again: each token is decoded alone.
+# Where a stream cannot put a character together again that is split over tokens: each token is decoded alone.
 BREAKS_CHARACTERS = ("ensemble", "ensemble_legacy", "tensorrt_llm_bls_delta")
+# Those that are asked for the whole answer where the client wants no stream.
+ANSWERS_AT_ONCE = ("ensemble", "ensemble_legacy", "ensemble_nonstreaming", "tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 # Those whose backend puts a special token in front of every text.
 ADDS_BOS = ("tensorrt_llm_llmapi", "vllm_model")
 # What runs the tokens behind a model, under the client's request id; behind a BLS it has an id of its own.

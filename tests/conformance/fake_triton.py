@@ -41,20 +41,26 @@ def config_of(
 
 class FakeTriton:
     """
-    Serves *models* (name to config), of which those in *waiting* are not ready, and streams *responses*.
+    Serves *models* (name to config), and streams *responses*. Those in *waiting* are not ready, for the reason that
+    stands there; ``loading`` is the state of that name.
 
-    Its list of models is answered while *may_list* is set.
+    Its list of models is answered while *may_list* is set. Each of the next *failing* requests to a model ends with
+    *failure*. It tells its *version* where it has one.
     """
 
     def __init__(self, *configs: dict[str, Any]) -> None:
         self.models = {config["name"]: config for config in configs}
         self.waiting: dict[str, str] = {}
         self.responses: Sequence[Mapping[str, Any]] = ()
+        self.failing: float = 0
+        self.failure = ""
+        self.version = ""
         self.index_calls = 0
         self.may_list = asyncio.Event()
         self.may_list.set()
         self.asked: list[tuple[str, dict[str, Any]]] = []
         app = web.Application()
+        app.router.add_get("/v2", self._info)
         app.router.add_post("/v2/repository/index", self._index)
         app.router.add_get("/v2/models/{name}/config", self._config)
         app.router.add_post("/v2/models/{name}/generate_stream", self._generate)
@@ -72,6 +78,11 @@ class FakeTriton:
         """The address."""
         return str(self._server.make_url("")).rstrip("/")
 
+    async def _info(self, request: web.Request) -> web.Response:
+        if not self.version:
+            raise web.HTTPNotFound
+        return web.json_response({"name": "triton", "version": self.version, "extensions": []})
+
     async def _index(self, request: web.Request) -> web.Response:
         self.index_calls += 1
         await self.may_list.wait()
@@ -80,7 +91,9 @@ class FakeTriton:
         index += [
             {"name": name, **({"state": "UNAVAILABLE", "reason": why} if why else {})}
             for name, why in self.waiting.items()
+            if why != "loading"
         ]
+        index += [{"name": name, "state": "LOADING"} for name, why in self.waiting.items() if why == "loading"]
         return web.json_response(index)
 
     async def _config(self, request: web.Request) -> web.Response:
@@ -91,6 +104,9 @@ class FakeTriton:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((unquote(request.match_info["name"]), await request.json()))
+        if self.failing > 0:
+            self.failing -= 1
+            return web.json_response({"error": self.failure}, status=500)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         response.enable_chunked_encoding()
         await response.prepare(request)

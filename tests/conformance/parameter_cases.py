@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from triton_openai.adapters.base import Capabilities
+from triton_openai.adapters._common.base import Capabilities
 
 WORDS = "one two three"
 PROMPT = "{prompt}"
@@ -31,7 +31,7 @@ class Case:
     *text* is the text of the answer (``{prompt}`` stands for the prompt), and *shows* has to hold for the whole answer.
     *can* says whether a model can do it, where no table of parameters does; a model that cannot refuses it. *grpc* is
     the adapter that can say it over gRPC only, blaming *grpc_param* where that is not the parameter itself. *gone* are
-    inputs that may be left out with it. Without any effect (*harmless*) the answer is byte for byte the one
+    inputs that may be left out with it, and *same* those that are the same without it. Without any effect (*harmless*) the answer is byte for byte the one
     without the parameter.
     """
 
@@ -48,6 +48,7 @@ class Case:
     grpc: str | None = None
     grpc_param: str | None = None
     gone: tuple[str, ...] = ()
+    same: tuple[str, ...] = ()
     harmless: bool = False
     refused: bool = False
 
@@ -89,10 +90,7 @@ FORCED: dict[str, Any] = {
     "can": can_guide("json_schema"),
     "sent": guided("json_schema", SCHEMA, f'{{"json":{SCHEMA}}}'),
 }
-# The engine decodes greedily without top_p and top_k, and reports no probabilities without any of the three.
-NUCLEUS = dict.fromkeys(("top_p", "runtime_top_p", "sampling_param_top_p"), 1.0)
-GREEDY = {"return_log_probs": True, "runtime_top_k": 1, "top_k": 1}
-LOGPROBS = {**GREEDY, "return_logprobs": True, "sampling_parameters.logprobs": 0}
+LOGPROBS = {"return_log_probs": True, "return_logprobs": True, "sampling_parameters.logprobs": 0}
 # Five is a quotation mark; the word that is empty takes the bias from the token that begins every text.
 BIAS = {
     "embedding_bias": [0.0] * 5 + [1.5] + [0.0] * 3066,
@@ -107,7 +105,7 @@ CONVERSATION = [
 CASES: Mapping[str, Case] = {
     # What adapters have in their tables.
     "max_tokens": Case(2, text="one two"),
-    "temperature": Case(0.5, sent=NUCLEUS),
+    "temperature": Case(0.5),
     "top_p": Case(0.3),
     "top_k": Case(5),
     "min_tokens": Case(4, beside={"max_tokens": 9}, order={"text": "one"}, text="oneoneoneone"),
@@ -115,9 +113,9 @@ CASES: Mapping[str, Case] = {
     "frequency_penalty": Case(-1.5),
     "presence_penalty": Case(0.3),
     "repetition_penalty": Case(1.2),
-    "stop": Case(["two"], text="one "),
-    "include_stop_str_in_output": Case(True, beside={"stop": ["two"]}, text="one two"),
-    "stop_token_ids": Case([848], text="one"),
+    "stop": Case(["two"], sent={"sampling_parameters.include_stop_str_in_output": True}, text="one "),
+    "include_stop_str_in_output": Case(True, beside={"stop": ["two"]}, same=("sampling_parameters.include_stop_str_in_output",), text="one two"),
+    "stop_token_ids": Case([848], sent={"return_logprobs": True, "sampling_parameters.logprobs": 0}, text="one"),
     "ignore_eos": Case(True, beside={"max_tokens": 5}, order={"text": "one two"}, text="one twoone twoone", sent={"end_id": -1}),
     "min_p": Case(0.1),
     "length_penalty": Case(0.5),
@@ -129,7 +127,7 @@ CASES: Mapping[str, Case] = {
     # What is done here, or by what a model can do.
     "max_completion_tokens": Case(2, **CHAT, sent=limit(2), text="one two"),
     "n": Case(2, beside={"seed": 7}, shows=lambda answer: [WORDS] * 2 == [choice["text"] for choice in answer["choices"]]),
-    "best_of": Case(2, beside={"seed": 7}, sent={**GREEDY, "return_cumulative_logprob": True, "sampling_parameters.logprobs": 0}, can=lambda capabilities: capabilities.cumulative_logprob, streams=False),
+    "best_of": Case(2, beside={"seed": 7}, sent={"return_log_probs": True, "return_cumulative_logprob": True, "sampling_parameters.logprobs": 0}, can=lambda capabilities: capabilities.cumulative_logprob, streams=False),
     "echo": Case(True, text=PROMPT + WORDS),
     "top_logprobs": Case(1, **CHAT, beside={"logprobs": True}, sent={"return_generation_logits": True, "sampling_parameters.logprobs": 1}, gone=("return_log_probs",),
                          can=lambda capabilities: capabilities.top_logprobs > 0, grpc="trtllm", grpc_param="logprobs",
@@ -151,6 +149,7 @@ CASES: Mapping[str, Case] = {
     "documents": Case([{"text": "A document."}], **CHAT, prompt="A document."),
     "truncate_prompt_tokens": Case(100_000, **HARMLESS),
     "truncation_side": Case("right", beside={"truncate_prompt_tokens": 100_000}, **HARMLESS),
+    "add_special_tokens": Case(True, **HARMLESS),
     "continue_final_message": Case(True, **CHAT, beside={"messages": CONVERSATION}, prompt=""),
     "prompt_logprobs": Case(1, can=lambda capabilities: capabilities.prompt_logprobs, grpc="trtllm", streams=False, shows=lambda answer: answer["choices"][0]["prompt_logprobs"][0] is None),
     "return_token_ids": Case(True, can=lambda capabilities: capabilities.token_ids, sent={"return_logprobs": True, "sampling_parameters.logprobs": 0}, shows=lambda answer: 3 <= len(answer["choices"][0]["token_ids"])),
@@ -161,6 +160,18 @@ CASES: Mapping[str, Case] = {
     "service_tier": Case("flex", **HARMLESS),
     "safety_identifier": Case("me", **HARMLESS),
     "prompt_cache_key": Case("key", **HARMLESS),
+    "cache_salt": Case("salt", **HARMLESS),
+    "detokenize": Case(True, **HARMLESS),
+    "ec_transfer_params": Case({"a": 1}, **HARMLESS),
+    "guided_decoding_backend": Case("xgrammar", **HARMLESS),
+    "guided_whitespace_pattern": Case(" ?", **HARMLESS),
+    "kv_transfer_params": Case({"a": 1}, **HARMLESS),
+    "media_io_kwargs": Case({"image": {}}, **HARMLESS),
+    "mm_processor_kwargs": Case({"num_crops": 4}, **HARMLESS),
+    "request_id": Case("mine", **HARMLESS),
+    "session_id": Case("mine", **HARMLESS),
+    "stream_interval": Case(2, **HARMLESS),
+    "vllm_xargs": Case({"a": 1}, **HARMLESS),
     "prompt_cache_options": Case({"mode": "x"}, **CHAT, **HARMLESS),
     "prompt_cache_retention": Case("24h", **CHAT, **HARMLESS),
     "prediction": Case({"type": "content", "content": "one"}, **CHAT, **HARMLESS),
@@ -168,6 +179,13 @@ CASES: Mapping[str, Case] = {
     "suffix": Case("end", **REFUSED),
     "logits_processors": Case(["x"], **REFUSED),
     "allowed_token_ids": Case([1], **REFUSED),
+    "logprob_token_ids": Case([1], **REFUSED),
+    "prompt_embeds": Case("AAAA", **REFUSED),
+    "repetition_detection": Case({"max_pattern_size": 4}, **REFUSED),
+    "structural_tag": Case("{}", **REFUSED),
+    "watermarking": Case(True, **REFUSED),
+    "return_prompt_text": Case(True, **REFUSED),
+    "return_token_offsets": Case(True, **REFUSED),
     "use_beam_search": Case(True, **REFUSED),
     "spaces_between_special_tokens": Case(False, **REFUSED),
     "return_tokens_as_token_ids": Case(True, **REFUSED),

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from tests.conformance.calls import ADDS_BOS, ENGINES, MODELS, ask, id_of, in_session_loop, inputs_of, recorded, steered
-from triton_openai.chat.tokenizer import Tokenizer
+from tests.conformance.calls import (
+    ADDS_BOS,
+    ENGINES,
+    MODELS,
+    PATHS,
+    ask,
+    id_of,
+    in_session_loop,
+    inputs_of,
+    recorded,
+    steered,
+    text_of,
+)
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import serving
+from triton_openai.config import Settings
+from triton_openai.config.tree import TritonSettings
+from triton_openai.prompts.tokenizer import Tokenizer
 
 pytestmark = in_session_loop
 ENSEMBLES = ("ensemble", "ensemble_legacy")
@@ -36,6 +53,31 @@ async def test_choices_have_seeds_of_their_own(proxy, triton, model):
     assert 200 == answer.status, answer.body
     assert [0, 1, 2] == [choice["index"] for choice in answer.json["choices"]]
     assert [7, 8, 9] == await seeds_of(triton, model, answer, 3)
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_answers_are_sampled_unless_asked_otherwise(proxy, model):
+    """A request that says nothing of sampling is sampled, so its choices differ; greedy ones are the same."""
+    sampled, greedy = [
+        await ask(proxy, "chat", model, "Hello", n=3, seed=7, max_tokens=99, **fields)
+        for fields in ({}, {"temperature": 0})
+    ]
+    texts = [{choice["message"]["content"] for choice in answer.json["choices"]} for answer in (sampled, greedy)]
+
+    assert [3, 1] == [len(each) for each in texts]
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if ENGINES[model] == model and model != "vllm_model"])
+async def test_requests_without_a_seed_have_different_ones(proxy, triton, model):
+    """An engine that is given none uses the same one every time, and would repeat itself."""
+    first, second = [await ask(proxy, "chat", model, "Hello", max_tokens=4) for _ in range(2)]
+    seeds = []
+    for answer in (first, second):
+        inputs = await inputs_of(triton, model, id_of(answer))
+        seeds += [value["value"] for name, value in inputs.items() if name.endswith("seed")]
+
+    assert 2 == len(seeds)
+    assert seeds[0] != seeds[1]
 
 
 async def test_choices_without_a_seed_differ(proxy, triton):
@@ -88,9 +130,16 @@ async def test_best_of_returns_the_likeliest(proxy):
     assert answer.json["choices"][0]["logprobs"] is None
 
 
+async def test_best_of_1_asks_for_nothing(proxy):
+    """It is the default, which some clients send beside n."""
+    answer = await ask(proxy, "completions", "ensemble_legacy", steered(text="one"), best_of=1, n=2, max_tokens=9)
+
+    assert ["one", "one"] == [choice["text"] for choice in answer.json["choices"]]
+
+
 @pytest.mark.parametrize(
     "fields, param",
-    [({"best_of": 1, "n": 2}, "best_of"), ({"best_of": 2, "stream": True}, "best_of"), ({"n": 0}, "n")],
+    [({"best_of": 2, "n": 3}, "best_of"), ({"best_of": 2, "stream": True}, "best_of"), ({"n": 0}, "n")],
 )
 async def test_contradictions_are_refused(proxy, fields, param):
     """Fewer candidates than choices, and candidates of a stream, are refused by name."""
@@ -227,6 +276,107 @@ async def test_token_ids_that_text_cannot_say(proxy, triton):
         answer.error["code"],
         answer.error["param"],
     )
+
+
+@pytest.mark.parametrize("version, key", [("2.53.0", None), ("2.54.0", "guided_decoding"), ("", "guided_decoding")])
+async def test_guides_of_the_first_vllm_backends_that_have_them(version, key):
+    """24.12 declares the same tensors as 25.01 and refuses every guide: the server's version tells them apart."""
+    flags = ("stream", "exclude_input_in_output", "return_finish_reason", "return_logprobs", "return_num_input_tokens")
+    inputs = ("text_input BYTES 1", "sampling_parameters? BYTES 1", *(f"{name}? BOOL 1" for name in flags))
+    async with FakeTriton(
+        config_of("m", inputs=inputs, outputs=("text_output BYTES -1", "finish_reason BYTES -1"))
+    ) as fake:
+        fake.version = version
+        fake.responses = [{"text_output": "ab", "finish_reason": "stop"}]
+        async with serving(Settings(triton=TritonSettings(url=(fake.url,)))) as running:
+            answer = await ask(running, "completions", "m", "Hello", guided_regex="[ab]+")
+
+    if key is None:
+        assert (400, "unsupported_parameter", "guided_regex") == (
+            answer.status,
+            answer.error["code"],
+            answer.error["param"],
+        )
+        assert not fake.asked
+    else:
+        assert 200 == answer.status, answer.body
+        ((_, sent),) = fake.asked
+        assert key in json.loads(sent["sampling_parameters"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", PATHS)
+@pytest.mark.parametrize("model", MODELS)
+async def test_what_ended_the_answer(proxy, model, endpoint, stream):
+    """The stop string, or the stop token where it can be one; null where the model itself or the limit did."""
+
+    async def reasons(**fields: Any) -> tuple[str, str | int | None]:
+        prompt = steered(text="one two three")
+        answer = await ask(proxy, endpoint, model, prompt, stream=stream, **fields)
+        assert 200 == answer.status, answer.body
+        (choice,) = (answer.chunks if stream else [answer.json])[-1]["choices"]
+        return choice["finish_reason"], choice["stop_reason"]
+
+    assert ("stop", "two") == await reasons(stop=["four", "two"], max_tokens=9)
+    assert ("stop", None) == await reasons(stop=["four"], max_tokens=9)
+    assert ("length", None) == await reasons(stop=["four"], max_tokens=1)
+    if model in ("vllm_model", "tensorrt_llm"):
+        assert ("stop", 848) == await reasons(stop_token_ids=[848], max_tokens=9)
+
+
+@pytest.mark.parametrize("endpoint", PATHS)
+async def test_the_fingerprint(proxy, endpoint):
+    """It stands in the last chunk of a stream, and is another for another model."""
+    found = {}
+    for model in ("vllm_model", "tensorrt_llm"):
+        whole = await ask(proxy, endpoint, model, steered(text="one"), max_tokens=9)
+        streamed = await ask(proxy, endpoint, model, steered(text="one"), max_tokens=9, stream=True)
+        with_usage = await ask(
+            proxy,
+            endpoint,
+            model,
+            steered(text="one"),
+            max_tokens=9,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        found[model] = whole.json["system_fingerprint"]
+        for chunks in (streamed.chunks, with_usage.chunks):
+            *others, last = chunks
+            assert found[model] == last["system_fingerprint"]
+            assert not any("system_fingerprint" in chunk for chunk in others)
+    assert 2 == len(set(found.values()))
+    assert all(value.startswith("triton-2.") for value in found.values())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+async def test_echo_of_token_ids_shows_the_special_ones(proxy, triton, model, stream):
+    """All of the prompt, also the token that the backend adds itself when it is sent as text."""
+    tokenizer = Tokenizer.load(str(triton.tokenizer))
+    prompt = steered(text="one two")
+    ids = [tokenizer.token_id("<|startoftext|>"), *tokenizer.encode(prompt)]
+    body = {"model": model, "prompt": ids, "max_tokens": 9, "echo": True, "stream": stream}
+    answer = await proxy.post("/v1/completions", body)
+
+    assert "<|startoftext|>" + prompt + "one two" == text_of("completions", answer)
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_a_prompt_that_brings_its_special_tokens(proxy, triton, model):
+    """The model gets just these; a backend that adds some to every text can do so for prompts that begin with them."""
+    tokenizer = Tokenizer.load(str(triton.tokenizer))
+    prompt = "<|startoftext|>" + steered(text="one two")
+    body = {"model": model, "max_tokens": 9, "add_special_tokens": False, "echo": True}
+    answer = await proxy.post("/v1/completions", {**body, "prompt": prompt})
+    without = await proxy.post("/v1/completions", {**body, "prompt": steered(text="one two")})
+
+    assert prompt + "one two" == text_of("completions", answer)
+    assert len(tokenizer.encode(prompt)) == answer.json["usage"]["prompt_tokens"]
+    if model in ADDS_BOS:
+        assert (400, "add_special_tokens") == (without.status, without.error["param"])
+    else:
+        assert len(tokenizer.encode(prompt)) - 1 == without.json["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize("prompt", [[], [[]], [-1], [10**9], [1, "a"], [[1], "a", 5]])

@@ -8,12 +8,15 @@ import json
 import math
 from array import array
 
+import msgspec
 import pytest
+import pytest_asyncio
 from tokenizers import Tokenizer
 
 from tests.conformance.calls import in_session_loop, recorded
-from tests.proxy_fixture import proxy_settings, serving
+from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
 from tests.triton_fixture import TestTriton
+from triton_openai.config.tree import ModelSettings
 
 pytestmark = in_session_loop
 
@@ -154,13 +157,80 @@ async def test_token_ids_where_the_model_takes_them(proxy, tokenizer, many):
     assert (len(ids) + 1 if many else len(ids)) == answer.json["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("value", [[1, 2], [[1, 2], [3]]])
-async def test_token_ids_where_the_model_does_not(proxy, value):
-    """A model that takes text refuses token ids, and says how LangChain is told not to send them."""
+async def test_token_ids_where_the_model_takes_text(proxy, tokenizer):
+    """They become text, without the special tokens that the model adds itself, and are counted with them."""
+    first, second = tokenizer.encode("one two").ids, tokenizer.encode("é😀", add_special_tokens=False).ids
+    answer = await proxy.post(PATH, {"model": "text_embedding", "input": [first, second]})
+
+    assert 200 == answer.status, answer.body
+    assert [vector("one two"), vector("é😀")] == [each["embedding"] for each in answer.json["data"]]
+    assert len(first) + len(second) + 1 == answer.json["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("value", [[5000], [[75], [5000]], [0], [-1]])
+async def test_token_ids_that_are_no_text(proxy, value):
+    """Ids of another vocabulary, and special tokens alone; LangChain's users learn what to set."""
     answer = await proxy.post(PATH, {"model": "text_embedding", "input": value})
 
     assert (400, "input") == (answer.status, answer.error["param"])
+    assert value == [0] or "check_embedding_ctx_length=False" in answer.error["message"]
+
+
+async def test_token_ids_without_a_tokenizer(triton):
+    """A model that takes text refuses token ids, and says how LangChain is told not to send them."""
+    settings = proxy_settings(triton, "http")
+    async with serving(type(settings)(triton=settings.triton)) as proxy:
+        answer = await proxy.post(PATH, {"model": "text_embedding", "input": [[1, 2], [3]]})
+        cut = await proxy.post(PATH, {"model": "text_embedding", "input": "one", "truncate_prompt_tokens": 1})
+
+    assert (400, "input") == (answer.status, answer.error["param"])
     assert "check_embedding_ctx_length=False" in answer.error["message"]
+    assert (400, "truncate_prompt_tokens") == (cut.status, cut.error["param"])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=TRANSPORTS)
+async def cutting(request, triton):
+    """A service that knows the tokenizer of vLLM's model."""
+    known = ModelSettings(tokenizer=str(triton.tokenizer))
+    settings = proxy_settings(triton, request.param)
+    models = {**settings.models, "vllm_embedding": known}
+    async with serving(msgspec.structs.replace(settings, models=models), transport=request.param) as running:
+        await running.ready()
+        yield running
+
+
+async def test_inputs_are_cut(cutting, tokenizer):
+    """At their end unless told otherwise; special tokens count, and stay unless the side is given."""
+    proxy = cutting
+    ids = tokenizer.encode("one two three four").ids
+    for model, fields, expected in (
+        ("vllm_embedding", {"truncate_prompt_tokens": 3}, "one two"),
+        ("text_embedding", {"truncate_prompt_tokens": 3}, "one two"),
+        ("vllm_embedding", {"truncate_prompt_tokens": 3, "truncation_side": "left"}, " two three four"),
+        ("text_embedding", {"truncate_prompt_tokens": 3, "truncation_side": "left"}, " three four"),
+        ("vllm_embedding", {"truncate_prompt_tokens": 100}, "one two three four"),
+        ("vllm_embedding", {"truncate_prompt_tokens": 2, "input": ids[1:]}, "one two"),
+        ("text_embedding", {"truncate_prompt_tokens": 2, "input": [ids[1:]]}, "one two"),
+    ):
+        answer = await proxy.post(PATH, {"model": model, "input": "one two three four", **fields})
+        assert 200 == answer.status, answer.body
+        assert vector(expected) == answer.json["data"][0]["embedding"], (model, fields)
+    longest = await proxy.post(PATH, {"model": "vllm_embedding", "input": "word " * 2100, "truncate_prompt_tokens": -1})
+    assert (200, 2048) == (longest.status, longest.json["usage"]["prompt_tokens"])
+
+
+async def test_cuts_that_make_no_sense(cutting):
+    """With the name of what is wrong."""
+    proxy = cutting
+    for fields, param in (
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 100_000}, "truncate_prompt_tokens"),
+        ({"truncation_side": "left"}, "truncation_side"),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "middle"}, "truncation_side"),
+    ):
+        answer = await proxy.post(PATH, {"model": "vllm_embedding", "input": "one", **fields})
+        assert (400, param) == (answer.status, answer.error["param"]), fields
 
 
 BAD_INPUTS: list[object] = [

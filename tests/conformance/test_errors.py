@@ -14,15 +14,19 @@ SECRETS = ("Traceback", "/opt/", "/models/", ".py", "0x7f", "\n", "request id", 
 GENERIC = "The model failed to answer the request."
 
 
-def refused_by(model: str, reason: str | None, *, begun: bool = False) -> tuple[int, str, str]:
+def refused_by(
+    model: str, reason: str | None, *, refusal: str | None = None, begun: bool = False
+) -> tuple[int, str, str]:
     """
     Return status, code and message of a failure whose text is *reason* (``None``: one that must not be shown).
 
-    *begun* is whether a part of the answer came before it.
+    *refusal* is what is left of it where it is the reason of a refusal, and *begun* whether a part of the answer came
+    before it.
     """
     if model in ("tensorrt_llm_llmapi", "vllm_model") and not begun:
         # vLLM passes on the texts of ValueErrors only, which are about the request; what has begun was accepted.
         # The LLM API's model words all errors alike.
+        reason = reason or refusal
         what = f"The model refused the request: {reason}" if reason else "The model refused the request."
         return 400, "invalid_request", what
     if model in BLS or reason is None:
@@ -32,22 +36,24 @@ def refused_by(model: str, reason: str | None, *, begun: bool = False) -> tuple[
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    "text, shown",
+    "text, shown, refusal",
     [
-        ("out of luck", "out of luck"),
-        ("cannot open /opt/tritonserver/models/x/1/model.py", None),
-        ("<_io.BytesIO object at 0x7f00deadbeef>", None),
-        ("first line\nTraceback (most recent call last):\n  File \"x.py\", line 3", None),
-        ("ünïcode 😀 \"quoted\" {json}", "ünïcode 😀 \"quoted\" {json}"),
+        ("out of luck", "out of luck", None),
+        ("cannot open /opt/tritonserver/models/x/1/model.py", None, "cannot open …"),
+        ("/opt/tritonserver/models/x", None, None),
+        ("<_io.BytesIO object at 0x7f00deadbeef>", None, "<_io.BytesIO object at …>"),
+        ("first line\nTraceback (most recent call last):\n  File \"x.py\", line 3", None, "first line"),
+        ("first line\nsecond line", None, "first line second line"),
+        ("ünïcode 😀 \"quoted\" {json}", "ünïcode 😀 \"quoted\" {json}", None),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("model", MODELS)
-async def test_a_failure_before_the_first_token(proxy, model, text, shown, streamed):
+async def test_a_failure_before_the_first_token(proxy, model, text, shown, refusal, streamed):
     """Nothing has been sent yet, so the error is a JSON body with its own status, and gives nothing away."""
     prompt = steered(text="one", fail_at=0, error=text)
     answer = await ask(proxy, "chat", model, prompt, max_tokens=9, stream=streamed)
 
-    status, code, message = refused_by(model, shown)
+    status, code, message = refused_by(model, shown, refusal=refusal)
     assert (status, "application/json") == (answer.status, answer.headers["Content-Type"].partition(";")[0])
     assert {"message", "type", "param", "code"} == set(answer.error)
     assert (code, message) == (answer.error["code"], answer.error["message"])
@@ -75,6 +81,27 @@ async def test_a_prompt_that_is_too_long(proxy, model, endpoint, param, streamed
     assert "invalid_request_error" == error["type"]
     assert "2048" in error["message"]
     assert not [secret for secret in SECRETS if secret in error["message"]]
+
+
+@pytest.mark.parametrize("endpoint, param", [("chat", "messages"), ("completions", "prompt")])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "model, text",
+    [
+        ("vllm_model", "The decoder prompt cannot be empty"),
+        ("tensorrt_llm_llmapi", "Prompt cannot be empty"),
+        ("ensemble", "[TensorRT-LLM][ERROR] Assertion failed: !mInputTokenIds.empty() (/src/requestImpl.h:53)"),
+        ("tensorrt_llm_bls", "[TensorRT-LLM][ERROR] Assertion failed: !mInputTokenIds.empty() (/src/requestImpl.h:53)"),
+    ],
+)
+async def test_a_prompt_that_is_empty(proxy, model, text, endpoint, param, streamed):
+    """What a backend says of a prompt without tokens is the client's mistake, whatever its words."""
+    prompt = steered(text="one", fail_at=0, error=text)
+    answer = await ask(proxy, endpoint, model, prompt, max_tokens=9, stream=streamed)
+
+    error = answer.error
+    assert (400, "invalid_value", param) == (answer.status, error["code"], error["param"])
+    assert "The prompt is empty: there is nothing to continue." == error["message"]
 
 
 @pytest.mark.parametrize("endpoint", PATHS)

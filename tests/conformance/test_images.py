@@ -130,7 +130,7 @@ async def test_a_template_without_images(triton: TestTriton) -> None:
     assert 400 == answer.status
     assert "messages[0].content[1].image_url" == answer.error["param"]
     assert "unsupported_parameter" == answer.error["code"]
-    assert "--image-placeholder" in answer.error["message"]
+    assert "image_placeholder" in answer.error["message"]
 
 
 REFUSED = {

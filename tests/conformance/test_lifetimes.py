@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.calls import (
+    ANSWERS_AT_ONCE,
     BLS,
     ENGINES,
     MODELS,
@@ -85,20 +86,33 @@ async def test_a_client_that_leaves_before_the_answer(proxy, triton, model):
 @pytest.mark.parametrize("model", BLS)
 async def test_a_bls_model_works_on(proxy, triton, model):
     """Nothing can stop a BLS model: its engine's request runs to its end after the client has gone."""
-    limit = next(_limits)
-    body = request("chat", model, steered(text="w ", repeat=15, delay_ms=10), max_tokens=limit, stream=True)
-    async with proxy.client.post(PATHS["chat"], json=body) as response:
-        await first_event(response)
-        response.close()
+    for stream in (True, False):
+        limit = next(_limits)
+        body = request("chat", model, steered(text="w ", repeat=15, delay_ms=10), max_tokens=limit, stream=stream)
+        if stream:
+            async with proxy.client.post(PATHS["chat"], json=body) as response:
+                await first_event(response)
+                response.close()
+            request_id = await inner_id(triton, limit)
+        else:
+            asking = asyncio.create_task(proxy.post(PATHS["chat"], body))
+            request_id = await inner_id(triton, limit)
+            asking.cancel()
 
-    how, _ = await end_of(triton, "tensorrt_llm", await inner_id(triton, limit))
-    assert "finished" == how
+        how, _ = await end_of(triton, "tensorrt_llm", request_id)
+        assert "finished" == how
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_nonstreaming"])
 async def test_a_stop_string_stops_the_backend(proxy, triton, model, streamed):
     """As soon as a stop string has come the work ends, although the engine itself would not have seen it."""
+    if model in ANSWERS_AT_ONCE and not streamed:
+        # The string is found in the whole answer.
+        answer = await ask(proxy, "chat", model, steered(text="one two three", eos=False), max_tokens=40, stop="o thr")
+        assert "one tw" == answer.json["choices"][0]["message"]["content"]
+        assert ("finished", 40) == await end_of(triton, ENGINES[model], id_of(answer))
+        return
     prompt = steered(text="one two three", eos=False, delay_ms=10)
     answer = await ask(proxy, "chat", model, prompt, max_tokens=4000, stop="o thr", stream=streamed)
 
@@ -178,14 +192,20 @@ async def test_a_backend_that_falls_silent(triton, model, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_legacy"])
 async def test_a_backend_that_never_begins(triton, model, transport, streamed):
-    """Without a first token in time the answer is a 504, streamed or not, and the work is stopped."""
-    settings = proxy_settings(triton, transport, first_token_timeout=0.3)
+    """
+    Without a first token in time the answer is a 504, streamed or not, and the work is stopped. An answer that comes at
+    once has no first token: the time for the whole holds.
+    """
+    at_once = model in ANSWERS_AT_ONCE and not streamed
+    limit = {"request_timeout": 0.5} if at_once else {}
+    settings = proxy_settings(triton, transport, first_token_timeout=0.3, **limit)
     async with serving(settings, transport=transport) as proxy:
         prompt = steered(text="w w w", hang_at=0)
         answer = await ask(proxy, "chat", model, prompt, max_tokens=9, stream=streamed)
 
-    assert (504, "upstream_silent") == (answer.status, answer.error["code"])
-    assert "The model sent no answer for 0.3 seconds." == answer.error["message"]
+    assert (504, "upstream_timeout" if at_once else "upstream_silent") == (answer.status, answer.error["code"])
+    if not at_once:
+        assert "The model sent no answer for 0.3 seconds." == answer.error["message"]
 
 
 async def test_a_bls_error_after_the_first_token_ends_by_the_silence(triton):

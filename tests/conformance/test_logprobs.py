@@ -23,8 +23,8 @@ from tests.conformance.calls import (
     text_of,
 )
 from tests.proxy_fixture import Answer, changed, proxy_settings, serving
-from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.demo.standins.logits import log_probability
+from triton_openai.prompts.tokenizer import Tokenizer
 
 pytestmark = in_session_loop
 
@@ -225,13 +225,6 @@ async def test_alternatives_are_refused_by_the_name_that_asked(proxy, model, end
     answer = await ask(proxy, endpoint, model, "Hello", **fields)
 
     assert (400, param, "unsupported_parameter") == (answer.status, answer.error["param"], answer.error["code"])
-
-
-async def test_the_executor_reports_nothing_without_a_sampling_input(proxy, triton):
-    """Greedy decoding is what happens without any; it is then asked for by name."""
-    answer = await ask(proxy, "completions", "ensemble", steered(text="one"), logprobs=0)
-
-    assert [1] == (await inputs_of(triton, "tensorrt_llm", id_of(answer)))["runtime_top_k"]["value"]
 
 
 async def scores_of(triton, model, answer, count):

@@ -13,9 +13,9 @@ import pytest
 from tests.conformance.calls import BLS, ENGINES, PATHS, id_of, in_session_loop, recorded, request, steered, text_of
 from tests.lora_files import write_lora
 from tests.proxy_fixture import changed, proxy_settings, serving
+from triton_openai.cli.inspect import render
+from triton_openai.cli.inspect import report as report_of
 from triton_openai.config.tree import LoraSettings, ModelSettings
-from triton_openai.inspection import render
-from triton_openai.inspection import report as report_of
 
 pytestmark = in_session_loop
 
@@ -41,7 +41,9 @@ def served(triton, tmp_path):
         for name in names:
             write_lora(tmp_path / name)
         loras = (*(LoraSettings(name=name, path=name) for name in names), *entries)
-        settings = changed(proxy_settings(triton, transport), triton={"prefer_token_level": direct}, api=api)
+        settings = changed(
+            proxy_settings(triton, transport), triton={"prefer_token_level": "always" if direct else "never"}, api=api
+        )
         models = {**settings.models, model: ModelSettings(loras=loras, lora_dir=tmp_path)}
         async with serving(msgspec.structs.replace(settings, models=models)) as proxy:
             await proxy.ready()
@@ -60,7 +62,9 @@ async def sent(triton, model, request_id, count):
 
 
 async def ask(proxy, lora, prompt="Hello", **fields):
-    answer = await proxy.post(PATHS["completions"], request("completions", lora, prompt, max_tokens=4, **fields))
+    answer = await proxy.post(
+        PATHS["completions"], request("completions", lora, prompt, max_tokens=4, seed=1, **fields)
+    )
     assert 200 == answer.status, answer.body
     assert lora == (json.loads(answer.events[0]) if fields.get("stream") else answer.json)["model"]
     return answer
@@ -188,7 +192,7 @@ async def test_numbers_of_the_settings(triton, served):
 
     assert [2**53 + 1] == german["lora_task_id"]["value"]
     assert "lora_weights" in german
-    assert (502, "lora_not_loaded") == (missing.status, missing.error["code"])
+    assert (404, "lora_not_loaded", "model") == (missing.status, missing.error["code"], missing.error["param"])
     assert "77" not in missing.error["message"]
 
 
@@ -244,7 +248,7 @@ async def test_files_that_break_later_fail_their_requests_only(served, tmp_path)
         await ask(proxy, "french")
         base = await proxy.post(PATHS["completions"], {**body, "model": "ensemble"})
 
-    assert (400, "configuration_error") == (broken.status, broken.error["code"])
+    assert (501, "configuration_error") == (broken.status, broken.error["code"])
     assert "'french'" in broken.error["message"]
     assert str(tmp_path) not in broken.error["message"]
     assert 200 == base.status

@@ -30,7 +30,7 @@ async def test_adapters_of_the_settings(triton, transport):
         unknown = await proxy.post(PATHS["chat"], request("chat", "missing", "Hello", max_tokens=3))
 
     assert {"alpha", "vllm_model:alpha", "missing", "vllm_model:missing"} <= listed
-    assert 400 == unknown.status
+    assert (404, "lora_not_loaded", "model") == (unknown.status, unknown.error["code"], unknown.error["param"])
     assert "missing" in unknown.error["message"]
 
 

@@ -17,7 +17,17 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.calls import BLS, ENGINES, MODELS, ask, id_of, in_session_loop, inputs_of, steered
+from tests.conformance.calls import (
+    ANSWERS_AT_ONCE,
+    BLS,
+    ENGINES,
+    MODELS,
+    ask,
+    id_of,
+    in_session_loop,
+    inputs_of,
+    steered,
+)
 from tests.proxy_fixture import TRANSPORTS, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.config.tree import DefaultParameters, ModelDefaults
@@ -46,6 +56,11 @@ _SAMPLING = {
 _RESHAPED = {"ensemble": {1}, "ensemble_nonstreaming": {1}, "ensemble_legacy": {1}}
 
 
+# What the TensorRT-LLM models are sent where the request leaves it out: without it they decode greedily.
+SAMPLED = {"temperature": ("FP32", 1.0), "top_p": ("FP32", 1.0), "top_k": ("INT32", 0)}
+GREEDY: Mapping[str, tuple[str, Any] | None] = {**dict.fromkeys(SAMPLED), "top_k": ("INT32", 1)}
+
+
 def single(number: float) -> float:
     """Return *number* as a float32 holds it."""
     return array("f", [number])[0]
@@ -53,11 +68,14 @@ def single(number: float) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """*fields* of a request, the tensors of the TensorRT-LLM models, and the keys of vLLM's JSON."""
+    """
+    *fields* of a request, the tensors of the TensorRT-LLM models (beside :data:`SAMPLED`; ``None`` for those that are
+    not sent), and the keys of vLLM's JSON.
+    """
 
     name: str
     fields: Mapping[str, Any]
-    tensors: Mapping[str, tuple[str, Any]]
+    tensors: Mapping[str, tuple[str, Any] | None]
     keys: Mapping[str, Any]
 
 
@@ -65,11 +83,11 @@ ROWS = (
     Row("nothing", {}, {"max_tokens": ("INT32", 512)}, {"max_tokens": 512}),
     Row("nulls", dict.fromkeys(["max_tokens", "temperature", "top_p", "seed", "stop", "n", "stream"]), {"max_tokens": ("INT32", 512)}, {"max_tokens": 512}),
     Row("largest max_tokens", {"max_tokens": 2**31 - 1}, {"max_tokens": ("INT32", 2**31 - 1)}, {"max_tokens": 2**31 - 1}),
-    # The executor decodes greedily without top_p and top_k, and takes no temperature of 0.
-    Row("temperature", {"temperature": 0.7}, {"temperature": ("FP32", single(0.7)), "top_p": ("FP32", 1.0)}, {"temperature": 0.7}),
-    Row("whole temperature", {"temperature": 2}, {"temperature": ("FP32", 2.0), "top_p": ("FP32", 1.0)}, {"temperature": 2.0}),
-    Row("temperature 0", {"temperature": 0}, {"top_k": ("INT32", 1)}, {"temperature": 0.0}),
-    Row("temperature 0 and top_p", {"temperature": 0, "top_p": 0.5}, {"top_k": ("INT32", 1)}, {"temperature": 0.0, "top_p": 0.5}),
+    Row("temperature", {"temperature": 0.7}, {"temperature": ("FP32", single(0.7))}, {"temperature": 0.7}),
+    Row("whole temperature", {"temperature": 2}, {"temperature": ("FP32", 2.0)}, {"temperature": 2.0}),
+    # The executor takes no temperature of 0.
+    Row("temperature 0", {"temperature": 0}, GREEDY, {"temperature": 0.0}),
+    Row("temperature 0 and top_p", {"temperature": 0, "top_p": 0.5}, GREEDY, {"temperature": 0.0, "top_p": 0.5}),
     Row("temperature and top_p", {"temperature": 0.5, "top_p": 0.1}, {"temperature": ("FP32", 0.5), "top_p": ("FP32", single(0.1))}, {"temperature": 0.5, "top_p": 0.1}),
     Row("temperature and top_k", {"temperature": 0.5, "top_k": 40}, {"temperature": ("FP32", 0.5), "top_k": ("INT32", 40)}, {"temperature": 0.5, "top_k": 40}),
     Row("top_k off", {"top_k": -1}, {"top_k": ("INT32", 0)}, {"top_k": -1}),
@@ -101,7 +119,8 @@ def expected_of(row: Row, model: str) -> dict[str, Any]:
     """Return what *model* shall get."""
     if model == "vllm_model":
         return dict(row.keys)
-    return {"max_tokens": ("INT32", 512), **row.tensors}
+    wanted = {"max_tokens": ("INT32", 512), **SAMPLED, **row.tensors}
+    return {name: tensor for name, tensor in wanted.items() if tensor is not None}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -112,7 +131,11 @@ async def test_parameters_arrive(proxy, triton, model, row):
 
     assert 200 == answer.status, answer.body
     expected = {"max_tokens": 512, **row.keys} if model == "vllm_model" else expected_of(row, model)
-    assert expected == await sampling_of(triton, model, id_of(answer))
+    found = await sampling_of(triton, model, id_of(answer))
+    if row.fields.get("seed") is None:
+        # Drawn for engines that would use the same one every time.
+        assert (model != "vllm_model") == (found.pop("seed", None) is not None)
+    assert expected == found
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -139,18 +162,20 @@ async def test_both_transports_send_the_same_tensors(proxies, triton, model, str
     assert over_http == over_grpc
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-async def test_flags_are_always_sent(proxy, triton, model):
+async def test_flags_are_always_sent(proxy, triton, model, streamed):
     """Streaming, the prompt's exclusion and the counts are asked for explicitly, where the model declares them."""
-    answer = await ask(proxy, "completions", model, PROMPT, max_tokens=2)
+    answer = await ask(proxy, "completions", model, PROMPT, max_tokens=2, stream=streamed)
 
     inputs = await inputs_of(triton, model if model in BLS else ENGINES[model], id_of(answer))
     flags = {name: tensor["value"] for name, tensor in inputs.items() if tensor["dtype"] == "BOOL"}
     stream = "stream" if model in (*BLS, "vllm_model") else "streaming"
     counts = {"return_num_input_tokens": [True], "return_num_output_tokens": [True]}
-    expected = {stream: [model != "ensemble_nonstreaming"], "exclude_input_in_output": [True], **counts}
+    flag = streamed and model != "ensemble_nonstreaming" if model in ANSWERS_AT_ONCE else True
+    expected = {stream: [flag], "exclude_input_in_output": [True], **counts}
     if model == "ensemble_legacy":
-        expected = {stream: [True]}
+        expected = {stream: [flag]}
     elif model == "tensorrt_llm":
         # Ids are counted here.
         expected = {stream: [True], "exclude_input_in_output": [True]}
@@ -205,10 +230,11 @@ async def test_defaults_of_the_settings(triton, model):
             ask(proxy, "completions", model, PROMPT), ask(proxy, "completions", model, PROMPT, seed=4, max_tokens=2)
         )
     if model == "vllm_model":
-        common = {"temperature": 0.5, "top_p": 0.5, "stop": ["zz"]}
+        # The backend leaves the stop string in, so that the one that ended the answer can be told.
+        common = {"temperature": 0.5, "top_p": 0.5, "stop": ["zz"], "include_stop_str_in_output": True}
         expected = {**common, "max_tokens": 33, "seed": 3}, {**common, "max_tokens": 2, "seed": 4}
     else:
-        floats = {"temperature": ("FP32", 0.5), "top_p": ("FP32", 0.5)}
+        floats = {**SAMPLED, "temperature": ("FP32", 0.5), "top_p": ("FP32", 0.5)}
         expected = (
             {**floats, "max_tokens": ("INT32", 33), "seed": ("UINT64", 3)},
             {**floats, "max_tokens": ("INT32", 2), "seed": ("UINT64", 4)},
@@ -217,13 +243,52 @@ async def test_defaults_of_the_settings(triton, model):
     assert expected[1] == await sampling_of(triton, model, id_of(sent))
 
 
+@pytest.mark.parametrize("room", [None, 60, 2000])
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_legacy", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model"])
+async def test_what_the_models_authors_recommend(triton, tmp_path, model, room):
+    """It fills in what the client leaves out, as far as the model can honour it, and as far as there is room."""
+    recommended = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5, "min_p": 0.25, "max_new_tokens": 90}
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    settings = changed(
+        proxy_settings(triton, "http"), defaults={"generation_config": str(tmp_path), "max_model_len": room}
+    )
+    async with serving(settings) as proxy:
+        left_out, sent = await asyncio.gather(
+            ask(proxy, "completions", model, PROMPT),
+            ask(proxy, "completions", model, PROMPT, temperature=1.5, top_k=-1, max_tokens=9),
+        )
+    assert [200, 200] == [left_out.status, sent.status]
+    found, other = [await sampling_of(triton, model, id_of(answer)) for answer in (left_out, sent)]
+    limit = 90 if room != 60 else 60 - left_out.json["usage"]["prompt_tokens"]
+    if model == "vllm_model":
+        keys = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5, "min_p": 0.25}
+        assert ({**keys, "max_tokens": limit}, 1.5, -1, 9) == (
+            found,
+            other["temperature"],
+            other["top_k"],
+            other["max_tokens"],
+        )
+        return
+    expected: dict[str, Any] = {
+        **SAMPLED,
+        "temperature": ("FP32", 0.5),
+        "top_k": ("INT32", 20),
+        "max_tokens": ("INT32", limit),
+    }
+    if "repetition_penalty" not in LACKING.get(model, ()):
+        expected["repetition_penalty"] = ("FP32", 1.5)
+    del found["seed"]
+    assert expected == found
+    assert (("FP32", 1.5), ("INT32", 0), ("INT32", 9)) == (other["temperature"], other["top_k"], other["max_tokens"])
+
+
 async def test_the_default_limit_is_a_setting(triton):
     """The limit of requests without one can be changed for all models."""
     settings = changed(proxy_settings(triton, "http"), api={"default_max_tokens": 21})
     async with serving(settings) as proxy:
         answer = await ask(proxy, "chat", "ensemble", PROMPT)
 
-    assert {"max_tokens": ("INT32", 21)} == await sampling_of(triton, "ensemble", id_of(answer))
+    assert ("INT32", 21) == (await sampling_of(triton, "ensemble", id_of(answer)))["max_tokens"]
 
 
 # Values that the inputs of a model cannot hold: nothing is wrapped or clamped.
@@ -304,6 +369,10 @@ async def test_what_cannot_be_honoured_is_refused(proxies, endpoint, name, value
 ACCEPTED = [
     ("chat", {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x"}),
     ("chat", {"n": 1, "logprobs": False, "top_logprobs": 0, "tools": [], "response_format": {"type": "text"}}),
+    (
+        "chat",
+        {"logit_bias": {"5": 0}, "best_of": 1.0, "n": 1.0, "top_logprobs": 0.0, "prompt": None},
+    ),
     ("chat", {"parallel_tool_calls": True, "tool_choice": "auto", "prompt_cache_key": "k", "prediction": None}),
     ("chat", {"verbosity": "medium", "modalities": ["text"], "logit_bias": {}, "a_field_of_tomorrow": {"x": [1]}}),
     ("completions", {"n": 1, "best_of": 1, "echo": False, "suffix": "", "user": "me", "logit_bias": {}}),
@@ -327,7 +396,8 @@ async def test_harmless_parameters_are_accepted(proxies, triton, model, endpoint
 
     assert 200 == answer.status, answer.body
     sampling = await sampling_of(triton, model, id_of(answer))
-    assert {"max_tokens": 2 if model == "vllm_model" else ("INT32", 2)} == sampling
+    sampling.pop("seed", None)
+    assert ({"max_tokens": 2} if model == "vllm_model" else {"max_tokens": ("INT32", 2), **SAMPLED}) == sampling
 
 
 OUT_OF_RANGE = [
@@ -358,3 +428,16 @@ async def test_strict_parameters_refuse_unknown_fields(triton):
 
     assert (400, "tempratur", "unknown_parameter") == (unknown.status, unknown.error["param"], unknown.error["code"])
     assert 200 == known.status
+
+
+@pytest.mark.parametrize("temperature, status, top_k", [(0.5, 400, None), (0, 200, [1]), (1, 200, [0])])
+async def test_an_old_bls_drops_the_temperature(proxy, triton, temperature, status, top_k):
+    """Up to 0.12 it is declared and reaches nobody: only values that can be had without it are taken."""
+    answer = await ask(proxy, "completions", "tensorrt_llm_bls_legacy", PROMPT, temperature=temperature)
+
+    assert status == answer.status, answer.body
+    if status == 400:
+        assert ("temperature", "unsupported_parameter") == (answer.error["param"], answer.error["code"])
+        return
+    inputs = await inputs_of(triton, "tensorrt_llm_bls_legacy", id_of(answer))
+    assert top_k == inputs.get("top_k", {}).get("value")

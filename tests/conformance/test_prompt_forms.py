@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.conformance.calls import MODELS, id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.chat.tokenizer import Tokenizer
+from triton_openai.prompts.tokenizer import Tokenizer
 
 pytestmark = in_session_loop
 
@@ -115,7 +115,7 @@ async def test_a_model_without_a_form(proxies: dict[str, Proxy]) -> None:
     answer = await proxies["http"].post(COMPLETIONS, {"model": "ensemble", "prompt": "a", "suffix": "x"})
 
     assert (400, "unsupported_parameter", "suffix") == (answer.status, answer.error["code"], answer.error["param"])
-    assert "--fim-template" in answer.error["message"]
+    assert "fim_template" in answer.error["message"]
 
 
 async def test_a_form_that_cannot_be_followed(triton: TestTriton) -> None:
@@ -123,5 +123,5 @@ async def test_a_form_that_cannot_be_followed(triton: TestTriton) -> None:
     async with serving(changed(proxy_settings(triton, "http"), defaults={"fim_template": "auto"})) as running:
         answer = await running.post(COMPLETIONS, {"model": "ensemble", "prompt": "a", "suffix": "x"})
 
-    assert (400, "configuration_error") == (answer.status, answer.error["code"])
+    assert (501, "configuration_error") == (answer.status, answer.error["code"])
     assert "{prefix}" in answer.error["message"]

@@ -218,12 +218,16 @@ async def test_a_pair_that_is_too_long(proxy: Proxy, triton: TestTriton) -> None
     async with serving(type(settings)(triton=settings.triton, models={"text_rerank_ids": limited})) as other:
         body = {"model": "text_rerank_ids", "query": QUERY, "documents": ["go", "way " * 50]}
         answer = await other.post(RERANK, body)
+        heavy = await other.post(RERANK, {**body, "documents": ["go", "way " * 5000]})
         cut = await other.post(RERANK, {**body, "truncate_prompt_tokens": -1})
 
     assert (400, "context_length_exceeded", "documents") == (
         answer.status, answer.error["code"], answer.error["param"],
     )  # fmt: skip
     assert "30" in answer.error["message"]
+    # It was not tokenized.
+    assert (400, "documents") == (heavy.status, heavy.error["param"])
+    assert "20000 bytes" in heavy.error["message"]
     assert 200 == cut.status
 
 
@@ -320,7 +324,7 @@ async def test_token_ids_without_a_tokenizer(proxy: Proxy, triton: TestTriton) -
     async with serving(type(settings)(triton=settings.triton)) as other:
         answer = await other.post(RERANK, {"model": "text_rerank_ids", "query": "a", "documents": ["b"]})
 
-    assert (400, "configuration_error") == (answer.status, answer.error["code"])
+    assert (501, "configuration_error") == (answer.status, answer.error["code"])
     assert "--tokenizer" in answer.error["message"]
 
 

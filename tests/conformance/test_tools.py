@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from tests.conformance.calls import id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
-from triton_openai.text.answer import AnswerParser
+from triton_openai.parsers.answer_parser import AnswerParser
 
 pytestmark = in_session_loop
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 import time
@@ -13,14 +14,18 @@ from tokenizers import Tokenizer
 from tests.conformance.calls import (
     ADDS_BOS,
     BREAKS_CHARACTERS,
+    ENGINES,
     MODELS,
     PATHS,
     STREAMING,
     ask,
     id_of,
     in_session_loop,
+    inputs_of,
     steered,
+    text_of,
 )
+from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
 
 pytestmark = in_session_loop
 
@@ -69,9 +74,11 @@ async def test_a_whole_chat(proxy, model, tokenizer):
                 "message": {"role": "assistant", "content": "one two three", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": usage(tokenizer, "chat", model),
+        "system_fingerprint": "*",
     }
     assert one_line(expected) == answer.normalised.decode()
     assert "application/json" == answer.headers["Content-Type"].partition(";")[0]
@@ -88,11 +95,22 @@ async def test_a_whole_completion(proxy, model, tokenizer):
         "object": "text_completion",
         "created": "*",
         "model": model,
-        "choices": [{"text": "one two three", "index": 0, "logprobs": None, "finish_reason": "stop"}],
+        "choices": [
+            {"text": "one two three", "index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+        ],
         "usage": usage(tokenizer, "completions", model),
+        "system_fingerprint": "*",
     }
     assert one_line(expected) == answer.normalised.decode()
     assert re.fullmatch(r"cmpl-[0-9a-f]{32}", id_of(answer))
+
+
+def ends(reason: str | None, counted: dict[str, int] | None) -> tuple[dict[str, object], dict[str, object]]:
+    """Return what a choice's chunk says of its end, and what stands in a stream's last chunk alone."""
+    end: dict[str, object] = {"finish_reason": reason}
+    if reason is None:
+        return end, {}
+    return {**end, "stop_reason": None}, {} if counted is not None else {"system_fingerprint": "*"}
 
 
 def chat_stream(model: str, counted: dict[str, int] | None) -> str:
@@ -101,11 +119,8 @@ def chat_stream(model: str, counted: dict[str, int] | None) -> str:
     tail = {} if counted is None else {"usage": None}
 
     def chunk(delta, reason=None):
-        return {
-            **head,
-            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}],
-            **tail,
-        }
+        end, last = ends(reason, counted)
+        return {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, **end}], **last, **tail}
 
     chunks = [
         chunk({"role": "assistant", "content": "", "refusal": None}),
@@ -113,7 +128,7 @@ def chat_stream(model: str, counted: dict[str, int] | None) -> str:
         chunk({}, "stop"),
     ]
     if counted is not None:
-        chunks.append({**head, "choices": [], "usage": counted})
+        chunks.append({**head, "choices": [], "system_fingerprint": "*", "usage": counted})
     return "".join(f"data: {line}\n\n" for line in [*map(one_line, chunks), "[DONE]"])
 
 
@@ -122,12 +137,14 @@ def completion_stream(model: str, counted: dict[str, int] | None) -> str:
     head: dict[str, object] = {"id": "*", "object": "text_completion", "created": "*", "model": model}
     tail = {} if counted is None else {"usage": None}
     texts = [(piece, None) for piece in pieces_of(model)] + [("", "stop")]
-    chunks = [
-        {**head, "choices": [{"text": text, "index": 0, "logprobs": None, "finish_reason": reason}], **tail}
-        for text, reason in texts
-    ]
+
+    def chunk(text, reason):
+        end, last = ends(reason, counted)
+        return {**head, "choices": [{"text": text, "index": 0, "logprobs": None, **end}], **last, **tail}
+
+    chunks = [chunk(text, reason) for text, reason in texts]
     if counted is not None:
-        chunks.append({**head, "choices": [], "usage": counted})
+        chunks.append({**head, "choices": [], "system_fingerprint": "*", "usage": counted})
     return "".join(f"data: {line}\n\n" for line in [*map(one_line, chunks), "[DONE]"])
 
 
@@ -192,6 +209,42 @@ async def test_pieces_are_never_taken_back(proxy, model):
     pieces = [chunk["choices"][0]["text"] for chunk in answer.chunks]
     assert text == "".join(pieces)
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_legacy", "ensemble_nonstreaming", "tensorrt_llm"])
+async def test_a_chat_begins_with_one_bos(proxy, triton, model, tokenizer):
+    """The template's, or the one that preprocessing adds: whether it does depends on its release."""
+    answer = await ask(proxy, "chat", model, PROMPT, max_tokens=2)
+
+    bos = tokenizer.encode("").ids[0]
+    ids = (await inputs_of(triton, ENGINES[model], id_of(answer)))["input_ids"]["value"]
+    assert [0] == [place for place, number in enumerate(ids) if number == bos]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_text_beyond_ascii_is_whole_by_default(triton, transport):
+    """Umlauts, emoji and ideographs arrive on every adapter, streamed or not, with nothing set but the tokenizers."""
+    text = "Grüße 😀👩‍👧, 日本語 und Ελλάδα!"
+    settings = proxy_settings(triton, transport, prefer_token_level="auto")
+    async with serving(settings, transport=transport) as proxy:
+        await proxy.ready()
+        for model in (*MODELS, "tensorrt_llm_bls_legacy"):
+            for endpoint, streamed in itertools.product(PATHS, (False, True)):
+                answer = await ask(proxy, endpoint, model, steered(text=text), max_tokens=99, stream=streamed)
+                assert (model, endpoint, streamed, text) == (model, endpoint, streamed, text_of(endpoint, answer))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_whole_text_beyond_ascii_needs_no_tokenizer(triton, transport, monkeypatch):
+    """Where an ensemble or a BLS model answers itself, what is not streamed has every character too."""
+    text = "Grüße 😀👩‍👧, 日本語 und Ελλάδα!"
+    monkeypatch.setattr("triton_openai.prompts.prompter._exists", lambda _: False)
+    async with serving(proxy_settings(triton, transport), transport=transport) as proxy:
+        await proxy.ready()
+        # The older releases repeat the prompt, which takes a tokenizer to take out.
+        for model in ("ensemble", "ensemble_nonstreaming", "tensorrt_llm_bls", "tensorrt_llm_bls_delta"):
+            answer = await ask(proxy, "completions", model, steered(text=text), max_tokens=99)
+            assert (model, text) == (model, text_of("completions", answer))
 
 
 @pytest.mark.parametrize("streamed", [False, True])

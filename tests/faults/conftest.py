@@ -11,7 +11,7 @@ from tests.clients.service import until
 from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, assert_works, watched
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 MODELS = ["ensemble", "vllm_model", "text_embedding"]
 
@@ -55,10 +55,9 @@ def module_service(
     module_service_transport: str, module_triton: Own, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
     """The service over each transport in turn."""
-    arguments = [f"--{name}={value}" for name, value in PATIENT.items()]
-    arguments += ["--triton-url", module_triton.url(module_service_transport)]
+    arguments = ["--triton-url", module_triton.url(module_service_transport)]
     arguments += ["--tokenizer", str(module_triton.repository.tokenizer)]
-    with watched(tmp_path_factory.mktemp("service"), *arguments) as running:
+    with watched(tmp_path_factory.mktemp("service"), *arguments, triton=PATIENT) as running:
         # What stays from now on is there from the first requests.
         assert_works(running)
         yield running

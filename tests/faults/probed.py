@@ -20,18 +20,19 @@ def state() -> dict[str, Any]:
     """Return the tasks by their names, and the numbers of requests, streams, connections and records of requests."""
     from aiohttp import TCPConnector
 
-    from triton_openai.running import Run
-    from triton_openai.server.admission import Admission
-    from triton_openai.server.connections import Connection
+    from triton_openai.answer.run import Run
+    from triton_openai.serving.admission import Admission
+    from triton_openai.serving.connections import Connection
     from triton_openai.telemetry.observation import Observation
-    from triton_openai.triton.http_connection import ConnectionPool
-    from triton_openai.triton.http_stream import HttpStream
+    from triton_openai.triton.http_stream import ConnectionPool, HttpStream
 
     kinds: tuple[type, ...] = (Admission, Connection, ConnectionPool, HttpStream, TCPConnector)
     if "triton_openai.triton.grpc" in sys.modules:
         from triton_openai.triton.grpc import GrpcStream
 
         kinds += (GrpcStream,)
+    # The service freezes what lives at its start, and the collector does not list what is frozen.
+    gc.unfreeze()
     # Not collected before it is counted: what only the collector of cycles finds stays for a long time.
     records = sum(type(each) in (Observation, Run) for each in gc.get_objects())
     # A call that failed is in a circle with its traceback, and a connection with it: that is seldom, and no leak.
@@ -51,7 +52,7 @@ def state() -> dict[str, Any]:
         "idle": len(idle) + len(kept),
         "records": records,
         # Those of clients, when they have ended.
-        "ended": sum(each._pipe is None for each in alive["Connection"]),
+        "ended": sum(each.transport is None for each in alive["Connection"]),
     }
 
 

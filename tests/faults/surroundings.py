@@ -20,7 +20,7 @@ import msgspec
 from tests.clients.service import Reply, Service, serving, steered, until
 from triton_openai.demo.record import Event, Record
 from triton_openai.demo.repository import DemoRepository
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = "one two three four five"
@@ -30,15 +30,13 @@ ENGINES = {"ensemble": "tensorrt_llm", "vllm_model": "vllm_model"}
 ENDS = ("finished", "cancelled", "stopped", "failed")
 #: With room for a busy machine; who is to wait in vain says with :data:`IMPATIENT` for how long.
 PATIENT = {
-    "refresh-interval": "0.2",
-    "heartbeat-interval": "0.2",
-    "first-token-timeout": "30",
-    "idle-timeout": "30",
-    "request-timeout": "40",
-    "connect-timeout": "3",
+    "first_token_timeout": 30,
+    "idle_timeout": 30,
+    "request_timeout": 40,
+    "connect_timeout": 3,
 }
 #: Where the service has to find out for itself, for all requests, that nothing comes any more.
-QUICK = {**PATIENT, "first-token-timeout": "5", "idle-timeout": "4", "request-timeout": "6"}
+QUICK = {**PATIENT, "first_token_timeout": 5, "idle_timeout": 4, "request_timeout": 6}
 #: The headers of a client that waits for an answer which never comes.
 IMPATIENT = {"x-first-token-timeout": "2", "x-idle-timeout": "2", "x-request-timeout": "3"}
 MEBIBYTE = 1024 * 1024
@@ -140,10 +138,11 @@ class Watched(Service):
 
 
 @contextlib.contextmanager
-def watched(folder: Path, *arguments: str) -> Iterator[Watched]:
-    """Run the service with *arguments*, so that it can be looked into."""
+def watched(folder: Path, *arguments: str, triton: Mapping[str, float] | None = None) -> Iterator[Watched]:
+    """Run the service with *arguments* and settings of *triton*, so that it can be looked into."""
     probe = folder / "probe.json"
-    with serving(folder, *arguments, program=("tests.faults.probed", str(probe))) as service:
+    settings = {"triton": {"refresh_interval": 0.2, **(triton or {})}, "server": {"heartbeat_interval": 0.2}}
+    with serving(folder, *arguments, settings=settings, program=("tests.faults.probed", str(probe))) as service:
         yield Watched(service.process, service.banner, service.log, probe)
 
 

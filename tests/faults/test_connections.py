@@ -91,10 +91,9 @@ def half_open(own: Own, transport: str, folder: Path) -> Iterator[tuple[Relay, W
     address = urlsplit(own.url(transport))
     with contextlib.ExitStack() as opened:
         relay = opened.enter_context(Relay((str(address.hostname), int(address.port or 0))))
-        arguments = [f"--{name}={value}" for name, value in QUICK.items()]
-        arguments += ["--triton-url", f"{transport}://127.0.0.1:{relay.port}"]
+        arguments = ["--triton-url", f"{transport}://127.0.0.1:{relay.port}"]
         arguments += ["--tokenizer", str(own.repository.tokenizer)]
-        service = opened.enter_context(watched(folder, *arguments))
+        service = opened.enter_context(watched(folder, *arguments, triton=QUICK))
         assert_works(service)
         yield relay, service
 

@@ -28,7 +28,7 @@ from tests.faults.surroundings import (
     free_port,
     watched,
 )
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 # A Triton that is not there
 
@@ -49,7 +49,7 @@ def test_down_at_start(module_triton: Own, tmp_path: Path) -> None:
         for transport, port in (("http", http_port), ("grpc", grpc_port)):
             folder = tmp_path / transport
             folder.mkdir()
-            arguments = ["--triton-url", f"{transport}://127.0.0.1:{port}", "--refresh-interval", "0.2"]
+            arguments = ["--triton-url", f"{transport}://127.0.0.1:{port}"]
             services.append(opened.enter_context(watched(folder, *arguments, "--tokenizer", str(repository.tokenizer))))
         for service in services:
             assert not service.banner["triton_answers"]
@@ -164,7 +164,7 @@ def test_frozen_before_the_answer(own: Own, service: Watched, module_service_tra
     finally:
         own.server.resume()
 
-    assert (504, "upstream_silent") == (whole.status, whole.error["code"])
+    assert (504, "upstream_timeout") == (whole.status, whole.error["code"])
     assert (504, "upstream_timeout") == (vector.status, vector.error["code"])
     assert ["upstream_silent"] == [failure(event)["code"] for event in events]
     assert_works(service)

@@ -76,8 +76,12 @@ def test_a_worker_killed_under_load(own: Own, transport: str, tmp_path: Path) ->
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"keys": [{"name": "faults", "key": _KEY, "concurrent_requests": _STREAMS}]}))
     arguments = ["--workers", str(_WORKERS), "--api-keys-file", str(keys), "--triton-url", own.url(transport)]
-    arguments += ["--tokenizer", str(own.repository.tokenizer), "--refresh-interval", "0.2"]
-    with serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service, ExitStack() as clients:
+    arguments += ["--tokenizer", str(own.repository.tokenizer)]
+    settings = {"triton": {"refresh_interval": 0.2}}
+    with (
+        serving(tmp_path, *arguments, settings=settings, XDG_RUNTIME_DIR=str(tmp_path)) as service,
+        ExitStack() as clients,
+    ):
         until(lambda: all(ask(service, model)[0] == 200 for model in ENGINES for _ in range(8)))
 
         def opened(count: int) -> list[Reading]:

@@ -28,6 +28,7 @@ _DTYPES = {
     "stop": "BOOL",
     "exclude_input_in_output": "BOOL",
     "temperature": "FP32",
+    "top_p": "FP32",
     "seed": "UINT64",
     "random_seed": "UINT64",
     "lora_task_id": "UINT64",

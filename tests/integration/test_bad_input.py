@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.cases import every_case
 from tests.clients.service import Reply, Service, exchange, serving
 from tests.triton_fixture import TestTriton
 
@@ -102,9 +103,10 @@ def service(
 
 @pytest.fixture(scope="module")
 def strict(triton: TestTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service with ``--strict-parameters`` and a small limit of the body."""
-    arguments = ("--triton-url", triton.http_url, "--strict-parameters", "--max-body-size", "65536")
-    with serving(tmp_path_factory.mktemp("strict"), *arguments) as running:
+    """The service with ``api.strict_parameters`` and a small limit of the body."""
+    arguments = ("--triton-url", triton.http_url, "--max-body-size", "65536")
+    settings = {"api": {"strict_parameters": True}}
+    with serving(tmp_path_factory.mktemp("strict"), *arguments, settings=settings) as running:
         yield running
         assert [] == running.complaints()
 
@@ -124,8 +126,8 @@ def refused(reply: Reply, status: int = 400, code: str | None = None, param: str
 # Bodies that are no JSON object
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize(
+@every_case("path", POSTS)
+@every_case(
     "body",
     [
         b"",
@@ -145,8 +147,8 @@ def refused(reply: Reply, status: int = 400, code: str | None = None, param: str
         b'{"model": "ensemble", "temperature": NaN}',
         b'{"model": "ensemble", "temperature": -Infinity}',
         b'{"model": "ensemble", "temperature": 01}',
-        b'{"model": "ensemble", "user": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
-        b'{"model": "ensemble", "user": ' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}",
+        b'{"model": "ensemble", "user": ' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+        b'{"model": "ensemble", "user": ' + b'{"a":' * 40_000 + b"1" + b"}" * 40_000 + b"}",
     ],
 )
 def test_not_json(service: Service, path: str, body: bytes) -> None:
@@ -154,8 +156,8 @@ def test_not_json(service: Service, path: str, body: bytes) -> None:
     assert "JSON" in refused(service.post(path, body), 400, "invalid_json")
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize("body", [b"null", b"true", b"17", b'"text"', b"[]", b"[" * 100_000])
+@every_case("path", POSTS)
+@every_case("body", [b"null", b"true", b"17", b'"text"', b"[]", b"[" * 40_000])
 def test_not_an_object(service: Service, path: str, body: bytes) -> None:
     """JSON that is no object is not taken apart."""
     assert "expected an object" in refused(service.post(path, body), 400, "invalid_type")
@@ -168,7 +170,7 @@ def test_bytes_after_a_deep_value_that_nobody_reads(service: Service) -> None:
         assert status == service.post(COMPLETIONS, body).status
 
 
-@pytest.mark.parametrize("path", POSTS)
+@every_case("path", POSTS)
 def test_something_after_the_object(service: Service, path: str) -> None:
     """A good request with something behind it is no JSON text either."""
     refused(service.post(path, json.dumps(VALID[path]).encode() + b" {}"), 400, "invalid_json")
@@ -184,7 +186,7 @@ def test_duplicate_keys(service: Service) -> None:
 # Fields
 
 
-@pytest.mark.parametrize(
+@every_case(
     "path, fields, code, param",
     [
         (CHAT, {"model": ...}, "missing_required_parameter", "model"),
@@ -217,10 +219,12 @@ def test_duplicate_keys(service: Service) -> None:
         (CHAT, {"stop": [None]}, "invalid_type", "stop[0]"),
         (CHAT, {"stream": True, "stream_options": []}, "invalid_type", "stream_options"),
         (CHAT, {"stream_options": {"include_usage": 1}}, "invalid_type", "stream_options.include_usage"),
-        (COMPLETIONS, {"prompt": None}, "invalid_type", "prompt"),
+        (COMPLETIONS, {"prompt": None}, "missing_required_parameter", "prompt"),
+        (COMPLETIONS, {"prompt": None, "prompt_embeds": "AAAA"}, "unsupported_parameter", "prompt_embeds"),
         (COMPLETIONS, {"prompt": {}}, "invalid_type", "prompt"),
         (COMPLETIONS, {"prompt": [None]}, "invalid_type", "prompt[0]"),
         (EMBEDDINGS, {"input": None}, "invalid_type", "input"),
+        (EMBEDDINGS, {"add_special_tokens": False}, "unsupported_parameter", "add_special_tokens"),
         (EMBEDDINGS, {"input": {"text": "a"}}, "invalid_type", "input"),
         (EMBEDDINGS, {"input": [None]}, "invalid_type", "input[0]"),
         (EMBEDDINGS, {"input": [True]}, "invalid_type", "input[0]"),
@@ -229,12 +233,12 @@ def test_duplicate_keys(service: Service) -> None:
         (CHAT, {"max_tokens": 0}, "invalid_value", "max_tokens"),
         (CHAT, {"max_tokens": -(10**30)}, "invalid_value", "max_tokens"),
         (CHAT, {"max_tokens": 2**31}, "integer_above_max_value", "max_tokens"),
-        (CHAT, {"max_tokens": 10**40}, "integer_above_max_value", "max_tokens"),
+        (CHAT, {"max_tokens": 10**39}, "integer_above_max_value", "max_tokens"),
         (CHAT, {"max_completion_tokens": 0}, "invalid_value", "max_completion_tokens"),
         (CHAT, {"temperature": 2.1}, "invalid_value", "temperature"),
         (CHAT, {"temperature": -0.1}, "invalid_value", "temperature"),
         (CHAT, {"top_p": 1.1}, "invalid_value", "top_p"),
-        (CHAT, {"top_p": 10**400}, "invalid_value", "top_p"),
+        (CHAT, {"top_p": 10**39}, "invalid_value", "top_p"),
         (CHAT, {"top_k": -2}, "invalid_value", "top_k"),
         (CHAT, {"top_k": 2**40}, "integer_above_max_value", "top_k"),
         (CHAT, {"seed": 2**64}, "integer_above_max_value", "seed"),
@@ -271,7 +275,7 @@ def test_duplicate_keys(service: Service) -> None:
         (COMPLETIONS, {"prompt_logprobs": -2}, "invalid_value", "prompt_logprobs"),
         (COMPLETIONS, {"prompt": [1, -2]}, "invalid_value", "prompt"),
         (COMPLETIONS, {"prompt": [[1, 10**8]]}, "invalid_value", "prompt"),
-        (EMBEDDINGS, {"input": [1, 2]}, "unsupported_parameter", "input"),
+        (EMBEDDINGS, {"input": [[1], []]}, "invalid_value", "input"),
         (EMBEDDINGS, {"dimensions": 3}, "unsupported_parameter", "dimensions"),
         (CHAT, {"model": "text_embedding"}, "invalid_request", "model"),
         (COMPLETIONS, {"model": "text_embedding"}, "invalid_request", "model"),
@@ -295,15 +299,15 @@ def test_empty_messages(service: Service) -> None:
     assert str(reply.error["param"]).startswith("messages")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@every_case("model", MODELS)
 def test_empty_texts(service: Service, model: str) -> None:
     """Empty texts are texts: whether they make sense is the model's affair."""
     for path, fields in ((CHAT, {"messages": [{"role": "user", "content": ""}]}), (COMPLETIONS, {"prompt": ""})):
         assert 200 == service.post(path, {"model": model, **fields}).status
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize("model", ["nobody", "a/b", "../ensemble", "ensemble\r\nX: y", "é" * 300, "x" * 100_000, "\0"])
+@every_case("path", POSTS)
+@every_case("model", ["nobody", "a/b", "../ensemble", "ensemble\r\nX: y", "é" * 300, "x" * 100_000, "\0"])
 def test_unknown_models(service: Service, path: str, model: str) -> None:
     """A model that is not there is a 404 that names it, whatever its name looks like."""
     message = refused(service.post(path, {**VALID[path], "model": model}), 404, "model_not_found", "model")
@@ -311,7 +315,7 @@ def test_unknown_models(service: Service, path: str, model: str) -> None:
     assert len(message) < 300
 
 
-@pytest.mark.parametrize("path", POSTS)
+@every_case("path", POSTS)
 def test_null_everywhere(service: Service, path: str) -> None:
     """Every field but the required ones may be null, as some clients send them."""
     body = {**dict.fromkeys(FIELDS), **VALID[path]}
@@ -319,8 +323,8 @@ def test_null_everywhere(service: Service, path: str) -> None:
     assert 200 == service.post(path, body).status
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("model", MODELS)
+@every_case("path", [CHAT, COMPLETIONS])
+@every_case("model", MODELS)
 def test_prompts_beyond_the_context(service: Service, path: str, model: str) -> None:
     """A prompt that the model has no room for is OpenAI's error for it, with the numbers, streamed or not."""
     text = "word " * 2500
@@ -341,26 +345,26 @@ def test_inputs_beyond_the_context(service: Service) -> None:
 # Sizes
 
 
-@pytest.mark.parametrize("model", ["ensemble", "vllm_model"])
-def test_ten_megabytes(service: Service, model: str) -> None:
-    """A body of ten megabytes is read, passed on and refused by the model, not by a limit on the way."""
+@every_case("model", ["ensemble", "vllm_model"])
+def test_three_megabytes(service: Service, model: str) -> None:
+    """A text of three megabytes is within the limits, and refused because the model has no room for it."""
     # What the models' own tokenizer gets through fastest.
-    text = "<|im_start|>" * (10 * MEBIBYTE // 12)
+    text = "<|im_start|>" * (3 * MEBIBYTE // 12)
     reply = service.send("POST", COMPLETIONS, {"model": model, "prompt": text}, timeout=100)
 
     refused(reply, 400, "context_length_exceeded", "prompt")
 
 
-def test_ten_megabytes_of_nonsense(service: Service) -> None:
-    """So it is with ten megabytes in a field that nobody reads, and with ten megabytes that are no JSON."""
-    text = "y" * (10 * MEBIBYTE)
+def test_three_megabytes_of_nonsense(service: Service) -> None:
+    """Three megabytes in a field that nobody reads do no harm, and so do three that are no JSON."""
+    text = "y" * (3 * MEBIBYTE)
 
     assert 200 == service.post(COMPLETIONS, {**VALID[COMPLETIONS], "unheard_of": text}).status
     refused(service.post(COMPLETIONS, text.encode()), 400, "invalid_json")
-    refused(service.post(COMPLETIONS, b"[" * (10 * MEBIBYTE)), 413, "request_too_large")
+    refused(service.post(COMPLETIONS, b"[" * (3 * MEBIBYTE)), 413, "request_too_large")
 
 
-@pytest.mark.parametrize("path", POSTS)
+@every_case("path", POSTS)
 def test_bodies_over_the_limit(strict: Service, path: str) -> None:
     """A body over the limit is a 413 with the number, whether its length is announced or not."""
     announced = strict.post(path, b"x" * 70_000)
@@ -393,8 +397,8 @@ def test_compressed_bodies(service: Service) -> None:
 # Paths, methods, headers
 
 
-@pytest.mark.parametrize("path, allowed", PATHS.items())
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+@every_case("path, allowed", PATHS.items())
+@every_case("method", ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
 def test_methods(service: Service, path: str, allowed: str, method: str) -> None:
     """A method that a path does not take is a 405 that lists those it does."""
     reply = service.send(method, path)
@@ -409,24 +413,24 @@ def test_methods(service: Service, path: str, allowed: str, method: str) -> None
         refused(reply, 405, "method_not_allowed")
 
 
-@pytest.mark.parametrize(
+@every_case(
     "path",
     ["/", "/v1", "/v1/", "/v2/models", "/v1/chat", "/v1/models/", "//v1/models", "/v1/chat/completions/", "/%00"],
 )
-@pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "OPTIONS"])
+@every_case("method", ["GET", "POST", "DELETE", "OPTIONS"])
 def test_unknown_paths(service: Service, path: str, method: str) -> None:
     """A path that is not there is a 404 in the envelope."""
     refused(service.send(method, path), 404, "not_found")
 
 
-@pytest.mark.parametrize("name", ["nobody", "a/b", "..", "../../etc/passwd", "%ff", "%00", "é", "x" * 5000])
+@every_case("name", ["nobody", "a/b", "..", "../../etc/passwd", "%ff", "%00", "é", "x" * 5000])
 def test_unknown_models_by_path(service: Service, name: str) -> None:
     """A model that is not there is the same error when it is asked for by its path."""
     refused(service.send("GET", f"/v1/models/{quote(name, safe='%/')}"), 404, "model_not_found", "model")
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize(
+@every_case("path", POSTS)
+@every_case(
     "content_type",
     ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "nonsense", "*/*"],
 )
@@ -437,10 +441,8 @@ def test_wrong_content_types(service: Service, path: str, content_type: str) -> 
     assert "application/json" in refused(reply, 415, "unsupported_media_type")
 
 
-@pytest.mark.parametrize("path", POSTS)
-@pytest.mark.parametrize(
-    "content_type", ["", "application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.acme+json"]
-)
+@every_case("path", POSTS)
+@every_case("content_type", ["", "application/json; charset=utf-8", "APPLICATION/JSON", "application/vnd.acme+json"])
 def test_good_content_types(service: Service, path: str, content_type: str) -> None:
     """JSON in any spelling is taken, and a body that does not say what it is as well."""
     assert 200 == service.post(path, VALID[path], **{"Content-Type": content_type}).status
@@ -457,7 +459,7 @@ def test_request_ids(service: Service) -> None:
         assert 32 == len(answered)
 
 
-@pytest.mark.parametrize(
+@every_case(
     "request_bytes",
     [
         # The client says more than it sends, and leaves.
@@ -494,7 +496,7 @@ def test_http_1_0(service: Service) -> None:
 # The strict mode
 
 
-@pytest.mark.parametrize("path", POSTS)
+@every_case("path", POSTS)
 def test_strict_parameters(strict: Service, service: Service, path: str) -> None:
     """Unknown fields are ignored, or refused by name where the operator wants it; documented ones are known."""
     body = {**VALID[path], "unheard_of": {"a": 1}}

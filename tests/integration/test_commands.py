@@ -108,7 +108,7 @@ def test_banner_for_people(triton) -> None:
     text = "".join(lines)
     assert re.search(r"listens at http://127\.0\.0\.1:\d+\n", text)
     assert f"Triton at {triton.http_url}\n" in text
-    assert re.search(r"^  ensemble +\S+ +ready$", text, re.MULTILINE)
+    assert re.search(r"^  ensemble +\S+ +generate +(yes|no) +ready$", text, re.MULTILINE)
     assert re.search(r'base_url="http://127\.0\.0\.1:\d+/v1"', text)
 
 
@@ -154,7 +154,9 @@ def _tritons_of(pid: int) -> list[int]:
 def test_a_supervised_triton(tmp_path: Path) -> None:
     """A Triton that was started here and dies comes back, and goes when the service goes."""
     repository = build_repository(tmp_path / "repository", models=["text_embedding"])
-    with _serving("--model-repository", str(repository.path), "--refresh-interval", "0.2") as (process, banner):
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("triton: {refresh_interval: 0.2}")
+    with _serving("--model-repository", str(repository.path), "--config", str(settings)) as (process, banner):
         ready = f"{banner['address']}/health/ready"
         assert ["text_embedding"] == [model["name"] for model in banner["models"]]
         assert _status(ready) == 200

@@ -82,7 +82,7 @@ def test_by_default_there_is_nothing(triton: TestTriton, tmp_path: Path, level: 
 
 def test_content_that_was_asked_for(triton: TestTriton, tmp_path: Path) -> None:
     """It has lines of its own, is cut and marked, says so at the start, and holds neither images nor keys."""
-    with serving(tmp_path, *arguments(triton), "--log-content", "24") as service:
+    with serving(tmp_path, *arguments(triton), settings={"server": {"log_content": 24}}) as service:
         log = asked(service)
 
     (warning,) = [line for line in log if line["event"] == "prompts and answers are logged"]

@@ -20,10 +20,9 @@ from tests.conformance.calls import ask, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
-from triton_openai.server.relay_door import RELAY_DOOR
-from triton_openai.telemetry.instruments import INSTRUMENTS
-from triton_openai.telemetry.metrics import OTHER, Outcome
-from triton_openai.telemetry.state import LOOKED_UP
+from triton_openai.access.guard import RELAY_DOOR
+from triton_openai.telemetry.exposition import LOOKED_UP
+from triton_openai.telemetry.metrics import INSTRUMENTS, OTHER, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = ROOT / "deploy/grafana/triton-openai.json"
@@ -121,9 +120,10 @@ async def after_traffic(triton: TestTriton) -> Scrape:
         await proxy.ready()
         await ask(proxy, "chat", "ensemble", steered(text="one two three"))
         await ask(proxy, "chat", "ensemble", "x", n=0)
+        await ask(proxy, "chat", "ensemble", "x", no_such_field=1)
         assert proxy.client.app is not None
         relayed = proxy.client.app[RELAY_DOOR].visit("http", "GET", "/", CIMultiDictProxy(CIMultiDict()))
-        relayed.enter(None)
+        await relayed.enter(None)
         relayed.end("404")
         return await scrape(proxy)
 

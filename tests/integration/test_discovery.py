@@ -14,11 +14,11 @@ import pytest
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, changed, serving
+from triton_openai.cli.inspect import inspect_models
 from triton_openai.config import Settings
 from triton_openai.config.tree import ApiSettings, DefaultParameters, ModelDefaults, ModelSettings, TritonSettings
 from triton_openai.demo.repository import build_repository
-from triton_openai.inspection import inspect
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 # vLLM's tensors, declared by an ensemble around it.
 _WRAPPER = """
@@ -120,9 +120,10 @@ async def test_models_come_and_go(server, transport):
         assert 503 == await ready(proxy)
 
     for answer in (before, after):
-        assert (503, "model") == (answer.status, answer.error["param"])
-        assert "The model 'text_embedding' is not ready." == answer.error["message"]
-        assert answer.headers["Retry-After"]
+        assert (404, "model_not_found", "model") == (answer.status, answer.error["code"], answer.error["param"])
+        assert "The model 'text_embedding' is not loaded." == answer.error["message"]
+        # The official clients try again what has one.
+        assert "Retry-After" not in answer.headers
 
 
 async def test_nobody_is_let_in_before_the_first_look():
@@ -288,7 +289,6 @@ async def test_names_with_slashes():
     assert ["team/m:1 é"] == names
     assert plain.json == quoted.json
     assert ("team/m:1 é", "model", "triton") == tuple(plain.json[key] for key in ("id", "object", "owned_by"))
-    assert isinstance(plain.json["created"], int)
     assert (200, " one") == (answer.status, answer.json["choices"][0]["text"])
     assert "team/m:1 é" == triton.asked[0][0]
 
@@ -331,19 +331,22 @@ async def test_an_alias_of_a_model_that_is_not_ready():
     assert (503, "The model 'gpt-4o' is not ready.") == (answer.status, answer.error["message"])
 
 
-async def test_a_lora_adapter_of_a_model_that_is_not_ready(tmp_path):
-    """Its names do not cease to exist either: those of the settings, and those of the model's repository."""
+@pytest.mark.parametrize("state, status, what", [("loading", 503, "is not ready"), ("unloaded", 404, "is not loaded")])
+async def test_a_lora_adapter_of_a_model_that_is_not_ready(tmp_path, state, status, what):
+    """Its names are as its model's: those of the settings, and those of the model's repository."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "multi_lora.json").write_text('{"beta": "/loras/beta"}')
     async with FakeTriton() as triton:
-        triton.waiting = {"m": "unloaded"}
+        triton.waiting = {"m": state}
         settings = settings_of(triton.url, models={"m": ModelSettings(loras=("alpha",))})
         settings = changed(settings, api={"lora_separator": ":"}, triton={"model_repository": (tmp_path,)})
         async with serving(settings) as proxy:
             names = ("alpha", "m:alpha", "beta", "m:beta", "gamma", "other:alpha")
             answers = [await proxy.post("/v1/completions", {"model": name, "prompt": "Hi"}) for name in names]
 
-    assert [503, 503, 503, 503, 404, 404] == [answer.status for answer in answers]
+    assert [status] * 4 + [404] * 2 == [answer.status for answer in answers]
+    expected = [f"The model '{name}' {what}." for name in names[:4]]
+    assert expected == [answer.error["message"] for answer in answers[:4]]
 
 
 PREPROCESSING = config_of(
@@ -375,8 +378,8 @@ async def test_an_adapter_that_is_set():
     """A model is served by the adapter that the settings name, whatever would have claimed it; helpers stay helpers."""
     async with FakeTriton(config_of("m"), PREPROCESSING) as triton:
         defaults = ModelDefaults(adapter="vllm", default_parameters=DefaultParameters(max_tokens=5))
-        reports = await inspect(settings_of(triton.url, defaults=defaults))
-        own = await inspect(settings_of(triton.url, models={"m": ModelSettings(adapter="embeddings")}))
+        reports = await inspect_models(settings_of(triton.url, defaults=defaults))
+        own = await inspect_models(settings_of(triton.url, models={"m": ModelSettings(adapter="embeddings")}))
 
     by_name = {report.name: report for report in reports}
     assert ("vllm", "set in the configuration") == (by_name["m"].adapter, by_name["m"].reason)
@@ -389,7 +392,7 @@ async def test_an_adapter_that_is_set():
 async def test_an_adapter_that_nobody_has():
     """An unknown name leaves its model unserved, says which names there are, and leaves the other models alone."""
     async with FakeTriton(config_of("a"), config_of("b")) as triton:
-        reports = await inspect(settings_of(triton.url, models={"a": ModelSettings(adapter="vlm")}))
+        reports = await inspect_models(settings_of(triton.url, models={"a": ModelSettings(adapter="vlm")}))
 
     by_name = {report.name: report for report in reports}
     assert "vllm" == by_name["b"].adapter
@@ -403,7 +406,7 @@ async def test_an_adapter_that_nobody_has():
 async def test_what_nobody_claims_says_why():
     """The reason names the tensors, so that a person can see what is missing."""
     async with FakeTriton(ODD) as triton:
-        (report,) = await inspect(settings_of(triton.url))
+        (report,) = await inspect_models(settings_of(triton.url))
 
     assert "no adapter knows its tensors (inputs: IMAGE FP32; outputs: label BYTES)" == report.reason
 
@@ -443,7 +446,6 @@ async def test_a_model_whose_config_changes():
         async with serving(settings_of(triton.url)) as proxy:
             await proxy.ready()
             assert proxy.models.served["m"].adapter.capabilities.generate
-            created = (await proxy.get("/v1/models/m")).json["created"]
             del triton.models["m"]
             await until(lambda: lists(proxy, []))
             triton.models["m"] = config_of(
@@ -452,7 +454,19 @@ async def test_a_model_whose_config_changes():
             await until(lambda: lists(proxy, ["m"]))
 
             assert proxy.models.served["m"].adapter.capabilities.embed
-            assert created == (await proxy.get("/v1/models/m")).json["created"]
+
+
+async def test_every_worker_describes_a_model_alike():
+    """Whichever of them answers, and also after a restart: no time of theirs is in it."""
+    async with FakeTriton(config_of("m"), config_of("n")) as triton:
+        found = []
+        for _ in range(2):
+            async with serving(settings_of(triton.url)) as proxy:
+                await proxy.ready()
+                found.append([(await proxy.get(path)).json for path in ("/v1/models", "/v1/models/m")])
+
+    assert found[0] == found[1]
+    assert [0, 0] == [model["created"] for model in found[0][0]["data"]]
 
 
 async def test_a_stream_without_any_response():
@@ -468,7 +482,10 @@ async def test_a_stream_without_any_response():
 
 
 async def test_nothing_is_made_up():
-    """Without counts and without a tokenizer there is no usage, and no finish reason but the one that is certain."""
+    """
+    Without counts and without a tokenizer there is no usage; how an answer ended follows from the number of responses,
+    which the official client's helpers need.
+    """
     async with FakeTriton(config_of("m")) as triton:
         triton.responses = [{"text_output": "Hi one"}, {"text_output": "Hi one two"}]
         async with serving(settings_of(triton.url)) as proxy:
@@ -479,6 +496,7 @@ async def test_nothing_is_made_up():
             streamed = await proxy.post("/v1/completions", {**body, **options})
 
     assert "usage" not in whole.json
-    assert (" one two", None) == (whole.json["choices"][0]["text"], whole.json["choices"][0]["finish_reason"])
+    assert (" one two", "stop") == (whole.json["choices"][0]["text"], whole.json["choices"][0]["finish_reason"])
     assert "length" == cut.json["choices"][0]["finish_reason"]
     assert [None] * 3 == [chunk["usage"] for chunk in streamed.chunks]
+    assert [None, None, "stop"] == [chunk["choices"][0]["finish_reason"] for chunk in streamed.chunks]

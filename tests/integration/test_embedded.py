@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import socket
@@ -17,8 +19,8 @@ import pytest
 
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
-from triton_openai.triton import _interpreter, _runtime
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver import _interpreter, _runtime
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 
 def until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
@@ -248,8 +250,8 @@ def test_two_servers_live_side_by_side(server, repository):
 OWNER = """
 import os, sys, threading
 from pathlib import Path
-from triton_openai.triton import _interpreter, _runtime
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver import _interpreter, _runtime
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 server = EmbeddedTriton(model_repository=Path(sys.argv[1]), environment=os.environ)
 # A thread that ends: whatever is tied to the starting thread must not take the server with it.
 starter = threading.Thread(target=server.start)
@@ -297,43 +299,73 @@ class TestModelPython:
     @pytest.fixture
     def stubs(self, tmp_path):
         own = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        for version in {"3.10", "3.11", "3.12", own}:
+        for version in {"3.11", "3.12", own}:
             folder = tmp_path / "stubs" / version
             folder.mkdir(parents=True)
             (folder / "triton_python_backend_stub").touch()
         return tmp_path / "stubs"
 
-    def test_a_private_environment_is_built_once(self, stubs, tmp_path, monkeypatch):
-        """When the service's NumPy does not fit, an environment is built in the cache and found there next time."""
-        built = []
+    @pytest.fixture
+    def other(self, tmp_path):
+        """A Python 3.12 on ``PATH`` with NumPy 1."""
+        facts = {
+            "version": "3.12",
+            "executable": "/usr/bin/python3.12",
+            "base": "/usr/bin",
+            "libraries": [],
+            "packages": ["/usr/lib/python3/dist-packages"],
+            "numpy": "1.26.4",
+            "tokenizers": True,
+        }
+        (tmp_path / "bin").mkdir()
+        program = tmp_path / "bin" / "python3.12"
+        program.write_text(f"#!/bin/sh\necho '{json.dumps(facts)}'\n")
+        program.chmod(0o755)
+        return {**os.environ, "PATH": str(program.parent)}
 
-        def build(interpreter, target, environment):
-            built.append(interpreter.version)
-            (target / "bin").mkdir(parents=True)
-            (target / "bin" / "python3").touch()
+    @pytest.fixture
+    def own(self, monkeypatch):
+        """What the service's own interpreter says of itself is changed to something that does not fit."""
+        probe = _interpreter.probe
 
-        monkeypatch.setattr(_interpreter, "_has_requirements", lambda: False)
-        monkeypatch.setattr(_interpreter, "_build", build)
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        bundled = ["3.10", "3.11", "3.12"]
-        first = _interpreter.model_python(stubs, environment, tmp_path / "work", bundled)
-        second = _interpreter.model_python(stubs, environment, tmp_path / "work", bundled)
-        assert built == [first.version]
-        assert first == second
-        assert first.bin.is_relative_to(tmp_path / "cache" / "triton-openai")
+        def changed(**facts):
+            def answer(executable, environment):
+                found = probe(executable, environment)
+                if found is None or str(executable) != sys.executable:
+                    return found
+                return dataclasses.replace(found, **facts)
 
-    def test_a_failed_build_is_explained_and_leaves_nothing(self, stubs, tmp_path, monkeypatch):
-        """Without a package index the sentence says what failed and what to install; no half-made folder stays."""
-        monkeypatch.setattr(_interpreter, "_has_requirements", lambda: False)
-        monkeypatch.setattr(_interpreter, "_ALTERNATIVES", ("3.10", "3.11", "3.12"))
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
-        environment |= {"PATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-        with pytest.raises(ConfigurationError, match="numpy<2") as caught:
-            _interpreter.model_python(stubs, environment, tmp_path / "work", ["3.10", "3.11", "3.12"])
+            monkeypatch.setattr(_interpreter, "probe", answer)
+
+        return changed
+
+    def test_another_python_on_the_path(self, stubs, tmp_path, own, other):
+        """When the service's NumPy does not fit, a Python on ``PATH`` that does runs the models, with its packages."""
+        own(version="3.11", numpy="2.1.0")
+        found = _interpreter.model_python(stubs, other, tmp_path / "work", ["3.11", "3.12"])
+
+        assert found.version == "3.12"
+        lent = next((found.bin.parent / "lib" / "python3.12" / "site-packages").glob("*.pth"))
+        assert lent.read_text() == "/usr/lib/python3/dist-packages\n"
+
+    @pytest.mark.parametrize(
+        "facts, problem",
+        [
+            ({"numpy": "2.1.0"}, "has NumPy 2.1.0, not 'numpy<2'"),
+            ({"numpy": None}, "has no NumPy, not 'numpy<2'"),
+            ({"tokenizers": False}, "has no package tokenizers"),
+            ({"libraries": ()}, "has no libpython3.11.so.1.0"),
+        ],
+    )
+    def test_what_does_not_fit_is_named(self, stubs, tmp_path, own, facts, problem):
+        """Without an interpreter that fits, the sentence says what is wrong and what to install; nothing is built."""
+        own(version="3.11", **{"numpy": "1.26.4", **facts})
+        bundled = [] if "libraries" in facts else ["3.11"]
+        with pytest.raises(ConfigurationError) as caught:
+            _interpreter.model_python(stubs, {"PATH": ""}, tmp_path / "work", bundled)
+        assert f"Python 3.11 {problem} ({sys.executable})" in caught.value.message
         assert "pip install 'triton-openai[demo]'" in caught.value.message
-        cache = tmp_path / "cache" / "triton-openai"
-        assert not [path for path in (cache.iterdir() if cache.exists() else ()) if path.is_dir()]
+        assert not (tmp_path / "work").exists()
 
     def test_missing_stubs_and_libraries_are_named(self, tmp_path, monkeypatch):
         """An interpreter without a stub is not used, and the sentence says so."""

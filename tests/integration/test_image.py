@@ -120,7 +120,7 @@ def test_what_is_built(image: Image) -> None:
         names = Counter(archive.namelist())
 
     assert {1} == set(names.values())
-    assert "triton_openai/adapters/base.py" in names
+    assert "triton_openai/adapters/_common/base.py" in names
     assert "triton_openai/templates/chatml.jinja" in names
     # Building, and installing: the same line in both images.
     assert 2 == len(image.ran)

@@ -91,12 +91,12 @@ async def test_a_client_sets_its_own_patience(proxies: dict[str, Proxy]) -> None
     """Until the first token, and between two."""
     slow = steered(text="a b c", first_delay_ms=60_000)
     first = await proxies["http"].post(
-        "/v1/chat/completions", request("chat", "ensemble", slow), **{"x-first-token-timeout": "0.2"}
+        "/v1/chat/completions", request("chat", "vllm_model", slow), **{"x-first-token-timeout": "0.2"}
     )
     assert (504, "upstream_silent") == (first.status, first.error["code"])
     stuck = steered(text="a b c", hang_at=1)
     idle = await proxies["http"].post(
-        "/v1/chat/completions", request("chat", "tensorrt_llm_bls", stuck), **{"x-idle-timeout": "0.2"}
+        "/v1/chat/completions", request("chat", "vllm_model", stuck), **{"x-idle-timeout": "0.2"}
     )
     assert (504, "upstream_silent") == (idle.status, idle.error["code"])
 

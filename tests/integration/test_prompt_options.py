@@ -12,8 +12,8 @@ import pytest_asyncio
 from tests.conformance.calls import PATHS, ask, id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.config.tree import ModelSettings
+from triton_openai.prompts.tokenizer import Tokenizer
 
 pytestmark = in_session_loop
 
@@ -214,6 +214,14 @@ async def test_tokenize_renders_like_a_chat(served: Proxy, tokenizer: Tokenizer)
     with_tools = await served.post("/tokenize", {**body, "tools": [tool]})
     without = await served.post("/tokenize", body)
     assert with_tools.status == 400 or with_tools.json["count"] > without.json["count"]
+
+
+async def test_tokens_as_the_vocabulary_writes_them(served: Proxy) -> None:
+    """As vLLM's server returns them, with the context length."""
+    answer = await served.post("/tokenize", {"model": "vllm_model", "prompt": "how é", "return_token_strs": True})
+
+    assert ["<|startoftext|>", "h", "ow", "Ġ", "Ã", "©"] == answer.json["token_strs"]
+    assert (6, 100) == (answer.json["count"], answer.json["max_model_len"])
 
 
 async def test_tokenize_looks_at_tools_with_a_prompt_too(served: Proxy) -> None:

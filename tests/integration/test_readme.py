@@ -15,10 +15,10 @@ import pytest
 
 from tests.clients.service import Service, serving
 from tests.triton_fixture import TestTriton
+from triton_openai.cli.inspect import inspect_models, render
 from triton_openai.config import Settings
 from triton_openai.config.tree import TritonSettings
 from triton_openai.demo.repository import build_repository
-from triton_openai.inspection import inspect, render
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "docs/chat-templates.md", "docs/configuration.md", "docs/troubleshooting.md")
@@ -82,7 +82,7 @@ def test_curl(service: Service, block: str) -> None:
 async def test_the_sample_of_inspect(triton: TestTriton) -> None:
     """It is what the command prints for the demo's ensemble, but for the folder of the tokenizer."""
     (sample,) = blocks("text")
-    reports = await inspect(Settings(triton=TritonSettings(url=(triton.http_url,))))
+    reports = await inspect_models(Settings(triton=TritonSettings(url=(triton.http_url,))))
     printed = render([report for report in reports if report.name == "ensemble"])
 
     assert printed.replace(str(triton.tokenizer), "/models/tokenizer").startswith(sample.rstrip())

@@ -91,8 +91,10 @@ def test_the_answer_is_honest_about_itself(url):
     (text,) = texts(answers)
     assert "stand-in for a language model" in text
     assert text.endswith('You wrote: "What is new?"')
-    other = ask(url, "ensemble", text_input=prompt, max_tokens=200, exclude_input_in_output=True, seed=1)
-    assert texts(other) != [text]
+    # The executor samples with top_p or top_k only; a temperature alone does nothing.
+    for fields, same in (({}, True), ({"temperature": 1.0}, True), ({"top_k": 1}, True), ({"top_p": 1.0}, False)):
+        other = ask(url, "ensemble", text_input=prompt, max_tokens=200, exclude_input_in_output=True, seed=1, **fields)
+        assert same == (texts(other) == [text]), fields
 
 
 def test_a_stream_ends_with_an_empty_response_after_eos(url):
@@ -135,6 +137,30 @@ def test_stateless_decoding_breaks_characters(url, model):
     """Each token that holds a part of a character becomes its own U+FFFD, and the character is lost."""
     answers = ask(url, model, text_input=steered(text="é😀"), max_tokens=9, stream=True)
     assert "".join(texts(answers)) == BROKEN * 6
+
+
+@pytest.mark.parametrize("model", ["ensemble", "ensemble_legacy", "tensorrt_llm_bls_legacy", *BLS])
+def test_a_whole_answer_is_decoded_whole(url, model):
+    """Without a stream there is one response with text, and no character of it is lost."""
+    answers = ask(url, model, text_input=steered(text="é😀"), max_tokens=9)
+    (text,) = texts(answers)
+    assert text.endswith("é😀")
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm_bls_legacy", "tensorrt_llm_bls"])
+def test_an_old_bls_loses_the_temperature(triton, url, model):
+    """Up to 0.12 it is declared and not handed on to the engine."""
+    legacy = model.endswith("legacy")
+    limit = 4100 + legacy
+    ask(url, model, text_input=steered(text="one"), max_tokens=limit, temperature=0.5, top_k=2)
+    asked = triton.record.wait_for(
+        lambda found: any(each["inputs"].get("request_output_len", {}).get("value") == [limit] for each in found),
+        model="tensorrt_llm_legacy" if legacy else "tensorrt_llm",
+        event="request",
+    )
+    (inputs,) = [each["inputs"] for each in asked if each["inputs"]["request_output_len"]["value"] == [limit]]
+    assert legacy == ("temperature" not in inputs)
+    assert [2] == inputs["runtime_top_k"]["value"]
 
 
 def test_cumulative_text_ends_in_one_replacement_until_it_resolves(url):

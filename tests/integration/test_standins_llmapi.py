@@ -20,7 +20,7 @@ from tests.triton_fixture import TestTriton
 from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings, TritonSettings
 from triton_openai.demo.repository import build_repository
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 MODEL = "tensorrt_llm_llmapi"
 OLD = "tensorrt_llm_llmapi_r1_0"

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tests.integration.standin_calls import ask_vllm, generate, steered, streaming, tensor
 from triton_openai.demo.make_tokenizer import make_tokenizer
 from triton_openai.demo.repository import build_repository
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 NONE_TYPE = "Error generating stream: 'NoneType' object has no attribute 'lora_name'"
 

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.clients.service import Reply, Service, serving, until
 from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app
-from triton_openai.cli.serve import listening
-from triton_openai.cli.stopping import Stop
+from triton_openai.cli.serve import Stop, listening
 from triton_openai.config import LimitSettings, Settings
-from triton_openai.server.connections import Site
+from triton_openai.serving.connections import HttpServer
 
 ENDLESS = {"text": "one two three", "eos": False, "delay_ms": 50}
 BODY = {"model": "ensemble", "prompt": f"<<steer {json.dumps(ENDLESS)}>>", "max_tokens": 2000}
@@ -221,18 +219,17 @@ def asked(events: list[dict[str, Any]], length: int = 2000) -> list[dict[str, An
 
 async def test_who_has_connected_is_let_in() -> None:
     """However busy the service was: the end of its listening resets nobody who has connected before."""
-    runner = web.AppRunner(create_app(Settings()))
-    await runner.setup()
+    server = HttpServer(create_app(Settings()), LimitSettings())
+    await server.start()
     with contextlib.ExitStack() as closing:
         listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
-        site = Site(runner, listener, limits=LimitSettings())
-        await site.start()
+        await server.listen(listener)
         # Nothing is awaited in between, so that they are with the kernel when it ends.
         clients = [closing.enter_context(socket.create_connection(listener.getsockname())) for _ in range(5)]
         for client in clients:
             client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         address = listener.getsockname()
-        await site.stop()
+        await server.stop_listening()
 
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
@@ -241,7 +238,7 @@ async def test_who_has_connected_is_let_in() -> None:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
             assert head.startswith(b"HTTP/1.1 200 ")
             writer.close()
-        await runner.cleanup()
+        await server.close()
 
 
 async def test_who_has_not_asked_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

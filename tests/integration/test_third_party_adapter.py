@@ -11,11 +11,11 @@ import pytest
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
-from triton_openai.adapters import registry
+from triton_openai.adapters._common import registry
+from triton_openai.cli.inspect import inspect_models
 from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings, TritonSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.inspection import inspect
 
 PACKAGE = Path(__file__).parents[1] / "third_party_adapter"
 TENSORS = {
@@ -53,7 +53,7 @@ async def test_it_serves_its_models(installed):
         async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
             whole = await proxy.post("/v1/completions", {"model": "odd", "prompt": "Hi", "max_tokens": 7})
             streamed = await proxy.post("/v1/completions", {"model": "odd", "prompt": "Hi", "stream": True})
-            refused = await proxy.post("/v1/completions", {"model": "odd", "prompt": "Hi", "temperature": 1})
+            refused = await proxy.post("/v1/completions", {"model": "odd", "prompt": "Hi", "temperature": 0.5})
 
     assert 200 == whole.status, whole.body
     assert ("one two", "stop") == (whole.json["choices"][0]["text"], whole.json["choices"][0]["finish_reason"])
@@ -72,7 +72,7 @@ async def test_it_comes_before_the_built_in_ones(installed):
         outputs=("answer BYTES 1", "text_output BYTES -1"),
     )
     async with FakeTriton(both, config_of("plain")) as triton:
-        reports = await inspect(Settings(triton=TritonSettings(url=(triton.url,))))
+        reports = await inspect_models(Settings(triton=TritonSettings(url=(triton.url,))))
 
     # What requires nothing but what vLLM's adapter gives is claimed by that, were the other not there.
     assert {"both": "counting", "plain": "vllm"} == {report.name: report.adapter for report in reports}
@@ -85,7 +85,7 @@ async def test_it_can_be_asked_for_by_name(installed):
         settings = Settings(
             triton=TritonSettings(url=(triton.url,)), models={"renamed": ModelSettings(adapter="counting")}
         )
-        (report,) = await inspect(settings)
+        (report,) = await inspect_models(settings)
 
     assert ("counting", "set in the configuration") == (report.adapter, report.reason)
 
@@ -93,7 +93,7 @@ async def test_it_can_be_asked_for_by_name(installed):
 async def test_its_mistakes_are_its_own(installed):
     """A model that it fails to look at is left to the others, and every other model is served."""
     async with FakeTriton(config_of("confusing"), config_of("odd", **TENSORS)) as triton:
-        reports = await inspect(Settings(triton=TritonSettings(url=(triton.url,))))
+        reports = await inspect_models(Settings(triton=TritonSettings(url=(triton.url,))))
 
     assert {"confusing": "vllm", "odd": "counting"} == {report.name: report.adapter for report in reports}
 

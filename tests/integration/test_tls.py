@@ -21,13 +21,12 @@ from aiohttp import web
 
 from tests.tls_fixture import Authority, relaying
 from tests.triton_fixture import TestTriton
-from triton_openai import watched_files
 from triton_openai.app import create_app
 from triton_openai.config import Settings
-from triton_openai.config.tls import TlsSettings, TritonAccess
+from triton_openai.config import files as watched_files
+from triton_openai.config.tls import TlsSettings, TritonAccess, server_context
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError, UpstreamUnavailable
-from triton_openai.tls import server_context
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.tensors import InferRequest, Tensor
 

@@ -5,24 +5,38 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from tests.conformance.calls import PATHS, ask, end_of, id_of, in_session_loop, inputs_of, outcome, request, steered
+from tests.conformance.calls import (
+    PATHS,
+    ask,
+    end_of,
+    id_of,
+    in_session_loop,
+    inputs_of,
+    outcome,
+    request,
+    steered,
+    text_of,
+)
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
+from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.service import SERVICE, Task, new_id
+from triton_openai.cli.inspect import ModelReport, inspect_models
 from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings
-from triton_openai.errors import InvalidRequest
+from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import Sampling
-from triton_openai.inspection import inspect
+from triton_openai.prompts.prompter import Prompter
 from triton_openai.telemetry.observation import Observation
-from triton_openai.time_limits import TimeLimits
 
 pytestmark = in_session_loop
 
@@ -132,7 +146,7 @@ async def test_a_chat_is_tokenized_as_the_preprocessing_would(direct: Proxy, tri
 
     expected = await inputs_of(triton, "tensorrt_llm", id_of(through_ensemble))
     sent = await inputs_of(triton, "tensorrt_llm", id_of(itself))
-    for name in ("input_ids", "end_id", "pad_id", "streaming", "request_output_len"):
+    for name in ("input_ids", "end_id", "pad_id", "request_output_len"):
         assert expected[name] == sent[name]
 
 
@@ -277,7 +291,7 @@ async def test_bad_words_go_as_ids(token_proxies: dict[str, Proxy], triton: Test
     sent = await inputs_of(triton, "tensorrt_llm", id_of(answer))
     ids = [*ids_of(vocabulary, "one"), *ids_of(vocabulary, " one")]
     assert ([1, 2, 2], [*ids, 1, 2]) == (sent["bad_words_list"]["shape"], sent["bad_words_list"]["value"])
-    assert (400, "configuration_error") == (over_http.status, over_http.error["code"])
+    assert (400, "unsupported_parameter") == (over_http.status, over_http.error["code"])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -321,7 +335,7 @@ async def test_listing_all_models_serves_the_engines(triton: TestTriton) -> None
 
 async def test_the_ensembles_name_can_be_routed_to_its_engine(triton: TestTriton) -> None:
     """With `prefer_token_level` clients keep the name, and what an ensemble cannot do is exact."""
-    async with serving(changed(proxy_settings(triton, "http"), triton={"prefer_token_level": True})) as service:
+    async with serving(changed(proxy_settings(triton, "http"), triton={"prefer_token_level": "always"})) as service:
         await service.ready()
 
         answers = {
@@ -338,10 +352,68 @@ async def test_the_ensembles_name_can_be_routed_to_its_engine(triton: TestTriton
 
 async def test_inspect_shows_the_routing(triton: TestTriton) -> None:
     """Under the ensemble's name, with the adapter that answers and why."""
-    settings = changed(proxy_settings(triton, "http"), triton={"prefer_token_level": True})
+    settings = changed(proxy_settings(triton, "http"), triton={"prefer_token_level": "always"})
 
-    reports = {each.name: each for each in await inspect(settings)}
+    reports = {each.name: each for each in await inspect_models(settings)}
 
     assert ("trtllm", ["ensemble"]) == (reports["ensemble"].adapter, list(reports["ensemble"].served_as))
     assert "answered by its engine 'tensorrt_llm'" in reports["ensemble"].reason
     assert reports["tensorrt_llm_legacy"].adapter is None
+
+
+async def test_engines_answer_by_default_where_characters_would_be_lost(triton: TestTriton, monkeypatch: Any) -> None:
+    """That is for those that stream token by token; without a tokenizer `inspect` says what is lost."""
+    settings = proxy_settings(triton, "http", prefer_token_level="auto")
+    splitting = ("ensemble", "ensemble_legacy", "tensorrt_llm_bls_delta")
+    exact = ("ensemble_nonstreaming", "tensorrt_llm_bls")
+
+    reports = {each.name: each for each in await inspect_models(settings)}
+    assert [("trtllm", False)] * 3 == [(reports[name].adapter, loses(reports[name])) for name in splitting]
+    assert [(reports[name].adapter, loses(reports[name])) for name in exact] == [
+        ("trtllm-ensemble", False),
+        ("trtllm-bls", False),
+    ]
+
+    monkeypatch.setattr("triton_openai.prompts.prompter._exists", lambda _: False)
+    reports = {each.name: each for each in await inspect_models(settings)}
+    assert all(loses(reports[name]) for name in splitting)
+    assert not any(loses(reports[name]) for name in exact)
+
+
+async def test_without_a_usable_tokenizer_the_model_answers_itself(triton: TestTriton, monkeypatch: Any) -> None:
+    """A tokenizer that the model's config names may turn out to be none that can be read here."""
+
+    def load(_: str) -> NoReturn:
+        raise ConfigurationError("It cannot be read.")
+
+    unreadable = SimpleNamespace(resolve=partial(Prompter.resolve, load=load))
+    monkeypatch.setattr("triton_openai.prompts.cache.Prompter", unreadable)
+    async with serving(proxy_settings(triton, "http", prefer_token_level="auto")) as service:
+        await service.ready()
+        answer = await ask(service, "completions", "ensemble", steered(text=HARD))
+
+        assert HARD == answer.json["choices"][0]["text"]
+        assert [False] == (await inputs_of(triton, "tensorrt_llm", id_of(answer)))["streaming"]["value"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("endpoint", PATHS)
+async def test_the_model_itself_answers_what_its_engine_cannot_be_asked(
+    triton: TestTriton, endpoint: str, stream: bool
+) -> None:
+    """Bad words as token ids need gRPC, and as texts they do not; what neither takes is refused."""
+    async with serving(proxy_settings(triton, "http", prefer_token_level="auto")) as service:
+        await service.ready()
+        taken = await ask(
+            service, endpoint, "ensemble", steered(text="yes"), bad_words=["no"], priority=0, stream=stream
+        )
+        refused = await ask(service, endpoint, "ensemble", steered(text="yes"), bad_words=["no"], min_p=0.1)
+
+        assert (200, "yes") == (taken.status, text_of(endpoint, taken)), taken.body
+        assert ["no"] == (await inputs_of(triton, "preprocessing", id_of(taken)))["BAD_WORDS_DICT"]["value"]
+        assert (400, "min_p") == (refused.status, refused.error["param"])
+
+
+def loses(report: ModelReport) -> bool:
+    """Return whether a note of *report* says that streamed text may lose characters."""
+    return any("may lose characters" in note for note in report.notes)

@@ -14,8 +14,8 @@ from tests.conformance.calls import ask, id_of, in_session_loop, inputs_of, outc
 from tests.integration.test_token_level import MODELS, STREAMING, token_settings
 from tests.proxy_fixture import TRANSPORTS, Proxy, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.demo.standins import logits
+from triton_openai.prompts.tokenizer import Tokenizer
 
 pytestmark = in_session_loop
 
@@ -248,10 +248,10 @@ async def test_token_ids(
 
 
 async def test_nothing_of_it_shows_unasked(engine: Proxy) -> None:
-    """The answer has OpenAI's fields and no others."""
+    """The answer has OpenAI's fields, vLLM's stop reason, and no others."""
     answer = await ask(engine, "completions", "tensorrt_llm", steered(text="one"), max_tokens=4)
 
-    assert {"text", "index", "logprobs", "finish_reason"} == answer.json["choices"][0].keys()
+    assert {"text", "index", "logprobs", "finish_reason", "stop_reason"} == answer.json["choices"][0].keys()
     assert {"text": "one", "finish": "stop", "tokens": 1} == outcome("completions", answer)
 
 

@@ -31,10 +31,10 @@ from tests.conformance.calls import PATHS, ask, request, steered
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.api.service import SERVICE
-from triton_openai.config.traces import TracesSettings
+from triton_openai.config.observability import TracesSettings
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
-from triton_openai.triton.embedded import EmbeddedTriton
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 PROTOCOLS = ("grpc", "http/protobuf")
 MODELS = ("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "vllm_model", "text_embedding")
@@ -498,7 +498,7 @@ def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTri
     arguments = ["--workers", "2", "--triton-url", traced_triton.http_url]
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.http_url, "OTEL_BSP_SCHEDULE_DELAY": "3600000"}
     traces: list[tuple[str, dict[str, str]]] = []
-    with service.serving(tmp_path, *arguments, **environ) as running:
+    with service.serving(tmp_path, *arguments, settings=None, **environ) as running:
 
         def both_have_answered() -> bool:
             # Over a connection of its own: the kernel chooses the worker, and one begins later than the other.

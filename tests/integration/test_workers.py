@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -60,11 +60,14 @@ def directories(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def workers(tmp_path: Path, triton: TestTriton, count: int, *arguments: str) -> Iterator[Service]:
+def workers(
+    tmp_path: Path, triton: TestTriton, count: int, *arguments: str, settings: Mapping[str, Any] | None = None
+) -> Iterator[Service]:
     """Run *count* workers, whose private directory lies in *tmp_path*, and wait until all of them serve."""
     with serving(
         tmp_path,
         *("--workers", str(count), "--triton-url", triton.http_url, *arguments),
+        settings=settings,
         XDG_RUNTIME_DIR=str(tmp_path),
     ) as service:
         until(lambda: len([line for line in log_of(service) if line["event"] == "worker listens"]) == count)
@@ -123,7 +126,7 @@ def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> 
 
     What it is asked first, where it is, an operator may ask too: who can answer goes on.
     """
-    with workers(tmp_path, triton, 2, "--worker-timeout", "3") as service:
+    with workers(tmp_path, triton, 2, settings={"server": {"worker_timeout": 3}}) as service:
         before = pids(service)
         os.kill(before[1], signal.SIGQUIT)
         until(lambda: "most recent call first" in service.log.read_text())
@@ -139,10 +142,11 @@ def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> 
     assert ("worker ended", "killed by SIGKILL") in ends
 
 
-def test_limits_are_those_of_the_service(triton: TestTriton, tmp_path: Path) -> None:
-    """One worker may fill them, another one's requests wait for it, and the metrics of all are one sum."""
-    limits = ("--max-running-requests", "3", "--max-queued-requests", "2", "--queue-timeout", "60")
-    with workers(tmp_path, triton, 2, *limits) as service, contextlib.ExitStack() as opened:
+def test_workers_divide_the_limits(triton: TestTriton, tmp_path: Path) -> None:
+    """Each worker admits and queues its share, and the metrics of all are one sum."""
+    limits = ("--max-running-requests", "3", "--max-queued-requests", "2")
+    patient = {"server": {"queue_timeout": 60}}
+    with workers(tmp_path, triton, 2, *limits, settings=patient) as service, contextlib.ExitStack() as opened:
         body = _stream(63, repeat=20, delay_ms=3000)
 
         def connect(worker: int) -> http.client.HTTPConnection:
@@ -159,18 +163,18 @@ def test_limits_are_those_of_the_service(triton: TestTriton, tmp_path: Path) -> 
         def count(name: str) -> float:
             return Scrape(service.send("GET", "/metrics").body.decode()).sum(f"triton_openai_requests_{name}")
 
-        running = [ask(0) for _ in range(3)]
+        running = [ask(0), ask(0), ask(1)]
         until(lambda: count("running") == 3)
-        waiting = [ask(1), ask(0)]
+        waiting = [ask(0), ask(1)]
         until(lambda: count("queued") == 2)
         for worker in (0, 1):
             refused = exchange(connect(worker), "POST", "/v1/completions", body)
             assert (503, "overloaded") == (refused.status, refused.error["code"])
         triton.record.wait_for(lambda events: engine_requests(events, 63) == 3, 20)
 
-        for number, one in enumerate(waiting):
-            running[number].close()
-            opened.enter_context(contextlib.closing(one.getresponse()))
+        for number, left in enumerate((running[0], running[2])):
+            left.close()
+            opened.enter_context(contextlib.closing(waiting[number].getresponse()))
             triton.record.wait_for(lambda events: engine_requests(events, 63) == 4 + number, 20)  # noqa: B023
         assert (3, 0) == (count("running"), count("queued"))
 
@@ -286,7 +290,8 @@ def test_one_triton_for_all(tmp_path: Path) -> None:
     repository = build_repository(tmp_path / "repository", models=["text_embedding"])
     with serving(
         tmp_path,
-        *("--workers", "2", "--model-repository", str(repository.path), "--refresh-interval", "0.2"),
+        *("--workers", "2", "--model-repository", str(repository.path)),
+        settings={"triton": {"refresh_interval": 0.2}},
         XDG_RUNTIME_DIR=str(tmp_path),
     ) as service:
         assert ["text_embedding"] == [model["name"] for model in service.banner["models"]]

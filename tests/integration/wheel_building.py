@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+VERSIONS = ("3.11", "3.12", "3.13")
 CURRENT = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 _NOT_SOURCE = shutil.ignore_patterns(

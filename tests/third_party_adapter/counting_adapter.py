@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from triton_openai.adapters.base import Adapter, Capabilities
-from triton_openai.adapters.parameters import BoundParameter, Rule
+from triton_openai.adapters import Adapter, BoundParameter, Capabilities, Rule
 from triton_openai.generation import Delta, FinishReason, Generation
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "triton_openai"
@@ -18,7 +20,7 @@ PACKAGE = ROOT / "triton_openai"
 STANDINS = "triton_openai/demo/standins/"
 
 # Programs of their own, with a command line of their own: nothing of the service imports them to run in its process.
-PROGRAMS = {"triton_openai/triton/_guard.py", "triton_openai/demo/make_tokenizer.py"}
+PROGRAMS = {"triton_openai/tritonserver/_guard.py", "triton_openai/demo/make_tokenizer.py"}
 
 # Words that name a backend. Which of them a model runs on is asked of its adapter, never of its name.
 BACKENDS = re.compile(
@@ -26,8 +28,8 @@ BACKENDS = re.compile(
     re.IGNORECASE,
 )
 
-# The names of a server's metrics are words that dashboards share; nothing is told apart by them.
-VOCABULARY = re.compile(r"vllm[_-](metrics|names)|vllm:|vLLM's names")
+# The names of a server's metrics and request fields are words that others share; nothing is told apart by them.
+VOCABULARY = re.compile(r"vllm[_-](metrics|names|xargs)|vllm:|vLLM's names")
 
 
 def _name(path: Path) -> str:
@@ -94,7 +96,7 @@ def test_triton_libraries_stay_behind_the_triton_face() -> None:
 
 def test_numbers_are_crunched_in_few_places() -> None:
     """`numpy` is imported where logits and LoRA files are read; the programs that make the demo may."""
-    allowed = {"triton_openai/text/logits.py", "triton_openai/loras/files.py", *PROGRAMS}
+    allowed = {"triton_openai/answer/logprobs.py", "triton_openai/models/lora/files.py", *PROGRAMS}
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
         if name not in allowed:
@@ -118,6 +120,18 @@ def test_adapters_know_the_middle_and_tensors_only() -> None:
                 # `from triton_openai import generation` also yields the bare package, which says nothing.
                 inner = _is(module, "triton_openai") and module not in {"triton_openai", "triton_openai.triton"}
                 if _is(module, "aiohttp", "adapters") or (inner and not _is(module, *allowed)):
+                    yield module, line
+
+    assert [] == _found(rule)
+
+
+def test_answers_and_prompts_know_no_endpoint() -> None:
+    """What makes prompts and answers imports nothing of the API, which imports both."""
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        if name.startswith(("triton_openai/answer/", "triton_openai/prompts/")):
+            for module, line in _imports(tree, _package(name)):
+                if _is(module, "triton_openai.api", "aiohttp"):
                     yield module, line
 
     assert [] == _found(rule)
@@ -182,10 +196,10 @@ def test_one_module_frames_events() -> None:
 
 
 def test_handlers_find_models_in_one_place() -> None:
-    """Nothing of the API looks up a served model past `api/access.py`: the request's key may not open it."""
+    """Nothing of the API looks up a served model past `api/service.py`: the request's key may not open it."""
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
-        if name.startswith("triton_openai/api/") and name != "triton_openai/api/access.py":
+        if name.startswith("triton_openai/api/") and name != "triton_openai/api/service.py":
             for node in ast.walk(tree):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("models.find"):
                     yield ast.unparse(node.func), node.lineno
@@ -221,6 +235,83 @@ def test_print_belongs_to_the_command_line() -> None:
                     yield "print", node.lineno
 
     assert [] == _found(rule)
+
+
+# Names with an underscore that are public: documented, and one only to keep clear of field names.
+_PUBLIC = {"os._exit", "_asdict", "_fields", "_make", "_replace"}
+
+# Where private attributes of other packages are still used.
+_STILL_PRIVATE = {
+    "triton_openai/telemetry/instruments.py: Tallied._buckets",
+    "triton_openai/telemetry/instruments.py: Tallied._sum",
+    "triton_openai/telemetry/metrics.py: values.ValueClass._multiprocess",
+}
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """Return the private names that *tree* defines: functions, variables, and attributes."""
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _loads(node)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not _loads(node)}
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    names |= {node.name for node in ast.walk(tree) if isinstance(node, functions)}
+    return {name for name in names if _private(name)}
+
+
+def _loads(node: ast.Attribute | ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
+
+
+def _own(node: ast.expr) -> bool:
+    return ast.unparse(node) in {"self", "cls", "super()"}
+
+
+def _private_names_of_bases(name: str, made: ast.ClassDef) -> set[str]:
+    """Return the private names that classes of other packages use on *made*, which inherits from them."""
+    module = importlib.import_module(f"{_package(name)}.{Path(name).stem}")
+    inherited = getattr(module, made.name).__mro__
+    return set().union(*(_private_names(one) for one in inherited if not one.__module__.startswith("triton_openai")))
+
+
+@cache
+def _private_names(foreign: type) -> set[str]:
+    names = set(dir(foreign))
+    with contextlib.suppress(OSError, TypeError):
+        names |= set(re.findall(r"\bself\.(\w+)", inspect.getsource(foreign)))
+    return {each for each in names if _private(each)}
+
+
+def test_private_names_of_other_packages_are_left_alone() -> None:
+    """
+    No attribute, module or name with a leading underscore is used but where it is defined.
+
+    A class that inherits from one of another package neither uses nor replaces what is private there.
+    """
+
+    def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+        defined = _defined(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and _private(node.attr) and not _own(node.value):
+                text = ast.unparse(node)
+                if node.attr not in defined | _PUBLIC and text not in _PUBLIC:
+                    yield text, node.lineno
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "setattr", "hasattr"}:
+                named = node.args[1]
+                if isinstance(named, ast.Constant) and _private(str(named.value)):
+                    yield ast.unparse(node), node.lineno
+        for made in tree.body:
+            if isinstance(made, ast.ClassDef) and made.bases:
+                used = {one.attr for one in ast.walk(made) if isinstance(one, ast.Attribute) and _own(one.value)}
+                for attribute in sorted((used | _defined(made)) & _private_names_of_bases(name, made)):
+                    yield f"{made.name}.{attribute}", made.lineno
+        for module, line in _imports(tree, _package(name)):
+            if any(map(_private, module.split("."))) and not _is(module, "triton_openai", "__future__"):
+                yield module, line
+
+    assert [] == [one for one in _found(rule) if re.sub(r":\d+:", ":", one) not in _STILL_PRIVATE]
 
 
 # Calls that open, read, start, ask or configure something. Making constants, types and declarations is what imports do.
@@ -269,28 +360,6 @@ def test_what_is_seldom_used_is_not_imported() -> None:
     assert "" == done.stdout.strip()
 
 
-@pytest.mark.parametrize("name", sorted(MODULES))
-def test_files_hold_one_idea(name: str) -> None:
-    """A file past 400 lines usually holds two ideas; every module says in its docstring what its idea is."""
-    lines = (ROOT / name).read_text(encoding="utf-8").count("\n")
-
-    assert lines <= 400
-    assert ast.get_docstring(MODULES[name])
-
-
-def test_timeouts_are_those_of_asyncio() -> None:
-    """In Python 3.10 ``asyncio.TimeoutError`` is another error than ``TimeoutError``, which lets it through."""
-
-    def caught(node: ast.AST) -> Iterator[ast.expr | None]:
-        if isinstance(node, ast.ExceptHandler):
-            yield from node.type.elts if isinstance(node.type, ast.Tuple) else (node.type,)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress"):
-            yield from node.args
-
-    assert [] == [
-        f"{name}:{error.lineno}"
-        for name, tree in MODULES.items()
-        for node in ast.walk(tree)
-        for error in caught(node)
-        if isinstance(error, ast.Name) and error.id == "TimeoutError"
-    ]
+def test_every_module_says_what_it_is() -> None:
+    """The docstring of a module names its idea."""
+    assert [] == [name for name, tree in MODULES.items() if not ast.get_docstring(tree)]

@@ -21,7 +21,8 @@ from bench.parsers import ParserRow, measure_parsers
 from bench.repository import TICK_MS, build_repository
 from bench.tally import Tally
 from bench.wire import AnswerReader, http_request
-from triton_openai.text.tools.registry import BUILT_IN
+from tests.cases import every_case
+from triton_openai.parsers.tools.registry import BUILT_IN
 
 _ROOT = Path(__file__).parents[2]
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -152,7 +153,7 @@ class TestAnswerReader:
             AnswerReader().feed(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
 
 
-@pytest.mark.parametrize("protocol", ["generate", "chat"])
+@every_case("protocol", ["generate", "chat"])
 def test_requests_have_the_length_they_say(protocol):
     target = Target(protocol=protocol, host="127.0.0.1", port=1)
     head, _, body = http_request(target, "m", 7).partition(b"\r\n\r\n")
@@ -160,7 +161,7 @@ def test_requests_have_the_length_they_say(protocol):
     assert isinstance(msgspec.json.decode(body), dict)
 
 
-@pytest.mark.parametrize("form, field, value", [("tools", "tools", 1), ("choices", "n", CHOICES)])
+@every_case("form, field, value", [("tools", "tools", 1), ("choices", "n", CHOICES)])
 def test_forms_are_for_chats_only(form, field, value):
     """Triton itself gets the same request whatever the form."""
     bodies = {}

@@ -8,19 +8,21 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from docs import generate
+from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
-from triton_openai.adapters import registry
+from triton_openai.access.keys import read_keys
+from triton_openai.adapters._common import registry
 from triton_openai.api.routes import add_routes
-from triton_openai.chat import builtin
 from triton_openai.config import AccessSettings, Settings, load_settings
-from triton_openai.config.tree import TritonSettings
-from triton_openai.server.keys import read_keys
-from triton_openai.text.reasoning import registry as reasoning_parsers
-from triton_openai.text.tools import registry as tool_parsers
+from triton_openai.config.tree import ModelSettings, TritonSettings
+from triton_openai.parsers.reasoning import registry as reasoning_parsers
+from triton_openai.parsers.tools import registry as tool_parsers
+from triton_openai.prompts import prompter
 
 ROOT = generate.ROOT
 DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -41,13 +43,13 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("document", generate.PARTS)
+@every_case("document", generate.PARTS)
 def test_generated_parts(document: str) -> None:
     """They are what `python docs/generate.py` writes."""
     assert generate.renewed(document, read(document)) == read(document)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@every_case("document", DOCUMENTS)
 def test_links(document: str) -> None:
     """What is linked to exists, headings included."""
     for target in re.findall(r"\]\(([^)\s]+)\)", read(document)):
@@ -71,7 +73,7 @@ def test_the_readme_names_everything() -> None:
 
     assert set(registry.BUILT_IN) == adapters
     assert targets == set(re.findall(r"`make (\w+)`", text)) - {"help"}
-    assert all(f"`{name}`" in text for name in builtin.NAMES)
+    assert all(f"`{name}`" in text for name in prompter.NAMES)
     for path in paths():
         assert path in text, path
 
@@ -100,7 +102,7 @@ def paths() -> set[str]:
     return {path for path in found if f"/v1{path}" not in found or path == "/health"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@every_case("document", DOCUMENTS)
 def test_yaml(document: str, tmp_path: Path) -> None:
     """A settings file in a document is accepted as it stands."""
     for number, text in enumerate(blocks(document, "yaml")):
@@ -151,6 +153,49 @@ async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert (400, "top_p") == (refused.status, refused.error["param"])
 
 
+async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is registered as the document says, and reads the calls of a chat, streamed or not."""
+    (code,) = blocks("docs/tools-and-reasoning.md", "python")
+    (metadata,) = blocks("docs/tools-and-reasoning.md", "ini")
+    (tmp_path / "acme_parsers.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    parser = configparser.ConfigParser()
+    parser.read_string(metadata)
+    name, _, value = parser["options.entry_points"]["triton_openai.tool_parsers"].strip().partition(" = ")
+    point = EntryPoint(name, value, "triton_openai.tool_parsers")
+    monkeypatch.setattr("triton_openai.parsers.tools.registry.entry_points", lambda group: [point])
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}{{ tools }}")
+    settings = Settings(defaults=ModelSettings(chat_template=str(template), tool_call_parser=name))
+    call = 'CALL weather {"city": "Rome"}'
+
+    async with FakeTriton(
+        config_of(
+            "acme",
+            inputs=("text_input BYTES 1", "sampling_parameters? BYTES 1", "exclude_input_in_output? BOOL 1"),
+            outputs=("text_output BYTES 1",),
+        )
+    ) as triton:
+        triton.responses = [{"text_output": "Well\nCA"}, {"text_output": call[2:]}]
+        settings = msgspec.structs.replace(settings, triton=TritonSettings(url=(triton.url,)))
+        async with serving(settings) as proxy:
+            chat: dict[str, Any] = {
+                "model": "acme",
+                "messages": [{"role": "user", "content": "Hello"}],
+                "tools": [{"type": "function", "function": {"name": "weather"}}],
+            }
+            answer = await proxy.post("/v1/chat/completions", chat)
+            streamed = await proxy.post("/v1/chat/completions", {**chat, "stream": True})
+
+    assert 200 == answer.status, answer.body
+    message = answer.json["choices"][0]["message"]
+    assert "Well\n" == message["content"]
+    assert {"name": "weather", "arguments": '{"city": "Rome"}'} == message["tool_calls"][0]["function"]
+    deltas = [choice["delta"] for chunk in streamed.chunks for choice in chunk["choices"]]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [{"name": "weather", "arguments": ""}, {"arguments": '{"city": "Rome"}'}] == calls
+
+
 async def test_a_model_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An adapter whose model has no input for the limit serves those who do not ask for one."""
     (code,) = blocks("docs/adapters.md", "python")
@@ -167,3 +212,13 @@ async def test_a_model_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     assert (200, "one") == (answer.status, answer.json["choices"][0]["text"])
     assert (400, "max_tokens") == (refused.status, refused.error["param"])
+
+
+def test_make_says_what_it_installs() -> None:
+    """Pip is silent for minutes: what comes, and how large it is, is said before."""
+    lines = read("Makefile").splitlines()
+    installing = [number for number, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
+
+    assert len(installing) > 3
+    for number in installing:
+        assert re.search(r"^\t\$\(call announce,.*,about [\d.]+ [MG]B\)$", lines[number - 1]), lines[number]

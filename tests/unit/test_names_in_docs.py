@@ -7,17 +7,17 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-import pytest
 from aiohttp import web
 
 from docs import generate
 from tests import deploy_files as files
+from tests.cases import every_case
 from triton_openai.api.routes import add_routes
 from triton_openai.cli.arguments import parse
 from triton_openai.config import ENVIRONMENT_PREFIX, load_settings, options
 from triton_openai.config.sources import closest
-from triton_openai.telemetry.instruments import INSTRUMENTS
-from triton_openai.telemetry.state import LOOKED_UP
+from triton_openai.telemetry.exposition import LOOKED_UP
+from triton_openai.telemetry.metrics import INSTRUMENTS
 
 ROOT = generate.ROOT
 TEXTS = {
@@ -27,7 +27,9 @@ TEXTS = {
         *sorted((ROOT / "docs").glob("*.md")),
     )
 }
-COMMANDS = {"--config", "--json", "--once", "--help", "--version"}
+# The changelog also names what is gone.
+PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
+COMMANDS = {"--config", "--json", "--once", "--help", "--help-all", "--version"}
 # Of the programs that the documents call, by the document.
 FOREIGN = {
     "docs/deployment.md": {
@@ -48,20 +50,22 @@ def unknown(named: Collection[str], known: Collection[str]) -> list[str]:
     return [f"{name}{closest(name, known)}" for name in sorted(set(named) - set(known))]
 
 
-@pytest.mark.parametrize("document", TEXTS)
+@every_case("document", PRESENT)
 def test_flags(document: str) -> None:
     """Wherever they stand, examples included."""
-    flags = {option.flag for option in options()} | COMMANDS
-    switches = {f"--no-{option.name}" for option in options() if isinstance(option.default, bool)}
+    known = [option for option in options() if not option.file_only]
+    flags = {option.flag for option in known} | COMMANDS
+    switches = {f"--no-{option.name}" for option in known if isinstance(option.default, bool)}
     named = re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", TEXTS[document])
 
     assert [] == unknown(named, flags | switches | FOREIGN.get(document, set()) | TRITON)
 
 
-@pytest.mark.parametrize("document", TEXTS)
+@every_case("document", PRESENT)
 def test_variables_and_settings(document: str) -> None:
     """Environment variables, and settings as the file has them."""
-    known = {option.variable for option in options()} | {f"{ENVIRONMENT_PREFIX}CONFIG", ENVIRONMENT_PREFIX}
+    known = {option.variable for option in options() if not option.file_only}
+    known |= {f"{ENVIRONMENT_PREFIX}CONFIG", ENVIRONMENT_PREFIX}
     assert [] == unknown(re.findall(rf"{ENVIRONMENT_PREFIX}\w*", TEXTS[document]), known)
 
     places = {".".join(option.path) for option in options()} | {".".join(option.path[:-1]) for option in options()}
@@ -82,7 +86,7 @@ def _keys(values: object, at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
     return {(*at, key) for key in values}.union(*(_keys(value, (*at, key)) for key, value in values.items()))
 
 
-@pytest.mark.parametrize("document", TEXTS)
+@every_case("document", TEXTS)
 def test_metrics(document: str) -> None:
     """Also as Prometheus has the parts of histograms; and the one that a rule for prometheus-adapter makes."""
     known = {one.name for one in (*INSTRUMENTS, *LOOKED_UP)}
@@ -94,7 +98,7 @@ def test_metrics(document: str) -> None:
     assert [] == unknown(set(named) - {"gen_ai_server"}, known)
 
 
-@pytest.mark.parametrize("document", TEXTS)
+@every_case("document", TEXTS)
 def test_paths(document: str) -> None:
     """Those of the service; of Triton's, only where it says so."""
     app = web.Application()
@@ -110,7 +114,7 @@ def test_paths(document: str) -> None:
     assert [] == unknown({name.rstrip(".") for name in named if not name.startswith("/v2/health")}, known)
 
 
-@pytest.mark.parametrize("document", TEXTS)
+@every_case("document", TEXTS)
 def test_error_codes(document: str) -> None:
     """A code behind a status, or with one of the words that codes have, is one that the service gives."""
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "triton_openai").rglob("*.py"))
@@ -122,7 +126,7 @@ def test_error_codes(document: str) -> None:
         assert f'"{code}"' in source, code
 
 
-@pytest.mark.parametrize("document", TEXTS)
+@every_case("document", TEXTS)
 def test_files(document: str) -> None:
     """A file of this checkout that is named by its path is there."""
     folders = "|".join(("adapters", "bench", "deploy", "docs", "templates", "tests", "triton_openai"))
@@ -143,7 +147,7 @@ def commands() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(commands()))
+@every_case("line", dict.fromkeys(commands()))
 def test_commands(line: str, tmp_path: Path) -> None:
     """They are read as the service would read them."""
     parsed = parse(shlex.split(line)[1:])

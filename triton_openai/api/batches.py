@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from triton_openai.api.service import Service
-from triton_openai.deadlines import within
+from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.api.service import Service, Task, new_id, prepare
 from triton_openai.errors import UpstreamTimeout
-from triton_openai.models import ServedModel
-from triton_openai.telemetry.upstream import UPSTREAM
-from triton_openai.triton.client import ResponseStream, TritonClient
-from triton_openai.triton.single_answer import SingleAnswer
+from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
+from triton_openai.models.served import ServedModel
+from triton_openai.telemetry.observation import UPSTREAM
+from triton_openai.triton.client import ResponseStream, SingleAnswer, TritonClient
 from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -29,14 +29,15 @@ async def answers_of(
     *timeout* seconds.
     """
     gate = asyncio.Semaphore(_PARALLEL_REQUESTS)
-    tasks = [asyncio.create_task(_answer(service, model, request, gate)) for request in requests]
-
-    async def together() -> Sequence[InferResponse]:
-        return await asyncio.gather(*tasks)
-
+    tasks: list[asyncio.Task[InferResponse]] = []
     try:
-        return await within(timeout, together())
-    except asyncio.TimeoutError as error:
+        async with asyncio.timeout(timeout):
+            for request in requests:
+                tasks.append(asyncio.create_task(_answer(service, model, request, gate)))
+                # Thousands of them take long to send: not in one turn of the event loop.
+                await asyncio.sleep(0)
+            return await asyncio.gather(*tasks)
+    except TimeoutError as error:
         raise UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
     finally:
         for task in tasks:
@@ -60,3 +61,35 @@ async def _first_answer(client: TritonClient, model: ServedModel, request: Infer
         return responses[0]
     finally:
         stream.close()
+
+
+_TEXT = "Hi"
+
+
+async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
+    """
+    Ask *model* for one token, or for one vector or score.
+
+    Raises :class:`ServiceError`, also when it takes more than *timeout* seconds; limits of this service do not apply.
+    """
+    capabilities = model.adapter.capabilities
+    number = new_id("probe")
+    tokenizer = (await model.prompter()).tokenizer
+    if capabilities.generate:
+        generation = await prepare(model, tokenizer, _TEXT, Task(id=number, sampling=Sampling(max_tokens=1)))
+        limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
+        run = service.run(model, generation, tokenizer, limits)
+        try:
+            await run.start()
+            while not run.finished:
+                await run.read()
+        finally:
+            run.close()
+    elif capabilities.embed:
+        job = EmbeddingJob(id=number, inputs=(_TEXT,))
+        await answers_of(service, model, model.adapter.encode_embeddings(job), timeout=timeout)
+    else:
+        pairs = [(_TEXT, _TEXT)]
+        encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()
+        scores = ScoreJob(id=number, pairs=pairs, encoded=encoded)
+        await answers_of(service, model, model.adapter.encode_scores(scores), timeout=timeout)

@@ -14,50 +14,50 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.adapters.parameters import Rule
-from triton_openai.api.access import model_of
-from triton_openai.api.bodies import read_json
-from triton_openai.api.chat_prompt import ImageSpot, PromptOptions, as_sent, rendered
+from triton_openai.adapters._common.base import Rule
+from triton_openai.api.bodies import json_response
 from triton_openai.api.chat_response import (
     ChatChunks,
     ChatCompletion,
-    Choice,
-    ReasoningField,
-    finish_reason,
-    message_of,
+    chat_choice,
     reasoning_tokens,
 )
-from triton_openai.api.documented import Accepted, Function, FunctionChoice, Tool, ToolChoice
-from triton_openai.api.guides import guide_of
-from triton_openai.api.images import images_of
-from triton_openai.api.logprobs import chat_logprobs, prompt_logprobs
+from triton_openai.api.context import RequestContext, begin
+from triton_openai.api.fields import ABSENT, Accepted, Function, FunctionChoice, Tool, ToolChoice
+from triton_openai.api.logprobs import prompt_logprobs
 from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
 from triton_openai.api.parameters import (
     SamplingRequest,
     priority,
-    refuse,
     sampling,
     scoring,
     stream_options,
     token_ids,
     truncation,
 )
-from triton_openai.api.service import Service, Task, new_id, now, service_of
-from triton_openai.api.streaming import Collected, collect, stream
+from triton_openai.api.prompts import as_sent, images_of, rendered_chat
+from triton_openai.api.service import Service, Task, new_id, now
+from triton_openai.api.streaming import collect, stream, usage_of
+from triton_openai.api.structured_output import guide_of
 from triton_openai.api.tools import ToolPlan
 from triton_openai.api.tools import plan as plan_tools
-from triton_openai.api.usage import usage_of
-from triton_openai.chat import offload
-from triton_openai.chat.messages import Message
-from triton_openai.chat.parsers import Parsers
-from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from triton_openai.models import ServedModel
-from triton_openai.telemetry.observation import Observation, observe
-from triton_openai.text.answer import AnswerParser, ForcedCall
-from triton_openai.text.tools.base import CallGrammar, NewId, ToolParser
-from triton_openai.text.tools.events import Content, Event
-from triton_openai.text.tools.guided import GuidedCalls
-from triton_openai.time_limits import TimeLimits
+from triton_openai.config.tree import DefaultParameters
+from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.generation import Guide
+from triton_openai.models.served import ServedModel
+from triton_openai.parsers.answer_parser import AnswerParser, ForcedCall, HeldCalls
+from triton_openai.parsers.choose import Parsers
+from triton_openai.parsers.tools.base import ToolParser
+from triton_openai.parsers.tools.guided import GuidedCalls
+from triton_openai.parsers.tools.llama3_json import Llama3Json
+from triton_openai.prompts import offload
+from triton_openai.prompts.messages import Message
+from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT
+
+# Longer than most published ones; compiling a template of this size takes some tenths of a second.
+_LONGEST_TEMPLATE = 16 * 1024
+# Compiling costs 1 µs per character and more: what is done on the event loop takes less than 2 ms.
+_INLINE_TEMPLATE = 1_000
 
 _encode = msgspec.json.Encoder().encode
 
@@ -84,9 +84,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
     functions: list[Function] | None = None
     function_call: FunctionChoice = None
     # Documented, and without influence on the answer here: accepted.
-    prediction: Accepted = None
-    prompt_cache_options: Accepted = None
-    prompt_cache_retention: Accepted = None
+    prediction: Accepted = ABSENT
+    prompt_cache_options: Accepted = ABSENT
+    prompt_cache_retention: Accepted = ABSENT
     # Documented or in common use, and not honoured: refused unless neutral.
     modalities: Any = None
     audio: Any = None
@@ -95,6 +95,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     moderation: Any = None
     echo: Any = None
     best_of: Any = None
+    add_special_tokens: Any = None
 
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -106,30 +107,20 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "echo": (False,),
     "best_of": (1,),
+    "add_special_tokens": (False,),
 }
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
-    service = service_of(request)
-    body = await read_json(request, ChatRequest, strict=service.settings.api.strict_parameters)
-    model = await model_of(request, body)
-    observation = observe(request, "chat", model=model, stream=bool(body.stream))
-    observation.parameters = body
-    limits = TimeLimits.of(service.settings.triton, request.headers, stream=bool(body.stream))
-    async with service.admission.enter(model.owner, observation, patience=limits.patience):
-        limits = limits.after(observation.queued_seconds)
-        return await _answer(request, service, model, body, observation, limits)
+    context = await begin(request, ChatRequest, "chat", refused=REFUSED)
+    async with context.admitted(param="messages"):
+        return await context.answered(_answer)
 
 
-async def _answer(
-    request: web.Request,
-    service: Service,
-    model: ServedModel,
-    body: ChatRequest,
-    observation: Observation,
-    limits: TimeLimits,
-) -> web.StreamResponse:
+async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
+    service, model, body = context.service, context.model, context.body
+    observation, limits = context.observation, context.limits
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     completion_id = new_id("chatcmpl")
     plan = plan_tools(
@@ -140,41 +131,59 @@ async def _answer(
         parallel=body.parallel_tool_calls,
     )
     field = service.settings.api.reasoning_field
-    try:
-        prompter = await model.prompter()
-        parsers = await model.parsers()
-        task = _task(service, model, body, completion_id, plan, parsers)
-        pictures = images_of(model, body.messages)
-        with observation.stage("render prompt"):
-            prompt = await rendered(
-                prompter,
-                body.messages,
-                PromptOptions.of(body),
-                tools=plan.prompt,
-                images=ImageSpot(model.settings.image_placeholder, pictures[0].place) if pictures else None,
-                trust_template=service.settings.api.trust_request_chat_template,
-            )
-            prompt = as_sent(model, prompter, prompt)
-        if pictures:
-            with observation.stage("load images"):
-                loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
-            task = msgspec.structs.replace(task, images=loaded)
-        runs = await service.runs(model, [prompt], task, limits=limits, observation=observation)
-        answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
-        observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
-        if body.stream:
-            chunks = ChatChunks(
-                completion_id, body.model, parsers=answer_parsers, plan=plan, field=field, options=options
-            )
-            heartbeat = service.settings.server.heartbeat_interval
-            return await stream(request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
-        answers = await collect(runs, timeout=limits.total)
-    except ContextLengthExceeded as error:
-        error.param = error.param or "messages"
-        raise
+    parsers = await model.parsers()
+    # The schemas of a forced call are walked, in Python.
+    forced = await offload.run(
+        plan.guide,
+        size=offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT) if plan.forced else 0,
+        threshold=INLINE_WEIGHT,
+    )
+    task = _task(service, model, body, completion_id, plan, parsers, await model.default_parameters(), forced)
+    pictures = images_of(model, body.messages)
+    # Before they are rendered: each is looked for in all of its message's text.
+    service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
+    with observation.stage("render prompt"):
+        prompt = await rendered_chat(
+            model,
+            body,
+            body.messages,
+            tools=plan.prompt,
+            images=pictures,
+            reasoning_effort=body.reasoning_effort,
+            trust_template=service.settings.api.trust_request_chat_template,
+        )
+        prompt = await as_sent(model, prompt)
+    if pictures:
+        with observation.stage("load images"):
+            loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
+        task = msgspec.structs.replace(task, images=loaded)
+    runs = await service.runs(model, [prompt], task, limits=limits, observation=observation)
+    answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
+    observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
+    if body.stream:
+        chunks = ChatChunks(
+            completion_id,
+            body.model,
+            parsers=answer_parsers,
+            plan=plan,
+            field=field,
+            options=options,
+            fingerprint=model.fingerprint,
+        )
+        heartbeat = service.settings.server.heartbeat_interval
+        return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
+    answers = await collect(runs, timeout=limits.total)
     choices = await offload.run(
         lambda: [
-            _choice(body, index, answer, parser, plan, field)
+            chat_choice(
+                index,
+                answer,
+                parser,
+                plan,
+                field,
+                logprobs=bool(body.logprobs),
+                token_ids=bool(body.return_token_ids),
+            )
             for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
         ],
         size=sum(len(delta.text) for answer in answers for delta in answer.deltas) if any(answer_parsers) else 0,
@@ -186,38 +195,24 @@ async def _answer(
         created=now(),
         model=body.model,
         choices=choices,
-        usage=usage_of(runs, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers)),
+        usage=usage_of(runs, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers)) or msgspec.UNSET,
+        system_fingerprint=model.fingerprint,
         prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else prompt_logprobs(runs[0].prompt_logprobs),
         prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
     )
-    return web.Response(body=_encode(completion), content_type="application/json")
-
-
-def _choice(
-    body: ChatRequest,
-    index: int,
-    answer: Collected,
-    parser: AnswerParser | None,
-    plan: ToolPlan,
-    field: ReasoningField,
-) -> Choice:
-    events: list[Event] = [Content(answer.text)]
-    if parser is not None:
-        events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
-        events += parser.flush()
-    return Choice(
-        index=index,
-        message=message_of(events, plan, field),
-        logprobs=chat_logprobs(answer.logprobs) if body.logprobs else None,
-        finish_reason=finish_reason(answer.run, parser, plan),
-        token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
-    )
+    return json_response(completion)
 
 
 def _task(
-    service: Service, model: ServedModel, body: ChatRequest, completion_id: str, plan: ToolPlan, parsers: Parsers
+    service: Service,
+    model: ServedModel,
+    body: ChatRequest,
+    completion_id: str,
+    plan: ToolPlan,
+    parsers: Parsers,
+    defaults: DefaultParameters,
+    forced: Guide | None,
 ) -> Task:
-    refuse(body, REFUSED)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value")
     capabilities = model.adapter.capabilities
@@ -228,7 +223,6 @@ def _task(
         raise UnsupportedParameter(
             "The model cannot be held to a tool call: it has no guided decoding. Use 'auto'.", param=plan.param
         )
-    forced = plan.guide()
     if forced is not None and guide is not None:
         raise InvalidRequest(f"'{guide.param}' cannot be used together with a forced tool call.", param=plan.param)
     if plan.mode == "auto" and parsers.tools is None:
@@ -236,7 +230,6 @@ def _task(
             "How this model writes tool calls is not known: name its format with --tool-call-parser.", param="tools"
         )
     max_tokens = body.max_completion_tokens or body.max_tokens
-    defaults = model.settings.default_parameters
     wanted = sampling(
         body,
         max_tokens=max_tokens,
@@ -252,10 +245,12 @@ def _task(
     return Task(
         id=completion_id,
         sampling=wanted,
+        stream=bool(body.stream),
         n=body.n or 1,
         guide=forced or guide,
-        open_ended=max_tokens is None and defaults.max_tokens is None,
-        truncation=truncation(body),
+        open_ended=max_tokens is None and model.settings.default_parameters.max_tokens is None,
+        most=defaults.max_tokens,
+        truncation=truncation(body, keeps_special=False),
         priority=priority(body, model.priorities),
         token_ids=token_ids(body, model.adapter),
         scoring=scoring(body, model.adapter, timeout=service.settings.triton.request_timeout),
@@ -272,14 +267,14 @@ def _can_keep_special_tokens(model: ServedModel) -> bool:
 def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser | None:
     """Return the parser of one choice, or ``None`` where its text is just text."""
     reasoning = parsers.reasoning
-    tools: ToolParser | ForcedCall | None = None
+    tools: ToolParser | None = None
     # Calls that the backend is held to have ids of the model's family too: its template may take no others.
-    new_id: NewId = getattr(parsers.tools, "new_id", CallGrammar.new_id)
-    if plan.mode == "named" and plan.name is not None:
-        # The answer is the arguments and nothing else: no thinking comes before it.
-        return AnswerParser(None, ForcedCall(plan.name, new_id=new_id))
-    if plan.mode == "required":
-        return AnswerParser(None, GuidedCalls(plan.schemas, new_id=new_id), parallel=plan.parallel)
+    new_id = ToolParser.new_id if parsers.tools is None else parsers.tools.new_id
+    if plan.forced:
+        # The answer is calls and nothing else: no thinking comes before it.
+        held = GuidedCalls(plan.schemas, new_id=new_id) if plan.name is None else ForcedCall(plan.name, new_id=new_id)
+        own = (parsers.tools or Llama3Json)(plan.schemas)
+        return AnswerParser(None, HeldCalls(held, own), parallel=plan.parallel)
     if plan.mode == "auto" and parsers.tools is not None:
         tools = parsers.tools(plan.schemas)
     if tools is None and reasoning is None:

@@ -11,16 +11,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from triton_openai.answer.run import Run
 from triton_openai.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from triton_openai.api.parameters import StreamOptions
-from triton_openai.api.service import now
-from triton_openai.api.sse import END, FIELD
+from triton_openai.api.streaming import Chunks, Collected, UsageObject, usage_of
 from triton_openai.api.tools import ToolPlan
-from triton_openai.api.usage import UsageObject, usage_of, usage_so_far
 from triton_openai.generation import Delta, FinishReason
-from triton_openai.running import Run
-from triton_openai.text.answer import AnswerParser
-from triton_openai.text.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 _encode = msgspec.json.Encoder().encode
 
@@ -44,29 +42,30 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: FunctionCall
 
 
-class AnswerMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+class AnswerMessage(msgspec.Struct, kw_only=True):
     """The assistant's message. ``content`` and ``refusal`` must be there, clients read them unasked."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: FunctionCall | None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    function_call: FunctionCall | msgspec.UnsetType = msgspec.UNSET
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer."""
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer. The last two fields are vLLM's."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinishReason | None
+    stop_reason: str | int | None = None
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """
     The whole answer; ``usage`` is left out where nobody counted. The last two fields are vLLM's, there when asked for.
     """
@@ -75,8 +74,9 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     object: Literal["chat.completion"] = msgspec.field(name="object")
     created: int
     model: str
-    choices: Sequence[Choice]
-    usage: UsageObject | None = None
+    choices: Sequence[ChatChoice]
+    usage: UsageObject | msgspec.UnsetType = msgspec.UNSET
+    system_fingerprint: str
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -91,7 +91,7 @@ def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> Chat
     """
     reason = run.finish_reason
     called = parser is not None and parser.calls > 0 and not parser.cut
-    if reason is FinishReason.STOP and called and plan.mode != "named":
+    if reason is not FinishReason.LENGTH and called and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
     return None if reason is None else _REASONS[reason]
 
@@ -120,24 +120,99 @@ def message_of(events: Sequence[Event], plan: ToolPlan, field: ReasoningField) -
     for call, parts in zip(calls, arguments, strict=True):
         call.function.arguments = "".join(parts)
     text = "".join(content)
-    reasoning = "".join(thoughts) or None
+    reasoning = "".join(thoughts) or msgspec.UNSET
     return AnswerMessage(
         role="assistant",
         content=text if text or not calls else None,
         refusal=None,
-        reasoning_content=None if field == "reasoning" else reasoning,
-        reasoning=None if field == "reasoning_content" else reasoning,
-        tool_calls=calls if calls and not plan.legacy else None,
-        function_call=calls[0].function if calls and plan.legacy else None,
+        reasoning_content=msgspec.UNSET if field == "reasoning" else reasoning,
+        reasoning=msgspec.UNSET if field == "reasoning_content" else reasoning,
+        tool_calls=calls if calls and not plan.legacy else msgspec.UNSET,
+        function_call=calls[0].function if calls and plan.legacy else msgspec.UNSET,
     )
 
 
-class ChatChunks:
-    """
-    The chunks of one stream, a choice for each of *parsers* (``None`` for plain text).
+def chat_choice(
+    index: int,
+    answer: Collected,
+    parser: AnswerParser | None,
+    plan: ToolPlan,
+    field: ReasoningField,
+    *,
+    logprobs: bool,
+    token_ids: bool,
+) -> ChatChoice:
+    """Return a choice of the whole answer, with *logprobs* and *token_ids* where they are wanted."""
+    events: list[Event] = [Content(answer.text)]
+    if parser is not None:
+        events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
+        events += parser.flush()
+    return ChatChoice(
+        index=index,
+        message=message_of(events, plan, field),
+        logprobs=chat_logprobs(answer.logprobs) if logprobs else None,
+        finish_reason=finish_reason(answer.run, parser, plan),
+        stop_reason=answer.run.stop_reason,
+        token_ids=answer.token_ids if token_ids else msgspec.UNSET,
+    )
 
-    What is the same in all chunks is encoded once.
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    """A piece of a call: the name comes first and whole, then the JSON text of the arguments."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """A piece of one of the calls; what opens a call has its id."""
+
+    index: int
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+    function: FunctionDelta
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """What a chunk adds to the message; nothing in a choice's last chunk."""
+
+    role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: Sequence[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
+    function_call: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """One choice's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     """
+    One event of a stream. ``usage`` is there when it was asked for: null but for the last chunk, which has no choices.
+    """
+
+    id: str
+    object: Literal["chat.completion.chunk"] = msgspec.field(name="object")
+    created: int
+    model: str
+    choices: Sequence[ChatChunkChoice]
+    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunks(Chunks):
+    """The chunks of one stream, with a choice for each of *parsers* (``None`` for plain text)."""
 
     def __init__(
         self,
@@ -148,16 +223,13 @@ class ChatChunks:
         plan: ToolPlan,
         field: ReasoningField,
         options: StreamOptions,
+        fingerprint: str,
     ) -> None:
-        # The request
-        head = {"id": completion_id, "object": "chat.completion.chunk", "created": now(), "model": model}
-        self._head = FIELD + _encode(head)[:-1] + b',"choices":['
+        kind = "chat.completion.chunk"
+        super().__init__(kind, completion_id, model, n=len(parsers), options=options, fingerprint=fingerprint)
         self._parsers = parsers
         self._plan = plan
         self._reasoning_fields = ("reasoning_content", "reasoning") if field == "both" else (field,)
-        self._include_usage = bool(options.include_usage)
-        self._continuous = bool(options.continuous_usage_stats)
-        self._tail = b'],"usage":null}' + END if self._include_usage else b"]}" + END
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
         self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % choice for choice in range(len(parsers))]
 
@@ -181,16 +253,12 @@ class ChatChunks:
         """Return what was still held back, and the chunk with the finish reason."""
         parser = self._parsers[choice]
         rest = self._events(choice, parser.flush(), Delta(), run) if parser is not None else b""
-        reason = _encode(finish_reason(run, parser, self._plan))
-        end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b}' % (choice, reason)
-        return rest + self._head + end + self._counted(run)
+        reasons = (_encode(finish_reason(run, parser, self._plan)), _encode(run.stop_reason))
+        end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
+        return rest + self._head + end + self._ended(run)
 
-    def usage(self, runs: Sequence[Run]) -> bytes:
-        """Return the chunk with the usage, if the client wants it and it is known."""
-        if not self._include_usage:
-            return b""
-        usage = usage_of(runs, n=len(runs), reasoning_tokens=reasoning_tokens(self._parsers))
-        return b"" if usage is None else self._head + b'],"usage":' + _encode(usage) + b"}" + END
+    def _usage(self, runs: Sequence[Run]) -> UsageObject | None:
+        return usage_of(runs, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta, run: Run) -> bytes:
         """
@@ -226,7 +294,3 @@ class ChatChunks:
     def _chunk(self, choice: int, delta: bytes, logprobs: bytes, tail: bytes, ids: bytes = b"") -> bytes:
         body = b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":null%b}' % (choice, delta, logprobs, ids)
         return self._head + body + tail
-
-    def _counted(self, run: Run) -> bytes:
-        usage = usage_so_far([run]) if self._continuous else None
-        return self._tail if usage is None else b'],"usage":' + _encode(usage) + b"}" + END

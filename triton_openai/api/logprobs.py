@@ -4,11 +4,13 @@ Log probabilities in the forms of OpenAI's two APIs (openai-openapi 2.3.0), and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
-from triton_openai.generation import Alternative, TokenLogprob
+from triton_openai.errors import UpstreamError
+from triton_openai.generation import IMPOSSIBLE, Alternative, TokenLogprob
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -59,7 +61,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:
     """Return *entries* as a chat choice has them."""
     return ChatLogprobs(
         content=[
-            ContentLogprob(entry.token, entry.logprob, _bytes(entry.raw), [_top(item) for item in entry.top])
+            ContentLogprob(entry.token, _chosen(entry), _bytes(entry.raw), [_top(item) for item in entry.top])
             for entry in entries
         ]
     )
@@ -73,7 +75,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, offset: int) -> tupl
         offset += _characters(entry)
     logprobs = CompletionLogprobs(
         tokens=[entry.token for entry in entries],
-        token_logprobs=[entry.logprob for entry in entries],
+        token_logprobs=[_chosen(entry) for entry in entries],
         top_logprobs=[_considered(entry) for entry in entries],
         text_offset=offsets,
     )
@@ -97,21 +99,35 @@ def narrowed(entries: Sequence[TokenLogprob], count: int) -> Sequence[TokenLogpr
 
 def prompt_logprobs(entries: Sequence[TokenLogprob]) -> PromptLogprobs:
     """Return *entries*, those of a prompt, by token id; the prompt's own token first, and none for the first."""
-    return [None if entry.logprob is None else _by_id(entry, entry.logprob) for entry in entries]
+    return [_by_id(entry, _chosen(entry)) for entry in entries]
 
 
-def _by_id(entry: TokenLogprob, logprob: float) -> dict[str, PromptLogprob]:
+def _by_id(entry: TokenLogprob, logprob: float | None) -> dict[str, PromptLogprob] | None:
+    if logprob is None:
+        return None
     found = {str(entry.id): PromptLogprob(logprob, entry.rank, entry.token)}
     for place, item in enumerate(entry.top):
-        found.setdefault(str(item.id), PromptLogprob(item.logprob, place + 1, item.token))
+        found.setdefault(str(item.id), PromptLogprob(_told(item.logprob), place + 1, item.token))
     return found
 
 
 def _considered(entry: TokenLogprob) -> dict[str, float] | None:
     """Return the alternatives by their texts; the chosen token is always there, maybe as one more."""
-    if entry.logprob is None:
+    logprob = _chosen(entry)
+    if logprob is None:
         return None
-    return {entry.token: entry.logprob, **{item.token: item.logprob for item in entry.top}}
+    return {entry.token: logprob, **{item.token: _told(item.logprob) for item in entry.top}}
+
+
+def _chosen(entry: TokenLogprob) -> float | None:
+    return None if entry.logprob is None else _told(entry.logprob)
+
+
+def _told(logprob: float) -> float:
+    """Return *logprob* as JSON can have it. Raises :class:`UpstreamError` for what is no number."""
+    if math.isnan(logprob):
+        raise UpstreamError("The model sent log probabilities that are no numbers.")
+    return max(logprob, IMPOSSIBLE)
 
 
 def _characters(entry: TokenLogprob) -> int:
@@ -124,7 +140,7 @@ def _characters(entry: TokenLogprob) -> int:
 
 
 def _top(item: Alternative) -> TopLogprob:
-    return TopLogprob(item.token, item.logprob, _bytes(item.raw))
+    return TopLogprob(item.token, _told(item.logprob), _bytes(item.raw))
 
 
 def _bytes(raw: bytes | None) -> list[int] | None:

@@ -8,24 +8,26 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from triton_openai.api.access import find_model, may_use
-from triton_openai.api.service import service_of
-from triton_openai.models import Models
+from triton_openai.api.bodies import json_response, read_json
+from triton_openai.api.service import check_may_manage, find_model, may_use, service_of
+from triton_openai.errors import ModelNotFound
+from triton_openai.models.served import Models
 
 _OWNER = "triton"
 
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One model; ``created`` is when this service first saw it.
+    One model; ``created`` is 0: Triton does not tell when a model was made, and all workers and replicas say the same.
 
-    ``max_model_len``, vLLM's extension that many clients read, is there where the operator has given it. A LoRA adapter
-    has ``root``, its own name, and ``parent``, the model that it belongs to, as vLLM's server gives them.
+    ``max_model_len``, vLLM's extension that many clients read, is there where the operator or the model's files give
+    it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as vLLM's server gives
+    them.
     """
 
     id: str
     object: Literal["model"] = msgspec.field(name="object", default="model")
-    created: int
+    created: int = 0
     owned_by: str = _OWNER
     root: str | msgspec.UnsetType = msgspec.UNSET
     parent: str | msgspec.UnsetType = msgspec.UNSET
@@ -42,30 +44,74 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 async def list_models(request: web.Request) -> web.Response:
     """List what is served now, and open to who asks."""
     models = service_of(request).models
-    data = [describe(models, name, created) for name, created in models.listed() if may_use(request, name)]
-    return web.Response(body=msgspec.json.encode(ModelList(data=data)), content_type="application/json")
+    data = [describe(models, name) for name in models.listed() if may_use(request, name)]
+    return json_response(ModelList(data=data))
 
 
 async def get_model(request: web.Request) -> web.Response:
     """Describe one model; its name may hold slashes."""
     name = request.match_info["model"]
     models = service_of(request).models
-    created = dict(models.listed()).get(name) if may_use(request, name) else None
-    if created is None:
-        created = (await find_model(request, name)).created
-    body = msgspec.json.encode(describe(models, name, created))
-    return web.Response(body=body, content_type="application/json")
+    if name not in models.listed() or not may_use(request, name):
+        await find_model(request, name)
+    return json_response(describe(models, name))
 
 
-def describe(models: Models, name: str, created: int) -> ModelObject:
-    """Return what is told of the model *name*, served since *created*."""
+def describe(models: Models, name: str) -> ModelObject:
+    """Return what is told of the model *name*."""
     served = models.served.get(name)
     if served is None:
-        return ModelObject(id=name, created=created)
+        return ModelObject(id=name)
     return ModelObject(
         id=name,
-        created=created,
         root=served.lora.name if served.lora is not None else msgspec.UNSET,
         parent=served.owner if served.lora is not None else msgspec.UNSET,
         max_model_len=served.settings.max_model_len or msgspec.UNSET,
     )
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a load, if there is one: nothing can be said in it."""
+
+
+class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of an unload, if there is one. ``unload_dependents``: the models that an ensemble consists of go too."""
+
+    unload_dependents: bool = False
+
+
+class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an unload; ``model`` is Triton's name of it."""
+
+    status: str = "success"
+    model: str
+
+
+async def load(request: web.Request) -> web.Response:
+    """Load a model, and describe it once it is served."""
+    control, models = service_of(request).control, service_of(request).models
+    control.check_allowed()
+    check_may_manage(request)
+    if request.can_read_body:
+        # Nothing is dropped in silence here: Triton's own request can replace a model's configuration.
+        await read_json(request, LoadRequest, strict=True)
+    model = await control.load(_name(request))
+    return json_response(describe(models, model))
+
+
+async def unload(request: web.Request) -> web.Response:
+    """Unload a model, once what runs on it has ended."""
+    control = service_of(request).control
+    control.check_allowed()
+    check_may_manage(request)
+    body = await read_json(request, UnloadRequest, strict=True) if request.can_read_body else UnloadRequest()
+    model = await control.unload(_name(request), dependents=body.unload_dependents)
+    return json_response(Unloaded(model=model))
+
+
+def _name(request: web.Request) -> str:
+    """Return the model's name. Raises :class:`ModelNotFound` for one that the request's key does not open."""
+    name = request.match_info["model"]
+    if not may_use(request, name):
+        raise ModelNotFound(name, hidden=True)
+    return name

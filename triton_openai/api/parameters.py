@@ -7,30 +7,143 @@ vLLM's server does it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
 
-from triton_openai.adapters.base import Adapter
-from triton_openai.adapters.parameters import Rule, check_range
-from triton_openai.api.bodies import is_neutral
-from triton_openai.api.documented import (
+from triton_openai.adapters._common.base import Adapter, Rule, check_range
+from triton_openai.answer.logprobs import Scoring
+from triton_openai.api.bodies import ModelRequest, explain, is_neutral
+from triton_openai.api.fields import (
+    ABSENT,
     Accepted,
     GuidedChoice,
     GuidedJson,
     GuidedText,
+    LogitBias,
     ResponseFormat,
     StructuredOutputs,
 )
-from triton_openai.chat.truncation import Truncation
 from triton_openai.config.tree import DefaultParameters
-from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Sampling
-from triton_openai.scoring import Scoring
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.truncation import Truncation
+
+# Finding a text for a token takes some ten microseconds.
+_MOST_WORDS = 1024
+
+
+def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]]) -> tuple[tuple[str, float], ...]:
+    """
+    Return texts and weights with which a backend biases just the tokens of *biases*.
+
+    The backend tokenizes each text with its special tokens and adds the weight to every token it gets. Those special
+    tokens get the whole sum taken off again, by an empty text, which consists of nothing else.
+
+    Raises :class:`UnsupportedParameter` for a token that no text gives, and without a tokenizer, and
+    :class:`InvalidRequest` for very many.
+    """
+    if not biases:
+        return ()
+    if tokenizer is None:
+        raise UnsupportedParameter(
+            "'logit_bias' needs the model's tokenizer, which is not configured (--tokenizer).", param="logit_bias"
+        )
+    if len(biases) > _MOST_WORDS:
+        raise InvalidRequest(
+            f"'logit_bias' holds {len(biases)} tokens, and may hold {_MOST_WORDS} at most on this model, which takes "
+            "biases as texts.",
+            param="logit_bias",
+            code="array_above_max_length",
+        )
+    frame = tokenizer.encode("", add_special_tokens=True)
+    words = []
+    for number, weight in biases:
+        if number >= tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"'logit_bias' names the token {number}, and the model has {tokenizer.vocab_size} tokens.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+        text = tokenizer.decode([number], skip_special_tokens=False)
+        if not text or sorted(tokenizer.encode(text, add_special_tokens=True)) != sorted([*frame, number]):
+            raise UnsupportedParameter(
+                f"'logit_bias' cannot name the token {number} ({text!r}) on this model, which takes biases as texts:"
+                " as a text it becomes other tokens.",
+                param="logit_bias",
+            )
+        words.append((text, weight))
+    if frame:
+        words.append(("", -sum(weight for _, weight in words)))
+    return tuple(words)
+
+
+def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
+    """
+    Return a number of tokens that no prompt of *model* can exceed.
+
+    It is the context length where that is known, else what the engine's files tell, else the tokenizer's.
+    """
+    return model.settings.max_model_len or model.hints.max_prompt_len or tokenizer.longest_prompt
+
+
+def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
+    """
+    Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
+
+    To tokenize such a text takes long, here and in Triton, and cannot help.
+    """
+    longest = tokenizer.pieces.longest
+    if longest is None or len(text) * 4 <= limit * longest:
+        return
+    size = size_of(text)
+    if size > limit * longest:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, your prompt has {size} bytes, more than "
+            "that many tokens can hold."
+        )
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of *text*, lone surrogates too: they are refused elsewhere."""
+    return len(text.encode(errors="surrogatepass"))
+
+
+def too_long(prompt_tokens: int, limit: int) -> ContextLengthExceeded:
+    """Return the error for a prompt of *prompt_tokens*, in OpenAI's words."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limit} tokens. However, your prompt has {prompt_tokens} tokens."
+    )
+
+
+def fit(sampling: Sampling, *, prompt_tokens: int, limit: int, open_ended: bool, most: int | None) -> Sampling:
+    """
+    Return *sampling* for a prompt of *prompt_tokens* on a model that takes *limit* tokens in all.
+
+    An *open_ended* request, one that sets no length, may go on to the end of the context, or to *most* tokens. Raises
+    :class:`ContextLengthExceeded` with both numbers, in OpenAI's words, for what does not fit.
+    """
+    room = limit - prompt_tokens
+    if room < 1:
+        raise too_long(prompt_tokens, limit)
+    if open_ended:
+        return msgspec.structs.replace(sampling, max_tokens=room if most is None else min(room, most))
+    if sampling.max_tokens > room:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_tokens + sampling.max_tokens} tokens ({prompt_tokens} in the prompt, {sampling.max_tokens} in "
+            "the completion)."
+        )
+    return sampling
+
 
 _MAX_STOPS = 4
+# Characters of all stop strings, or of all bad words: each is looked for, or tokenized, by itself.
+_LONGEST_WORDS = 10_000
 _TOKEN_DIGITS = 9
 
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -44,10 +157,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingRequest(msgspec.Struct, kw_only=True):
+class SamplingRequest(ModelRequest, kw_only=True):
     """Base of the requests that generate text. Every field may be null, as clients send it."""
 
-    model: str = ""
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -66,7 +178,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -81,15 +193,35 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
     # Documented, and without influence on the answer: accepted.
-    user: Accepted = None
-    metadata: Accepted = None
-    store: Accepted = None
-    service_tier: Accepted = None
-    safety_identifier: Accepted = None
-    prompt_cache_key: Accepted = None
+    user: Accepted = ABSENT
+    metadata: Accepted = ABSENT
+    store: Accepted = ABSENT
+    service_tier: Accepted = ABSENT
+    safety_identifier: Accepted = ABSENT
+    prompt_cache_key: Accepted = ABSENT
+    # Names of vLLM's server, about how it works and not about what it answers, or for inputs that nothing here reads.
+    cache_salt: Accepted = ABSENT
+    detokenize: Accepted = ABSENT
+    ec_transfer_params: Accepted = ABSENT
+    guided_decoding_backend: Accepted = ABSENT
+    guided_whitespace_pattern: Accepted = ABSENT
+    kv_transfer_params: Accepted = ABSENT
+    media_io_kwargs: Accepted = ABSENT
+    mm_processor_kwargs: Accepted = ABSENT
+    request_id: Accepted = ABSENT
+    session_id: Accepted = ABSENT
+    stream_interval: Accepted = ABSENT
+    vllm_xargs: Accepted = ABSENT
     # Documented or in common use, and not honoured: refused unless neutral (see REFUSED).
     logits_processors: Any = None
     allowed_token_ids: Any = None
+    logprob_token_ids: Any = None
+    prompt_embeds: Any = None
+    repetition_detection: Any = None
+    structural_tag: Any = None
+    watermarking: Any = None
+    return_prompt_text: Any = None
+    return_token_offsets: Any = None
     use_beam_search: Any = None
     spaces_between_special_tokens: Any = None
     return_tokens_as_token_ids: Any = None
@@ -101,6 +233,13 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "allowed_token_ids": ([],),
+    "logprob_token_ids": ([],),
+    "prompt_embeds": ([],),
+    "repetition_detection": (False,),
+    "structural_tag": (),
+    "watermarking": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
@@ -129,18 +268,19 @@ _PLAIN = (
 _MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "logprobs", "logit_bias")
 
 # Values that ask for what happens anyway.
-_NEUTRAL: Mapping[str, Any] = {
-    "top_p": 1,
-    "top_k": -1,
-    "min_p": 0,
-    "min_tokens": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "length_penalty": 1,
-    "include_stop_str_in_output": False,
-    "ignore_eos": False,
-    "skip_special_tokens": True,
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1,),
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
 }
 
 
@@ -158,26 +298,39 @@ def stop_strings(stop: str | list[str] | tuple[str, ...] | None) -> tuple[str, .
         raise InvalidRequest(
             f"'stop' takes at most {_MAX_STOPS} strings, got {len(stops)}.", param="stop", code="array_above_max_length"
         )
-    return _no_empty("stop", stops)
+    return _checked_words("stop", stops)
 
 
-def _no_empty(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
+def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
     if any(not word for word in words):
         raise InvalidRequest(f"'{name}' must not hold an empty string.", param=name, code="invalid_value")
+    if sum(map(len, words)) > _LONGEST_WORDS:
+        raise InvalidRequest(
+            f"'{name}' may have {_LONGEST_WORDS} characters in all.", param=name, code="string_above_max_length"
+        )
     return words
 
 
-def _biases(given: Mapping[str, float] | None) -> tuple[tuple[int, float], ...]:
-    """Return OpenAI's map of token ids (as text) to biases. Raises :class:`InvalidRequest` for what is no token id."""
+class _Biases(msgspec.Struct):
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]]
+
+
+def _biases(given: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...]:
+    """Return OpenAI's map of token ids to biases without those of 0. Raises :class:`InvalidRequest` for no such map."""
+    try:
+        checked = msgspec.convert({"logit_bias": given or {}}, _Biases)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
     biases = []
-    for token, bias in (given or {}).items():
+    for token, bias in checked.logit_bias.items():
         if not token.isdecimal() or len(token) > _TOKEN_DIGITS:
             raise InvalidRequest(
                 f"'logit_bias' has the key '{token[:50]}', which is no token id.",
                 param="logit_bias",
                 code="invalid_value",
             )
-        biases.append((int(token), bias))
+        if bias:
+            biases.append((int(token), bias))
     return tuple(sorted(biases))
 
 
@@ -215,31 +368,46 @@ def sampling(
         max_tokens=limit,
         stop=stop_strings(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        bad_words=_no_empty("bad_words", tuple(request.bad_words or ())),
+        bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
         logprobs=logprobs,
         logit_bias=_biases(request.logit_bias),
         **values,
     )
     # What an adapter's table does not mention is not sent either; stop strings are cut out here if need be.
     rules = {**dict.fromkeys(_MAPPED, Rule.REFUSED), **{row.name: row.rule for row in adapter.parameters}}
+    neutral = {row.name: row.neutral for row in adapter.parameters}
     reasons = {row.name: f": {row.why}." for row in adapter.parameters if row.why}
     # A limit that nobody asked for is no reason to refuse anything.
     asked = {name: getattr(result, name) for name in rules} | {"max_tokens": max_tokens}
     for name, rule in rules.items():
-        if rule is Rule.REFUSED and asked[name] not in (None, (), _NEUTRAL.get(name)):
+        if rule is Rule.REFUSED and asked[name] not in (None, (), *_NEUTRAL.get(name, ()), *neutral.get(name, ())):
             called = max_tokens_name if name == "max_tokens" else name
             why = reasons.get(name, ".")
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
     _check_alternatives(logprobs or 0, adapter.capabilities.top_logprobs, alternatives_name)
     for row in adapter.parameters:
         # Here and not only in the adapter, which does not know what the client called its limit.
-        if isinstance(asked[row.name], int | float):
+        if isinstance(asked[row.name], int | float) and asked[row.name] not in _NEUTRAL.get(row.name, ()):
             check_range(max_tokens_name if row.name == "max_tokens" else row.name, asked[row.name], row.datatype)
     return result
 
 
-def truncation(request: SamplingRequest) -> Truncation | None:
-    """Return what the prompt is to be cut to. Raises :class:`InvalidRequest` for a side of nothing, and for 0."""
+class Cut(Protocol):
+    """The fields of a request whose inputs can be cut."""
+
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None
+    truncation_side: Literal["left", "right"] | None
+
+
+def truncation(
+    request: Cut, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
+) -> Truncation | None:
+    """
+    Return what the prompt is to be cut to: on *side* unless the request says on which one.
+
+    *keeps_special* is whether special tokens stay where it does not. Raises :class:`InvalidRequest` for a side of
+    nothing, and for 0.
+    """
     if request.truncate_prompt_tokens is None:
         if request.truncation_side is not None:
             raise InvalidRequest(
@@ -252,7 +420,11 @@ def truncation(request: SamplingRequest) -> Truncation | None:
             param="truncate_prompt_tokens",
             code="invalid_value",
         )
-    return Truncation(tokens=request.truncate_prompt_tokens, side=request.truncation_side or "left")
+    return Truncation(
+        tokens=request.truncate_prompt_tokens,
+        side=request.truncation_side or side,
+        keeps_special=keeps_special and request.truncation_side is None,
+    )
 
 
 def priority(request: SamplingRequest, levels: int) -> int:
@@ -287,7 +459,7 @@ def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
     if request.return_token_ids and not adapter.capabilities.token_ids:
         raise UnsupportedParameter(
             "This model answers in text and does not tell its token ids; an engine answered token by token does"
-            " (--prefer-token-level).",
+            " (--prefer-token-level always).",
             param="return_token_ids",
         )
     return bool(request.return_token_ids)

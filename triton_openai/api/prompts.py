@@ -1,28 +1,52 @@
-"""The prompts of a completions request: texts or token ids, one or several."""
+"""The prompts of requests: what a completions request gives, and what a chat template makes of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
-from triton_openai.chat.infill import choose, recognise
+import msgspec
+
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.models import ServedModel
+from triton_openai.media.images import ImageReference
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts import offload
+from triton_openai.prompts.infill import choose, recognise
+from triton_openai.prompts.messages import ContentPart, Message, Rendering, is_image, marks
+from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.template import ChatTemplate
 
+# Most published templates are shorter. Compiling one of this size takes some tenths of a second.
+_LONGEST_TEMPLATE = 16 * 1024
+# Longer templates are compiled in a thread: compiling takes 1 µs per character and more.
+_INLINE_TEMPLATE = 1_000
 # As many as OpenAI takes inputs in one embeddings request; it documents no limit for prompts.
 _MAX_PROMPTS = 2048
 
 
-async def prompts_of(model: ServedModel, prompt: str | list[str | int | list[int]]) -> Sequence[str | Sequence[int]]:
+class Written(msgspec.Struct, frozen=True):
+    """A *text* to be sent for a prompt that the client wrote in another way: *shown* is its text."""
+
+    text: str
+    shown: str
+
+
+#: A prompt: a text to which the usual special tokens are added, or exactly these tokens.
+Prompt: TypeAlias = str | Sequence[int] | Written
+
+
+async def prompts_of(
+    model: ServedModel, prompt: str | list[str | int | list[int]], *, special: bool = True
+) -> Sequence[Prompt]:
     """
-    Return the prompts one by one, as the model takes them.
+    Return the prompts one by one, as the model takes them; *special* is whether special tokens are added to texts.
 
     A model that works on tokens takes token ids as they are. For the others they become text through the tokenizer, and
     only where the backend, tokenizing that text again, gets the same ids; else the prompt is refused: another prompt
     must not be answered in its place. Raises :class:`InvalidRequest` and :class:`UnsupportedParameter`.
     """
     items: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
-    if items and all(isinstance(item, int) for item in items):
+    if set(map(type, items)) == {int}:
         items = [items]
     if not items:
         raise InvalidRequest("'prompt' must not be an empty list.", param="prompt", code="invalid_value")
@@ -30,11 +54,13 @@ async def prompts_of(model: ServedModel, prompt: str | list[str | int | list[int
         raise InvalidRequest(
             f"'prompt' takes at most {_MAX_PROMPTS} prompts.", param="prompt", code="array_above_max_length"
         )
-    prompts: list[str | Sequence[int]] = []
+    prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, int):
             raise InvalidRequest("'prompt' must not mix token ids with prompts.", param="prompt", code="invalid_type")
-        if isinstance(item, str) or model.adapter.capabilities.tokens:
+        if isinstance(item, str):
+            prompts.append(item if special else await _alone(model, item))
+        elif model.adapter.capabilities.tokens:
             prompts.append(item)
         else:
             prompts.append(await _as_text(model, item))
@@ -42,8 +68,8 @@ async def prompts_of(model: ServedModel, prompt: str | list[str | int | list[int
 
 
 async def filled(
-    model: ServedModel, prompt: str | list[str | int | list[int]], suffix: str, *, echo: bool
-) -> Sequence[str | Sequence[int]]:
+    model: ServedModel, prompt: str | list[str | int | list[int]], suffix: str, *, echo: bool, special: bool = True
+) -> Sequence[Prompt]:
     """
     Return the prompts that ask for what stands between each of *prompt* and *suffix*.
 
@@ -56,7 +82,7 @@ async def filled(
         known = None if tokenizer is None else recognise(tokenizer)
         hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it." if known else ""
         raise UnsupportedParameter(
-            f"The model is not known to fill in the middle (--fim-template).{hint}", param="suffix"
+            f"The model is not known to fill in the middle (fim_template).{hint}", param="suffix"
         )
     if echo:
         raise UnsupportedParameter("'echo' cannot be used with 'suffix'.", param="echo")
@@ -64,10 +90,36 @@ async def filled(
     texts = [item for item in items if isinstance(item, str)]
     if len(texts) < len(items):
         raise UnsupportedParameter("'suffix' cannot be used with prompts as token ids.", param="suffix")
-    return await prompts_of(model, [form.render(text, suffix) for text in texts])
+    return await prompts_of(model, [form.render(text, suffix) for text in texts], special=special)
 
 
-async def _as_text(model: ServedModel, ids: list[int]) -> str:
+async def _alone(model: ServedModel, text: str) -> Prompt:
+    """Return *text* as a prompt to which no special token is added. Raises :class:`UnsupportedParameter`."""
+    hints, tokens = model.adapter.hints, model.adapter.capabilities.tokens
+    if not hints.adds_bos:
+        return text
+    tokenizer = (await model.prompter()).tokenizer
+    if tokenizer is not None:
+        ids = await tokenizer.encode_async(text)
+        if tokens:
+            return ids
+        for own in (text, text.removeprefix(tokenizer.special_tokens.get("bos_token", ""))):
+            if await tokenizer.encode_async(own, True) == ids:
+                return Written(own, text)
+    raise UnsupportedParameter(
+        "The model's backend adds special tokens to every text: 'add_special_tokens' can be false only for a prompt"
+        " that begins with just these.",
+        param="add_special_tokens",
+    )
+
+
+def outside(ids: Sequence[int], size: int) -> int | None:
+    """Return one of *ids* that a vocabulary of *size* lacks, if there is any. Fast: a prompt may have very many."""
+    lowest, highest = min(ids, default=0), max(ids, default=0)
+    return lowest if lowest < 0 else highest if highest >= size else None
+
+
+async def _as_text(model: ServedModel, ids: list[int]) -> Written:
     tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None:
         raise UnsupportedParameter(
@@ -78,14 +130,151 @@ async def _as_text(model: ServedModel, ids: list[int]) -> str:
     adds_bos = model.adapter.hints.adds_bos and tokenizer.adds_bos
     bos = tokenizer.token_id(tokenizer.special_tokens.get("bos_token", ""))
     own = ids[1:] if adds_bos and ids[0] == bos else ids
-    unknown = next((token for token in ids if not 0 <= token < tokenizer.vocab_size), None)
+    unknown = outside(ids, tokenizer.vocab_size)
     if unknown is not None:
         raise InvalidRequest(
             f"'prompt' holds {unknown}, which is no token of this model.", param="prompt", code="invalid_value"
         )
-    text = tokenizer.decode(own, skip_special_tokens=False)
+    text = await tokenizer.decode_async(own, skip_special_tokens=False)
     if await tokenizer.encode_async(text, adds_bos) != ids:
         raise UnsupportedParameter(
             "These token ids cannot be sent to the model as text without changing them.", param="prompt"
         )
-    return text
+    return Written(text, tokenizer.decode(ids, skip_special_tokens=False))
+
+
+class ChatPromptRequest(Protocol):
+    """The fields of a request that decide how its messages become a prompt."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    documents: list[dict[str, Any]] | None
+
+
+async def rendered_chat(
+    model: ServedModel,
+    request: ChatPromptRequest,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    images: Sequence[ImageReference] = (),
+    reasoning_effort: str | None = None,
+    trust_template: bool,
+) -> str:
+    """
+    Return *messages* as the chat template of *model*, or the request's own, renders them.
+
+    *tools* are those that the template shows; *images* are those in the messages; *trust_template* says whether
+    requests may bring a template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and
+    :class:`ConfigurationError` where the model has no template.
+    """
+    prompter = await model.prompter()
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidRequest(
+            "'continue_final_message' cannot be used together with 'add_generation_prompt'.",
+            param="continue_final_message",
+        )
+    if request.chat_template is not None:
+        prompter = await _with_template(prompter, request.chat_template, trusted=trust_template)
+    variables = dict(request.chat_template_kwargs or {})
+    rendering = Rendering(
+        tools=tools,
+        documents=request.documents,
+        add_generation_prompt=not request.continue_final_message and request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        variables=variables,
+    )
+    template = prompter.template_for(rendering)
+    if tools and "tools" not in template.variables:
+        raise UnsupportedParameter("The model's chat template does not take tools.", param="tools")
+    if reasoning_effort is not None:
+        if "reasoning_effort" not in prompter.template_for().variables:
+            raise UnsupportedParameter(
+                "The model's chat template does not take a 'reasoning_effort'.", param="reasoning_effort"
+            )
+        variables.setdefault("reasoning_effort", reasoning_effort)
+    if images:
+        found = marks(template, model.settings.image_placeholder, images[0].place)
+        rendering = msgspec.structs.replace(rendering, images=found)
+    return await prompter.render_async(messages, rendering)
+
+
+async def as_sent(model: ServedModel, prompt: str) -> str:
+    """Return a rendered *prompt* as the model's backend has to get it."""
+    prompter = await model.prompter()
+    tokenizer = prompter.tokenizer
+    if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
+        # The backend adds the same token once more.
+        return prompter.strip_bos(prompt)
+    return prompt
+
+
+async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> Prompter:
+    """Return *prompter* with the template *source* of a request."""
+    if not trusted:
+        raise UnsupportedParameter(
+            "A request's own chat template is not accepted: the operator of this service has to allow it "
+            "(--trust-request-chat-template).",
+            param="chat_template",
+        )
+    if len(source) > _LONGEST_TEMPLATE:
+        raise InvalidRequest(
+            f"'chat_template' may have {_LONGEST_TEMPLATE} characters at most, this one has {len(source)}.",
+            param="chat_template",
+            code="string_above_max_length",
+        )
+    template = await offload.run(
+        lambda: ChatTemplate(
+            source,
+            name="of the request",
+            special_tokens=prompter.template_variables,
+            param="chat_template",
+        ),
+        size=len(source),
+        threshold=_INLINE_TEMPLATE,
+    )
+    return prompter.with_template(template)
+
+
+# Levels of detail that clients may ask for. No backend takes one, so each of them is accepted and has no effect.
+_DETAILS = ("auto", "low", "high", "original")
+
+
+def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageReference]:
+    """
+    Return the images of *messages* in their order, not loaded yet.
+
+    Raises :class:`UnsupportedParameter` when *model* takes no images, :class:`InvalidRequest` for parts without a URL.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        if not isinstance(message.content, list):
+            continue
+        for index, part in enumerate(message.content):
+            if isinstance(part, ContentPart) and is_image(part):
+                place = f"messages[{number}].content[{index}]"
+                if not model.adapter.capabilities.images:
+                    raise UnsupportedParameter(
+                        f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
+                    )
+                found.append(ImageReference(f"{place}.image_url", _url(part, f"{place}.image_url")))
+    return found
+
+
+def _url(part: ContentPart, place: str) -> str:
+    given = part.image_url
+    if isinstance(given, dict):
+        detail = given.get("detail")
+        if detail is not None and detail not in _DETAILS:
+            raise InvalidRequest(
+                f"'detail' must be one of {', '.join(_DETAILS)}.", param=f"{place}.detail", code="invalid_value"
+            )
+        given = given.get("url")
+        place = f"{place}.url"
+    if given is None:
+        raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place, code="missing_required_parameter")
+    if not isinstance(given, str):
+        raise InvalidRequest(f"Invalid type for '{place}': expected a string.", param=place, code="invalid_type")
+    return given.strip()

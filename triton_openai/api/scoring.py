@@ -11,17 +11,19 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import mul
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.api.batches import answers_of
-from triton_openai.api.documented import Accepted
+from triton_openai.api.bodies import ModelRequest, json_response
+from triton_openai.api.context import RequestContext, begin
 from triton_openai.api.embeddings import count_inputs, embed
-from triton_openai.api.service import Service
-from triton_openai.chat import offload
-from triton_openai.chat.tokenizer import Tokenizer
+from triton_openai.api.fields import ABSENT, Accepted, OneText, Texts, TextsOrNull
+from triton_openai.api.parameters import check_size
+from triton_openai.api.service import Service, new_id, now
 from triton_openai.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -30,7 +32,9 @@ from triton_openai.errors import (
     UpstreamError,
 )
 from triton_openai.generation import EmbeddingJob, ScoreJob, ScoreResult
-from triton_openai.models import ServedModel
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts import offload
+from triton_openai.prompts.tokenizer import Tokenizer
 
 #: As many as an embeddings request takes.
 MAX_PAIRS = 2048
@@ -38,15 +42,15 @@ MAX_PAIRS = 2048
 _INLINE_PRODUCTS = 30_000
 
 Pairs = Sequence[tuple[str, str]]
+_Request = TypeVar("_Request", bound="ScoringRequest")
 
 
-class ScoringRequest(msgspec.Struct, kw_only=True):
+class ScoringRequest(ModelRequest, kw_only=True):
     """Base of both requests, with what vLLM's server takes beside the texts."""
 
-    model: str = ""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     use_activation: bool | None = None
-    user: Accepted = None
+    user: Accepted = ABSENT
     # In common use, and not honoured: refused unless neutral (see REFUSED).
     activation: Any = None
     softmax: Any = None
@@ -108,22 +112,14 @@ def texts_of(value: Any, place: str) -> list[str]:
     return [text_of(item, f"{place}[{index}]") for index, item in enumerate(value)]
 
 
-async def score(
-    service: Service,
-    model: ServedModel,
-    request: ScoringRequest,
-    job_id: str,
-    pairs: Pairs,
-    *,
-    param: str,
-    timeout: float | None,
-) -> ScoreResult:
+async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *, param: str) -> ScoreResult:
     """
-    Return the scores of *pairs*, whose documents the client calls *param*, within *timeout* seconds.
+    Return the scores of *pairs*, whose documents the client calls *param*.
 
     Raises :class:`InvalidRequest` for models that cannot score, :class:`UnsupportedParameter` for what they cannot be
     asked, and :class:`ServiceError` for what goes wrong upstream.
     """
+    model, request, timeout = context.model, context.body, context.limits.total
     capabilities = model.adapter.capabilities
     if not (capabilities.score or capabilities.embed):
         raise InvalidRequest(f"The model '{request.model}' scores no texts and makes no embeddings.", param="model")
@@ -132,7 +128,7 @@ async def score(
             "'truncate_prompt_tokens' is not supported with this model: it is given texts.",
             param="truncate_prompt_tokens",
         )
-    most = service.settings.server.max_body_size
+    most = context.service.settings.server.max_body_size
     if capabilities.score and sum(len(query) + len(document) for query, document in pairs) > most:
         # A long query and many documents are a short body, and a query is sent along with every document.
         raise InvalidRequest(
@@ -140,11 +136,8 @@ async def score(
             param=param,
             code="invalid_value",
         )
-    try:
-        result = await (_crossed if capabilities.score else _compared)(service, model, request, job_id, pairs, timeout)
-    except ContextLengthExceeded as error:
-        error.param = error.param or param
-        raise
+    method = _crossed if capabilities.score else _compared
+    result = await method(context.service, model, request, job_id, pairs, timeout)
     if not all(map(math.isfinite, result.scores)):
         raise UpstreamError("The model sent a score that is no number.")
     return result
@@ -158,7 +151,7 @@ async def _crossed(
     if request.use_activation is not None and not activated:
         raise UnsupportedParameter(
             "Whether this model's scores are activated is not known here: they are given as they are. (If they are "
-            "logits, say so with --score-activation.)",
+            "logits, say so with score_activation.)",
             param="use_activation",
         )
     adapter = model.adapter
@@ -188,9 +181,12 @@ async def _encoded(model: ServedModel, tokenizer: Tokenizer, request: ScoringReq
     if cut == -1:
         cut = longest or tokenizer.model_max_length
         if cut is None:
-            raise ConfigurationError(
+            raise UnsupportedParameter(
                 "How much the model takes is not known: give it with --max-model-len.", param="truncate_prompt_tokens"
             )
+    if cut is None and longest is not None:
+        for text in {text for pair in job.pairs for text in pair}:
+            check_size(text, tokenizer, longest)
     encoded = await tokenizer.encode_pairs_async(job.pairs, cut)
     most = max(len(pair.ids) for pair in encoded)
     if longest is not None and most > longest:
@@ -235,3 +231,158 @@ def _sigmoid(value: float) -> float:
         return 1 / (1 + math.exp(-value))
     grown = math.exp(value)
     return grown / (1 + grown)
+
+
+class RerankRequest(ScoringRequest, kw_only=True):
+    """
+    The request. Texts are strings, or objects with ``text``.
+
+    ``top_n`` is how many results to give; 0 is all. ``return_documents`` false leaves their texts out.
+    """
+
+    query: OneText
+    documents: Texts
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    return_documents: bool | None = None
+    # Cohere's and Jina's, and not honoured: refused.
+    rank_fields: Any = None
+    max_chunks_per_doc: Any = None
+    max_tokens_per_doc: Any = None
+
+
+RERANK_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    **REFUSED,
+    "rank_fields": (["text"],),
+    "max_chunks_per_doc": (),
+    "max_tokens_per_doc": (),
+}
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of a document."""
+
+    text: str
+
+
+class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One document's relevance."""
+
+    index: int
+    document: Document | msgspec.UnsetType = msgspec.UNSET
+    relevance_score: float
+
+
+class Reranked(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer; ``usage`` is left out where nobody counted."""
+
+    id: str
+    model: str
+    usage: ScoringUsage | msgspec.UnsetType = msgspec.UNSET
+    results: Sequence[RerankResult]
+
+
+async def handle_rerank(request: web.Request) -> web.StreamResponse:
+    """Order documents by how well they fit a query."""
+    context = await begin(request, RerankRequest, "rerank", refused=RERANK_REFUSED)
+    body, observation = context.body, context.observation
+    query, documents = text_of(body.query, "query"), texts_of(body.documents, "documents")
+    if not query:
+        raise InvalidRequest("'query' must not be empty.", param="query", code="invalid_value")
+    rerank_id = observation.response_id = new_id("rerank")
+    pairs = [(query, document) for document in documents]
+    async with context.admitted(param="documents"):
+        result = await score(context, rerank_id, pairs, param="documents")
+    observation.input_tokens = result.prompt_tokens
+    # Equal scores keep the order of their documents.
+    ranked = sorted(range(len(documents)), key=result.scores.__getitem__, reverse=True)
+    answer = Reranked(
+        id=rerank_id,
+        model=body.model,
+        usage=usage_of(result),
+        results=[
+            RerankResult(
+                index=index,
+                document=msgspec.UNSET if body.return_documents is False else Document(text=documents[index]),
+                relevance_score=result.scores[index],
+            )
+            for index in ranked[: body.top_n or None]
+        ],
+    )
+    return json_response(answer)
+
+
+#: What the two sides are called, in the order in which vLLM's server tries them.
+SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+
+
+class ScoreRequest(ScoringRequest, kw_only=True):
+    """The request: two sides under one pair of names (see :data:`SIDES`), each a text or several."""
+
+    queries: TextsOrNull = None
+    documents: TextsOrNull = None
+    items: TextsOrNull = None
+    data_1: TextsOrNull = None
+    data_2: TextsOrNull = None
+    text_1: TextsOrNull = None
+    text_2: TextsOrNull = None
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """The score of one pair."""
+
+    index: int
+    object: Literal["score"] = msgspec.field(name="object", default="score")
+    score: float
+
+
+class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer; ``usage`` is left out where nobody counted."""
+
+    id: str
+    object: Literal["list"] = msgspec.field(name="object", default="list")
+    created: int
+    model: str
+    data: Sequence[Score]
+    usage: ScoringUsage | msgspec.UnsetType = msgspec.UNSET
+
+
+async def handle_score(request: web.Request) -> web.StreamResponse:
+    """Score one text against each of several, or texts pair by pair."""
+    context = await begin(request, ScoreRequest, "score", refused=REFUSED)
+    body, observation = context.body, context.observation
+    pairs, second = _pairs(body)
+    score_id = observation.response_id = new_id("score")
+    async with context.admitted(param=second):
+        result = await score(context, score_id, pairs, param=second)
+    observation.input_tokens = result.prompt_tokens
+    answer = ScoreList(
+        id=score_id,
+        created=now(),
+        model=body.model,
+        data=[Score(index=index, score=value) for index, value in enumerate(result.scores)],
+        usage=usage_of(result),
+    )
+    return json_response(answer)
+
+
+def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
+    """Return the pairs, and what the client calls the second side. Raises :class:`InvalidRequest`."""
+    given = [name for name in dict.fromkeys(name for side in SIDES for name in side) if getattr(body, name) is not None]
+    names = next((side for side in SIDES if set(side) == set(given)), None)
+    if names is None:
+        known = ", ".join(f"'{first}' and '{second}'" for first, second in SIDES)
+        raise InvalidRequest(
+            f"Give the two sides under one pair of names: {known}.",
+            param=given[0] if given else SIDES[-1][0],
+            code="missing_required_parameter" if len(given) < 2 else "invalid_value",
+        )
+    first, second = (texts_of(getattr(body, name), name) for name in names)
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise InvalidRequest(
+            f"'{names[0]}' must be one text, or as many as '{names[1]}': there are {len(first)} and {len(second)}.",
+            param=names[0],
+            code="invalid_value",
+        )
+    return list(zip(first, second, strict=True)), names[1]

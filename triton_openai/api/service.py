@@ -3,55 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from aiohttp import web
 
-from triton_openai.api.biases import bias_words
-from triton_openai.api.limits import fit
-from triton_openai.background import Background
-from triton_openai.chat.tokenizer import Tokenizer
-from triton_openai.chat.truncation import Truncation, cut_ids, cut_text
+from triton_openai.access.keys import KEY
+from triton_openai.answer.logprobs import Scoring, score_prompts
+from triton_openai.answer.run import Background, Run
+from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.api.parameters import bias_words, check_size, fit, longest_prompt, size_of, too_long
+from triton_openai.api.prompts import Prompt, Written, outside
 from triton_openai.config import Settings
-from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
+from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, UnsupportedParameter
 from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
 from triton_openai.media.images import ImageLoader
-from triton_openai.model_control import ModelControl
-from triton_openai.models import Models, ServedModel
-from triton_openai.running import Run
-from triton_openai.scoring import Scoring, score_prompts
-from triton_openai.server.admission import Admission
-from triton_openai.telemetry.observation import Observation
-from triton_openai.time_limits import TimeLimits
+from triton_openai.models.control import ModelControl
+from triton_openai.models.served import Models, ServedModel
+from triton_openai.prompts import offload
+from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.truncation import Truncation, cut_ids, cut_text
+from triton_openai.serving.admission import Admission
+from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation
 from triton_openai.triton.client import TritonClient
 
 # Seeds fit every backend's integer: some take 32 bits, some refuse negative ones.
 _SEEDS = 2**31 - 256
 # Answers of one request: as many as it can have prompts.
 _MAX_RUNS = 2048
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# Words that are tokenized on the event loop: some ten microseconds each.
+_INLINE_WORDS = 20
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a request wants for each of its prompts: *n* answers under the ids that begin with *id*.
 
-    ``open_ended`` is whether the client left the length of the answer open, ``scored`` whether its cumulative log
-    probability is wanted, ``token_ids`` whether the ids of prompt and answer are. ``scoring`` asks for the log
-    probabilities of the prompt's tokens. ``truncation`` is what the prompts are cut to; ``priority`` is the request's
-    place in Triton's queue.
+    ``open_ended`` is whether the client left the length of the answer open, and ``most`` what the model's authors
+    recommend for that. ``scored`` is whether the answer's cumulative log probability is wanted, ``token_ids`` whether
+    the ids of prompt and answer are. ``scoring`` asks for the log probabilities of the prompt's tokens. ``truncation``
+    is what the prompts are cut to; ``priority`` is the request's place in Triton's queue. ``stream`` is whether the
+    client wants the answers bit by bit.
     """
 
     id: str
     sampling: Sampling
+    stream: bool = False
     n: int = 1
     guide: Guide | None = None
     open_ended: bool = False
+    most: int | None = None
     truncation: Truncation | None = None
     priority: int = 0
     images: tuple[Image, ...] = ()
@@ -86,7 +90,7 @@ class Service(msgspec.Struct, frozen=True):
     async def runs(
         self,
         model: ServedModel,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Sequence[Prompt],
         task: Task,
         *,
         limits: TimeLimits,
@@ -96,7 +100,8 @@ class Service(msgspec.Struct, frozen=True):
         Return the runs that answer *prompts*, not yet started: *n* for each, numbered prompt by prompt.
 
         Each answer of a prompt has a seed of its own. With the client's seed they follow from it, so the same request
-        gives the same answers; without one they are drawn, because a backend's own default may be the same every time.
+        gives the same answers. Without one they are drawn where there are several, and where the backend's own default
+        is the same for every request (``capabilities.fixed_seed``).
         A prompt may be token ids where the model takes them (``capabilities.tokens``): they go through unchanged.
         They stand in *observation* too. Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model
         that needs a tokenizer and has none.
@@ -109,7 +114,7 @@ class Service(msgspec.Struct, frozen=True):
                 code="invalid_value",
             )
         first = task.sampling.seed
-        if count > 1 and first is None:
+        if first is None and (count > 1 or model.adapter.capabilities.fixed_seed):
             first = secrets.randbelow(_SEEDS)
         tokenizer = (await model.prompter()).tokenizer
         single = len(prompts) * count == 1
@@ -118,16 +123,16 @@ class Service(msgspec.Struct, frozen=True):
             for place, prompt in enumerate(prompts):
                 prepared = await prepare(model, tokenizer, prompt, task)
                 fitted = await _fitted(model, tokenizer, prepared, task)
-                # Thousands of short prompts are as much work as a long one: others get their turn in between.
-                await asyncio.sleep(0)
                 for number in range(count):
+                    # Thousands of short prompts are as much work as a long one: others get their turn in between.
+                    await asyncio.sleep(0)
                     sampling = fitted
-                    if count > 1 and first is not None:
+                    if first is not None:
                         sampling = msgspec.structs.replace(sampling, seed=nth_seed(first, number))
                     generation = msgspec.structs.replace(
                         prepared, id=task.id if single else f"{task.id}-{place * count + number}", sampling=sampling
                     )
-                    runs.append(self._run(model, generation, tokenizer, limits))
+                    runs.append(self.run(model, generation, tokenizer, limits))
         observation.answers, observation.n, observation.response_id = runs, count, task.id
         if task.scoring is not None and tokenizer is not None:
             prepared_prompts = [run.generation for run in runs[::count]]
@@ -136,7 +141,8 @@ class Service(msgspec.Struct, frozen=True):
                 run.prompt_logprobs = scores[place // count]
         return runs
 
-    def _run(self, model: ServedModel, generation: Generation, tokenizer: Tokenizer | None, limits: TimeLimits) -> Run:
+    def run(self, model: ServedModel, generation: Generation, tokenizer: Tokenizer | None, limits: TimeLimits) -> Run:
+        """Return the run of one *generation*, not yet started."""
         return Run(
             model,
             generation,
@@ -155,11 +161,16 @@ def nth_seed(first: int, number: int) -> int:
     return (first + number) % _SEEDS
 
 
-async def prepare(
-    model: ServedModel, tokenizer: Tokenizer | None, prompt: str | Sequence[int], task: Task
-) -> Generation:
+async def prepare(model: ServedModel, tokenizer: Tokenizer | None, prompt: Prompt, task: Task) -> Generation:
     """Return the generation for one prompt of *task*: as text, or as token ids where the model takes those."""
+    written = None
+    if isinstance(prompt, Written):
+        written = prompt.shown
+        prompt = prompt.text
     capabilities = model.adapter.capabilities
+    limit = None if tokenizer is None else longest_prompt(model, tokenizer)
+    if tokenizer is not None and limit is not None and isinstance(prompt, str) and task.truncation is None:
+        check_size(prompt, tokenizer, limit)
     if capabilities.tokens:
         if tokenizer is None:
             raise ConfigurationError(
@@ -175,10 +186,11 @@ async def prepare(
                 "'truncate_prompt_tokens' needs the model's tokenizer, which is not configured.",
                 param="truncate_prompt_tokens",
             )
-        prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
+        cut = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
+        prompt, written = cut, written if cut == prompt else None
     echo = None
-    if capabilities.echoes and tokenizer is not None:
-        echo = tokenizer.decode(await tokenizer.encode_async(prompt))
+    if capabilities.echoes and tokenizer is not None and not (task.stream and capabilities.streaming):
+        echo = await tokenizer.decode_async(await tokenizer.encode_async(prompt))
     ids = None
     if task.token_ids:
         if tokenizer is None:
@@ -187,13 +199,17 @@ async def prepare(
                 param="return_token_ids",
             )
         ids = tuple(await tokenizer.encode_async(prompt, model.adapter.hints.adds_bos))
+    biases = task.sampling.logit_bias if capabilities.bias_words else ()
+    words = await offload.run(lambda: bias_words(tokenizer, biases), size=len(biases), threshold=_INLINE_WORDS)
     return Generation(
         id=task.id,
         prompt=prompt,
         sampling=task.sampling,
+        stream=task.stream,
         prompt_echo=echo,
+        written=written,
         prompt_ids=ids,
-        bias_words=bias_words(tokenizer, task.sampling.logit_bias) if capabilities.bias_words else (),
+        bias_words=words,
         scored=task.scored,
         token_ids=task.token_ids,
         guide=task.guide,
@@ -214,15 +230,27 @@ def _truncation(model: ServedModel, task: Task) -> Truncation | None:
 
 
 async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: Generation, task: Task) -> Sampling:
-    """Return the sampling of *generation* within the model's context, where that and the tokenizer are known."""
+    """
+    Return the sampling of *generation* within the model's context, where that and the tokenizer are known.
+
+    Where only a bound on prompts is known, nothing changes for prompts within it.
+    """
     limit = model.settings.max_model_len
-    if limit is None or tokenizer is None:
+    longest = None if tokenizer is None else longest_prompt(model, tokenizer)
+    if tokenizer is None or longest is None:
+        return generation.sampling
+    if limit is None and generation.prompt_ids is None and size_of(generation.prompt) <= longest:
+        # No more tokens than bytes: there is nothing to count.
         return generation.sampling
     if generation.prompt_ids is not None:
         count = len(generation.prompt_ids)
     else:
         count = await tokenizer.count_async(generation.prompt, model.adapter.hints.adds_bos)
-    return fit(generation.sampling, prompt_tokens=count, limit=limit, open_ended=task.open_ended)
+    if limit is None:
+        if count > longest:
+            raise too_long(count, longest)
+        return generation.sampling
+    return fit(generation.sampling, prompt_tokens=count, limit=limit, open_ended=task.open_ended, most=task.most)
 
 
 async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequence[int], task: Task) -> Generation:
@@ -230,37 +258,42 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
     truncation = _truncation(model, task)
     if isinstance(prompt, str):
         # A chat's template has written the special tokens itself; where the tokenizer adds them, they were taken off.
-        if truncation is not None:
+        if truncation is not None and truncation.keeps_special:
             prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
         ids = await tokenizer.encode_async(prompt, model.adapter.hints.adds_bos)
+        if truncation is not None and len(ids) > truncation.tokens:
+            ids = list(cut_ids(ids, truncation))
+            prompt = await tokenizer.decode_async(ids, skip_special_tokens=False)
     else:
         ids = list(prompt if truncation is None else cut_ids(prompt, truncation))
-        outside = next((number for number in ids if not 0 <= number < size), None)
-        if outside is not None:
+        unknown = outside(ids, size)
+        if unknown is not None:
             raise InvalidRequest(
-                f"'prompt' holds the token id {outside}, and the model has {size} tokens.",
+                f"'prompt' holds the token id {unknown}, and the model has {size} tokens.",
                 param="prompt",
                 code="invalid_value",
             )
     if not ids:
         raise InvalidRequest("The prompt is empty: there is nothing to continue.", param="prompt", code="invalid_value")
     pad = tokenizer.special_tokens.get("pad_token")
+    # As vLLM does it: the same word has other ids at the start of a text and within it.
+    forms = [form for word in task.sampling.bad_words for form in (word, f" {word}")]
     return Generation(
         id=task.id,
-        prompt=prompt if isinstance(prompt, str) else tokenizer.decode(ids, skip_special_tokens=False),
+        prompt=prompt if isinstance(prompt, str) else await tokenizer.decode_async(ids, skip_special_tokens=False),
         prompt_ids=tuple(ids),
         vocabulary=Vocabulary(
             size=size,
             end_ids=tokenizer.eos_token_ids,
             pad_id=None if pad is None else tokenizer.token_id(pad),
         ),
-        # As vLLM does it: the same word has other ids at the start of a text and within it.
-        bad_word_ids=tuple(
-            dict.fromkeys(
-                tuple(tokenizer.encode(form)) for word in task.sampling.bad_words for form in (word, f" {word}")
-            )
+        bad_word_ids=await offload.run(
+            lambda: tuple(dict.fromkeys(tuple(tokenizer.encode(form)) for form in forms)),
+            size=len(forms),
+            threshold=_INLINE_WORDS,
         ),
         sampling=task.sampling,
+        stream=task.stream,
         scored=task.scored,
         token_ids=task.token_ids,
         guide=task.guide,
@@ -271,18 +304,11 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
 
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
-REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
 def service_of(request: web.Request) -> Service:
     """Return the service of the application that serves *request*."""
     return request.app[SERVICE]
-
-
-def request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's ``x-request-id`` if it is one that can go into headers and logs, else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def new_id(prefix: str) -> str:
@@ -293,3 +319,46 @@ def new_id(prefix: str) -> str:
 def now() -> int:
     """Return the time as OpenAI's ``created`` has it: whole seconds since the epoch."""
     return int(time.time())
+
+
+def may_use(request: web.Request, model: str) -> bool:
+    """Return whether the model that clients call *model* is there for *request*."""
+    key = request.get(KEY)
+    return key is None or key.allows(model)
+
+
+def check_may_manage(request: web.Request) -> None:
+    """Raise :class:`ManagementDisabled` where the request's key may not load and unload models."""
+    key = request.get(KEY)
+    if key is not None:
+        key.check_may_manage()
+
+
+def check_opens_everything(request: web.Request) -> None:
+    """Raise :class:`KeyNotSufficient` where the request's key opens certain models only."""
+    key = request.get(KEY)
+    if key is not None:
+        key.check_opens_everything()
+
+
+def observe(request: web.Request, operation: str, *, model: ServedModel, stream: bool = False) -> Observation:
+    """Record the operation and the model of *request*, and return its record."""
+    observation = request[OBSERVATION]
+    observation.identify(operation, model=model.name, adapter=model.adapter.name, stream=stream)
+    observation.response_model = model.answers_as
+    request.app[OBSERVERS].identified(observation)
+    return observation
+
+
+async def find_model(request: web.Request, name: str) -> ServedModel:
+    """
+    Return the served model called *name*, or the default one where that is empty.
+
+    Raises :class:`ModelNotFound`, also for a model that the request's key does not open, which for it is not there;
+    and :class:`UpstreamUnavailable` when Triton does not answer or the model is not ready.
+    """
+    models = service_of(request).models
+    name = models.wanted(name)
+    if not may_use(request, name):
+        raise ModelNotFound(name, hidden=True)
+    return await models.find(name)

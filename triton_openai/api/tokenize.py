@@ -12,28 +12,28 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.access import model_of
-from triton_openai.api.bodies import read_json
-from triton_openai.api.chat_prompt import PromptOptions, rendered
-from triton_openai.api.documented import Tool
-from triton_openai.api.service import service_of
+from triton_openai.api.bodies import ModelRequest, json_response
+from triton_openai.api.context import read_request
+from triton_openai.api.fields import Tool
+from triton_openai.api.prompts import outside, rendered_chat
 from triton_openai.api.tools import plan
-from triton_openai.chat.messages import Message
-from triton_openai.chat.prompts import Prompter
-from triton_openai.chat.tokenizer import Tokenizer
 from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.prompts import offload
+from triton_openai.prompts.messages import Message
+from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.tokenizer import Tokenizer
 
-_encode = msgspec.json.Encoder().encode
+# Tokens whose texts are made on the event loop: a microsecond or two each.
+_INLINE_TOKENS = 500
 
 
-class TokenizeRequest(msgspec.Struct, kw_only=True):
+class TokenizeRequest(ModelRequest, kw_only=True):
     """
     Either a ``prompt`` or ``messages``.
 
     Special tokens are added to a prompt unless told otherwise, and not to messages, whose template writes its own.
     """
 
-    model: str = ""
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
@@ -47,7 +47,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens; ``max_model_len`` is null where it is not known."""
+    """
+    The tokens; ``token_strs`` is how the vocabulary writes them, and ``max_model_len`` is null where it is not known.
+    """
 
     count: int
     max_model_len: int | None
@@ -55,10 +57,9 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(msgspec.Struct, kw_only=True):
+class DetokenizeRequest(ModelRequest, kw_only=True):
     """Token ids."""
 
-    model: str = ""
     tokens: list[Annotated[int, Meta(ge=0)]]
 
 
@@ -70,9 +71,7 @@ class DetokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(request: web.Request) -> web.Response:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
-    service = service_of(request)
-    body = await read_json(request, TokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await model_of(request, body)
+    service, body, model = await read_request(request, TokenizeRequest)
     prompter = await model.prompter()
     tokenizer = _tokenizer(prompter)
     if (body.prompt is None) == (body.messages is None):
@@ -80,10 +79,10 @@ async def tokenize(request: web.Request) -> web.Response:
     # Looked at with a prompt too, which has no use for them: what is wrong is wrong.
     tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     if body.messages is not None:
-        text = await rendered(
-            prompter,
+        text = await rendered_chat(
+            model,
+            body,
             body.messages,
-            PromptOptions.of(body),
             tools=tools.prompt,
             trust_template=service.settings.api.trust_request_chat_template,
         )
@@ -92,24 +91,28 @@ async def tokenize(request: web.Request) -> web.Response:
         text = body.prompt or ""
         special = body.add_special_tokens is not False
     tokens = await tokenizer.encode_async(text, special)
-    strings = [tokenizer.decode([token], False) for token in tokens] if body.return_token_strs else None
-    answer = TokenizeAnswer(
-        count=len(tokens), max_model_len=model.settings.max_model_len, tokens=tokens, token_strs=strings
+    wanted = tokens if body.return_token_strs else ()
+    strings = await offload.run(
+        lambda: [tokenizer.vocabulary_string(token) for token in wanted], size=len(wanted), threshold=_INLINE_TOKENS
     )
-    return web.Response(body=_encode(answer), content_type="application/json")
+    answer = TokenizeAnswer(
+        count=len(tokens),
+        max_model_len=model.settings.max_model_len,
+        tokens=tokens,
+        token_strs=strings if body.return_token_strs else None,
+    )
+    return json_response(answer)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
-    service = service_of(request)
-    body = await read_json(request, DetokenizeRequest, strict=service.settings.api.strict_parameters)
-    model = await model_of(request, body)
+    _, body, model = await read_request(request, DetokenizeRequest)
     tokenizer = _tokenizer(await model.prompter())
-    unknown = next((token for token in body.tokens if token >= tokenizer.vocab_size), None)
+    unknown = outside(body.tokens, tokenizer.vocab_size)
     if unknown is not None:
         raise InvalidRequest(f"{unknown} is not a token of this model.", param="tokens", code="invalid_value")
-    answer = DetokenizeAnswer(prompt=tokenizer.decode(body.tokens, False))
-    return web.Response(body=_encode(answer), content_type="application/json")
+    answer = DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False))
+    return json_response(answer)
 
 
 def _tokenizer(prompter: Prompter) -> Tokenizer:

@@ -13,9 +13,49 @@ from typing import Any, Literal
 
 import msgspec
 
-from triton_openai.api.schemas import calls_schema
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide
+
+
+def calls_schema(schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool) -> dict[str, Any]:
+    """
+    Return the schema of a list of at least one call, each ``{"name": …, "parameters": {…}}`` with its tool's schema.
+
+    Each tool's schema becomes a definition as a whole, and the references inside it, which count from the root, are
+    moved along with it. Raises ``RecursionError`` for schemas nested beyond reason.
+    """
+    definitions: dict[str, Any] = {}
+    variants = []
+    for number, (name, schema) in enumerate(schemas.items()):
+        # Not the tool's name: what stands in a reference has to be free of slashes.
+        root = f"#/$defs/tool{number}"
+        definitions[f"tool{number}"] = _moved(schema, root)
+        variants.append(
+            {
+                "type": "object",
+                "properties": {"name": {"type": "string", "enum": [name]}, "parameters": {"$ref": root}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    result: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": variants}, "$defs": definitions}
+    if not parallel:
+        result["maxItems"] = 1
+    return result
+
+
+def _moved(node: Any, root: str) -> Any:
+    """Return *node* with the references that count from its schema's root counting from *root*."""
+    if isinstance(node, list):
+        return [_moved(item, root) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    moved = {key: _moved(value, root) for key, value in node.items()}
+    reference = node.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
 
 _encode = msgspec.json.Encoder().encode
 # Wider than OpenAI's [a-zA-Z0-9_-]{1,64}: names of MCP servers have dots, slashes and colons.
@@ -104,9 +144,10 @@ def plan(
         return ToolPlan()
     if mode == "named":
         return ToolPlan(prompt=listed, schemas=schemas, mode=mode, name=chosen[0], legacy=legacy, parallel=False)
+    allowed = {name: schemas[name] for name in chosen}
     return ToolPlan(
-        prompt=[tool for tool in listed if tool["function"]["name"] in chosen],
-        schemas={name: schemas[name] for name in chosen},
+        prompt=[tool for tool in listed if tool["function"]["name"] in allowed],
+        schemas=allowed,
         mode=mode,
         legacy=legacy,
         parallel=parallel is not False and not legacy,

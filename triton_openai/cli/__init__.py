@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from triton_openai.cli.arguments import DEFAULTS, parse
 from triton_openai.config import config_file, load_settings
+from triton_openai.config.reload import Source
 from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.reload import Source
 from triton_openai.telemetry.logging import configure_logging
 
 __all__ = ["main"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,7 +13,7 @@ import msgspec
 from triton_openai import __version__
 from triton_openai.config import Option, Settings, options, options_by_name
 from triton_openai.config.options import bare_type
-from triton_openai.config.sources import closest
+from triton_openai.config.sources import closest, refuse_if_file_only
 from triton_openai.errors import ConfigurationError
 
 _COMMANDS = {
@@ -22,9 +23,10 @@ _COMMANDS = {
 }
 
 _EPILOG = (
-    "Every option can also be set in the environment (--triton-url as TRITON_OPENAI_TRITON_URL) and in the YAML "
-    "file that --config names. Flags come before the environment, the environment before the file."
+    "Every option can also be set in the environment (--triton-url as TRITON_OPENAI_TRITON_URL) and in the YAML file "
+    "(as triton.url). Flags come before the environment, the environment before the file."
 )
+_MORE = "More options: --help-all. More settings, in the YAML file only: docs/configuration.md. "
 
 # Where a command's defaults are not the general ones: these two say in their own words what happens.
 DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
@@ -35,21 +37,15 @@ _TRITON_ACCESS = frozenset(option.name for option in options() if option.section
 # What a command has no use for: the demo brings its own Triton, and inspecting serves nothing.
 _LEFT_OUT = {
     "serve": frozenset[str](),
-    "demo": frozenset(
-        {"triton-url", "model-repository", "workers", "worker-timeout", "load-model", *_TLS, *_TRITON_ACCESS}
-    ),
+    "demo": frozenset({"triton-url", "model-repository", "workers", "load-model", *_TLS, *_TRITON_ACCESS}),
     "inspect": frozenset(
         {
-            *("host", "port", "backlog", "max-body-size", "heartbeat-interval", "shutdown-grace"),
-            *("workers", "worker-timeout", "shutdown-delay"),
-            *("first-token-timeout", "idle-timeout", "request-timeout", "stream-timeout"),
-            *("refresh-interval", "stop-requests", "max-running-requests", "max-running-requests-per-model"),
-            *("max-queued-requests", "queue-timeout", "max-loop-lag"),
-            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "kserve-allow"),
-            *("model-repository", "strict-parameters", "model-control-mode", "load-model", "unload-grace"),
-            *("metrics", "vllm-metrics", "relay-triton-metrics", "triton-metrics-url"),
-            *(option.name for option in options() if option.section in ("access", "limits")),
-            *("otlp-endpoint", "otlp-protocol", "continue-traces"),
+            *("host", "port", "max-body-size", "shutdown-grace", "workers", "shutdown-delay", "request-timeout"),
+            *("max-running-requests", "max-running-requests-per-model", "max-queued-requests"),
+            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port"),
+            *("model-repository", "model-control-mode", "load-model"),
+            *("vllm-metrics", "relay-triton-metrics", "triton-metrics-url", "otlp-endpoint"),
+            *(option.name for option in options() if option.section == "access"),
             *_TLS,
         }
     ),
@@ -92,8 +88,8 @@ def parse(arguments: Sequence[str]) -> Parsed:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser for all commands."""
+def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
+    """Return the parser for all commands. Its help shows the common flags, or *everything*."""
     parser = _Parser(
         prog="triton-openai",
         description="The OpenAI API in front of NVIDIA Triton Inference Server.",
@@ -102,7 +98,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"triton-openai {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, purpose in _COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose, epilog=_EPILOG, allow_abbrev=False)
+        command = commands.add_parser(
+            name,
+            usage="%(prog)s [OPTION]...",
+            description=purpose,
+            help=purpose,
+            epilog=_EPILOG if everything else _MORE + _EPILOG,
+            allow_abbrev=False,
+            formatter_class=_Formatter,
+        )
+        command.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show every option and exit.")
         command.add_argument(
             "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of the settings."
         )
@@ -110,27 +115,47 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="Print JSON.")
         if name == "demo":
             command.add_argument("--once", action="store_true", help="End after the first answer.")
-        _add_settings(command, _LEFT_OUT[name], DEFAULTS.get(name, {}))
+        _add_settings(command, _LEFT_OUT[name], DEFAULTS.get(name, {}), everything=everything)
     return parser
 
 
-def _add_settings(command: argparse.ArgumentParser, left_out: frozenset[str], defaults: Mapping[str, Any]) -> None:
+class _Formatter(argparse.HelpFormatter):
+    """Leaves room for a flag and its value on the line of the explanation."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with all flags."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        build_parser(everything=True).parse_args([parser.prog.split()[-1], "--help"])
+        raise SystemExit(0)
+
+
+def _add_settings(
+    command: argparse.ArgumentParser, left_out: frozenset[str], defaults: Mapping[str, Any], *, everything: bool
+) -> None:
     groups: dict[str, Any] = {}
     for option in options():
-        if option.name in left_out:
+        if option.name in left_out or option.file_only:
             continue
         # Aliases belong to single models, and their group in the help is that of the models.
         section = "defaults" if option.is_alias else option.section
         if section not in groups:
-            groups[section] = command.add_argument_group(_title(section), _about(section))
-        groups[section].add_argument(
-            option.flag, dest=option.name, **_keywords(option, defaults.get(option.name, option.default))
-        )
+            groups[section] = command.add_argument_group(_title(section), _about(section) if everything else None)
+        keywords = _keywords(option, defaults.get(option.name, option.default), everything=everything)
+        groups[section].add_argument(option.flag, dest=option.name, **keywords)
+    if everything:
+        keys = ", ".join(option.key for option in options() if option.file_only)
+        command.add_argument_group("only in the YAML file", f"{keys}. See docs/configuration.md.")
 
 
-def _keywords(option: Option, default: Any) -> dict[str, Any]:
+def _keywords(option: Option, default: Any, *, everything: bool) -> dict[str, Any]:
+    text = _help(option, default, everything=everything) if everything or option.common else argparse.SUPPRESS
     # Values stay text here: converting and checking them is the same work for every source.
-    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(option, default)}
+    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if option.is_switch:
         return {**keywords, "action": argparse.BooleanOptionalAction}
     if option.is_list or option.per_model:
@@ -138,11 +163,13 @@ def _keywords(option: Option, default: Any) -> dict[str, Any]:
     if option.words:
         keywords["nargs"] = len(option.words)
     choices = f"{{{','.join(option.choices)}}}" if option.choices else None
-    return {**keywords, "metavar": option.metavar or choices or option.name.rpartition("-")[2].upper()}
+    metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
+    return {**keywords, "metavar": f"[MODEL=]{metavar}" if option.per_model else metavar}
 
 
-def _help(option: Option, default: Any) -> str:
-    text = option.help.replace("%", "%%")
+def _help(option: Option, default: Any, *, everything: bool) -> str:
+    text = option.help if everything else re.split(r"(?<=[.;]) ", option.help)[0].replace(";", ".")
+    text = text.replace("%", "%%")
     if option.is_switch:
         return f"{text} (default: {'on' if default else 'off'})"
     if default in (None, ()):
@@ -173,7 +200,10 @@ def _unknown(argument: str, command: str) -> str:
     if not argument.startswith("-"):
         return f"`triton-openai {command}` takes options only, and {argument!r} is none."
     flag = argument.partition("=")[0]
-    known = [option.flag for option in options() if option.name not in _LEFT_OUT[command]]
-    if flag in {option.flag for option in options()}:
-        return f"`triton-openai {command}` has no {flag}. See triton-openai {command} --help."
-    return f"{flag} is not an option of `triton-openai {command}`.{closest(flag, known)}"
+    known = {option.flag: option for option in options()}
+    option = known.get(flag) or known.get(flag.replace("--no-", "--", 1))
+    if option is None:
+        usable = [one.flag for one in known.values() if not one.file_only and one.name not in _LEFT_OUT[command]]
+        return f"{flag} is not an option of `triton-openai {command}`.{closest(flag, usable)}"
+    refuse_if_file_only(option, flag)
+    return f"`triton-openai {command}` has no {flag}. See triton-openai {command} --help."

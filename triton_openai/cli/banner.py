@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from triton_openai import __version__
 from triton_openai.config import Settings
-from triton_openai.models import Models
-from triton_openai.telemetry.logging import get_logger
+from triton_openai.models.served import Models, ServedModel
 
-_log = get_logger(__name__)
+_log = structlog.get_logger(__name__)
 # Tenths of a second that a Triton which says it is ready gets to show its models.
 _LOOKS = 100
+# Longest time that the banner waits for tokenizers and templates, which are loaded in the background.
+_CHECK_SECONDS = 10.0
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the banner; without an *adapter* for a model that is not ready."""
+    """
+    One line of the banner; without an *adapter* for a model that is not ready.
+
+    *chat* is whether chats work, ``None`` for a model that takes none and while its tokenizer is being loaded;
+    *problem* is why they do not.
+    """
 
     name: str
     adapter: str | None = None
     state: str
+    tasks: tuple[str, ...] = ()
+    chat: bool | None = None
+    problem: str | None = None
     aliases: tuple[str, ...] = ()
 
 
@@ -55,9 +66,15 @@ def render_banner(banner: Banner, log_format: str) -> str:
     lines.append("")
     if banner.models:
         lines += table(
-            ["MODEL", "ADAPTER", "STATE", "ALSO AS"],
-            [[model.name, model.adapter or "", model.state, ", ".join(model.aliases)] for model in banner.models],
-        )
+            ["MODEL", "ADAPTER", "TASKS", "CHAT", "STATE", "ALSO AS"],
+            [
+                [model.name, model.adapter or "", ", ".join(model.tasks), _chat(model), model.state,
+                 ", ".join(model.aliases)]
+                for model in banner.models
+            ],
+        )  # fmt: skip
+        problems = [f"  {model.name} cannot chat: {model.problem}" for model in banner.models if model.problem]
+        lines += ["", *problems] if problems else []
     elif banner.triton_answers:
         lines.append(
             "  No model that can be served yet; `triton-openai inspect` says why. New ones are found by themselves."
@@ -96,6 +113,17 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def _problem(model: ServedModel) -> str | None:
+    problem = model.lazy_prompter.problem
+    return None if problem is None or "generate" not in model.tasks else problem.message
+
+
+def _chat(model: ModelLine) -> str:
+    if "generate" not in model.tasks:
+        return ""
+    return "loading" if model.chat is None else "yes" if model.chat else "no"
+
+
 async def banner_of(settings: Settings, models: Models, address: str, *, wait_for_model: bool) -> Banner:
     """
     Return the banner once the first discovery has ended, whether or not Triton answered.
@@ -108,6 +136,9 @@ async def banner_of(settings: Settings, models: Models, address: str, *, wait_fo
             break
         await models.catalog.refresh()
         await asyncio.sleep(0.1)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CHECK_SECONDS):
+            await asyncio.gather(*(model.lazy_prompter.checked.wait() for model in models.served.values()))
     aliases = settings.aliases()
     snapshot = models.catalog.snapshot
     served = [
@@ -115,6 +146,9 @@ async def banner_of(settings: Settings, models: Models, address: str, *, wait_fo
             name=name,
             adapter=model.adapter.name,
             state="ready",
+            tasks=model.tasks,
+            chat=model.can_chat,
+            problem=_problem(model),
             aliases=tuple(alias for alias, target in aliases.items() if target == name),
         )
         for name, model in sorted(models.served.items())

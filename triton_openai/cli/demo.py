@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import tempfile
@@ -13,15 +12,13 @@ import aiohttp
 import msgspec
 
 from triton_openai.cli.banner import Banner
-from triton_openai.cli.serve import Talk, serve_until_stopped
-from triton_openai.cli.sockets import listening_sockets
-from triton_openai.cli.stopping import run_loop
+from triton_openai.cli.serve import Talk, run_loop, serve_until_stopped
 from triton_openai.config import AccessSettings, Settings
 from triton_openai.config.tls import TlsSettings, TritonAccess
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
-from triton_openai.supervisor import LaunchedTriton
-from triton_openai.triton.trace_options import trace_options
+from triton_openai.serving.sockets import listening_sockets
+from triton_openai.tritonserver.supervisor import LaunchedTriton, trace_options
 
 _QUESTION = "What is the Triton Inference Server?"
 _PREFERRED_MODEL = "ensemble"
@@ -118,7 +115,7 @@ async def _ask(base_url: str, model: str, headers: Mapping[str, str]) -> str | N
                     return str(chunk["error"]["message"])
                 for choice in chunk["choices"]:
                     print(choice["delta"].get("content") or "", end="", flush=True)
-    except asyncio.TimeoutError:  # not yet the built-in one in Python 3.10
+    except TimeoutError:
         return f"No answer within {_ANSWER_SECONDS} s."
     except aiohttp.ClientError as error:
         return f"No answer: {error}"

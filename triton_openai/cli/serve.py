@@ -4,37 +4,135 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import resource
+import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import structlog
 from aiohttp import web
 
+from triton_openai.access.guard import RELAY_DOOR
 from triton_openai.api.service import SERVICE
 from triton_openai.app import control_of, create_app, models_of, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
-from triton_openai.cli.descriptors import raise_limit
-from triton_openai.cli.launching import supervised, to_be_launched
-from triton_openai.cli.reloading import reloading
-from triton_openai.cli.sockets import address_of, listening_sockets
-from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
 from triton_openai.config import Settings
-from triton_openai.draining import DRAINING, first_of
-from triton_openai.kserve import FRONTENDS, start_frontends
-from triton_openai.reload import Reloader, Source
-from triton_openai.server.connections import Connection, Site
-from triton_openai.server.relay_door import RELAY_DOOR
-from triton_openai.supervisor import LaunchedTriton
-from triton_openai.tls import server_context
-from triton_openai.worker import WORKER, Worker
+from triton_openai.config.reload import Reloader, Source, reloading
+from triton_openai.config.tls import server_context
+from triton_openai.config.worker import WORKER, Worker
+from triton_openai.models.draining import DRAINING, first_of
+from triton_openai.serving.connections import HttpServer
+from triton_openai.serving.sockets import address_of, listening_sockets
+from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.triton.relay.frontends import FRONTENDS, start_frontends
+from triton_openai.tritonserver.supervisor import LaunchedTriton, Supervisor, trace_options
+
+# Enough for every stream that one process can carry. Not more: some programs walk over all that there might be.
+_ENOUGH = 65_536
+
+
+def raise_limit() -> None:
+    """
+    Raise this process's limit of open files, which is 1024 on most systems, to as many as it may have.
+
+    The lower one is kept by systems for programs that wait with ``select``, which this one does not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+log = structlog.get_logger(__name__)
+
+
+class Stop:
+    """
+    Whether the service has been *asked* to end, and whether whoever asked is in a hurry (*hurried*).
+
+    *notice* is whether load balancers get time to notice: a person at a terminal has none to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = asyncio.Event()
+        self.notice = False
+
+    def ask(self, why: str, *, notice: bool) -> None:
+        """Begin the end, unless it has begun."""
+        if not self.asked.is_set():
+            log.info("stopping", why=why)
+            self.notice = notice
+            self.asked.set()
+
+    def hurry(self) -> None:
+        """Cut waiting short."""
+        self.asked.set()
+        self.hurried.set()
+
+
+@contextlib.contextmanager
+def told_by_signals(stop: Stop, *, insist: bool = True) -> Iterator[None]:
+    """
+    Let SIGTERM and SIGINT begin the end; a second one hurries it, a third one breaks it off.
+
+    A worker lets nobody *insist*: service managers send their signals to every process, and what its parent passes on
+    would be the second.
+    """
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+
+    def tell(number: signal.Signals) -> None:
+        if not stop.asked.is_set():
+            stop.ask(number.name, notice=number == signal.SIGTERM)
+        elif insist and not stop.hurried.is_set():
+            stop.hurry()
+        elif insist and main is not None:
+            main.cancel()
+
+    with contextlib.ExitStack() as handled:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            handled.enter_context(handled_signal(loop, number, lambda number=number: tell(number)))  # type: ignore[misc]
+        yield
+
+
+@contextlib.contextmanager
+def handled_signal(
+    loop: asyncio.AbstractEventLoop, number: signal.Signals, handle: Callable[[], None]
+) -> Iterator[None]:
+    """Call *handle* in *loop* whenever signal *number* comes."""
+    loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(number)
+
+
+def run_loop(main: Coroutine[Any, Any, int]) -> int:
+    """Run *main* on uvloop where that is installed, otherwise on asyncio's own loop."""
+    try:
+        import uvloop  # there is none for some platforms
+    except ImportError:
+        run: Callable[[Coroutine[Any, Any, int]], int] = asyncio.run
+    else:
+        run = uvloop.run
+    try:
+        return run(main)
+    except asyncio.CancelledError:
+        # A third signal: whoever sent it did not want to wait for anything.
+        return 130
+
 
 # What happens after the banner, and what the process's exit status then is; None: go on serving.
 Talk = Callable[[Banner], Awaitable[int | None]]
 
-# Connections that were accepted last may not have had the time to send their request: how long they have, and how often
-# it is looked whether they needed it.
+# How long clients that connected last have for their request, and how often it is looked whether one has not sent it.
 _LAST_REQUESTS_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
 
@@ -70,19 +168,13 @@ async def serve_until_stopped(
 
     # Left in the opposite order: requests in flight still have their Triton while the service drains.
     with told_by_signals(stop):
-        async with supervised(settings, launched) as supervision:
-            ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.asked.wait())]
-            started: asyncio.Event | None = None
-            if supervision is not None:
-                supervisor, running = supervision
-                ends.append(running)
-                started = supervisor.started
-                if talk is not None:
-                    # Somebody looks on: one thing after the other, without complaints about a Triton that is not there
-                    # yet.
-                    waiting = asyncio.create_task(started.wait())
-                    await asyncio.wait([waiting, *ends], return_when=asyncio.FIRST_COMPLETED)
-                    waiting.cancel()
+        async with supervised(settings, launched) as (ends, started):
+            ends.append(asyncio.create_task(stop.asked.wait()))
+            if started is not None and talk is not None:
+                # Somebody looks on: one thing after the other, without complaints about a Triton that is not there yet.
+                waiting = asyncio.create_task(started.wait())
+                await asyncio.wait([waiting, *ends], return_when=asyncio.FIRST_COMPLETED)
+                waiting.cancel()
             async with listening(adapted(settings), sockets, stop) as app:
                 address = address_of(settings.server, sockets[0], scheme)
                 greeting = asyncio.create_task(_greet(adapted(settings), app, address, started, talk))
@@ -133,20 +225,17 @@ async def banner_for(settings: Settings, app: web.Application, address: str, *, 
 
 @contextlib.asynccontextmanager
 async def listening(
-    settings: Settings, sockets: Sequence[socket.socket], stop: Stop, worker: Worker | None = None
+    settings: Settings,
+    sockets: Sequence[socket.socket],
+    stop: Stop,
+    worker: Worker | None = None,
+    shared: SharedClient | None = None,
 ) -> AsyncIterator[web.Application]:
     """Yield the application, running and listening; end it in order, as *stop* says."""
-    app = create_app(settings, worker=worker)
-    tls = server_context(settings.tls)
+    app = create_app(settings, worker=worker, shared=shared)
     frontends = app[FRONTENDS] = []
-    runner = web.AppRunner(
-        app,
-        # A client that leaves must stop the work that was begun for it.
-        handler_cancellation=True,
-        # What is asked for has ended by then, see below; aiohttp waits this long, twice, for what is left.
-        shutdown_timeout=0.5,
-    )
-    await runner.setup()
+    server = HttpServer(app, settings.limits, tls=server_context(settings.tls))
+    await server.start()
     try:
         frontends += await start_frontends(
             settings,
@@ -155,13 +244,16 @@ async def listening(
             reuse_port=app[WORKER].count > 1,
         )
         for one in sockets:
-            await Site(runner, one, limits=settings.limits, ssl_context=tls, backlog=settings.server.backlog).start()
+            await server.listen(one, settings.server.backlog)
+        # What is there by now stays: without it, the longest pauses of the garbage collector are a tenth as long.
+        gc.collect()
+        gc.freeze()
         yield app
     finally:
-        await _end(runner, app, stop)
+        await _end(server, app, stop)
 
 
-async def _end(runner: web.AppRunner, app: web.Application, stop: Stop) -> None:
+async def _end(http: HttpServer, app: web.Application, stop: Stop) -> None:
     """
     End the service without losing a request, as far as that is in its hands.
 
@@ -171,23 +263,50 @@ async def _end(runner: web.AppRunner, app: web.Application, stop: Stop) -> None:
     draining.begin()
     if stop.notice:
         await first_of([stop.hurried], timeout=server.shutdown_delay)
-    for site in list(runner.sites):
-        await site.stop()
-    if runner.server is not None and runner.server.connections:
-        await _last_requests(runner.server, stop)
-        # Connections over which nothing is being answered; the others close after their answer.
-        runner.server.pre_shutdown()
+    await http.stop_listening()
+    # Clients that have just connected get a moment to send their request.
+    deadline = time.monotonic() + _LAST_REQUESTS_SECONDS
+    while http.awaits_requests and not stop.hurried.is_set() and time.monotonic() < deadline:
+        await first_of([stop.hurried], timeout=_LOOK_SECONDS)
+    http.close_idle()
     grace = server.shutdown_grace
     frontends = [frontend.close(grace, stop.hurried) for frontend in app[FRONTENDS]]
     await asyncio.gather(draining.drain(grace, stop.hurried), *frontends)
-    await runner.cleanup()
+    await http.close()
 
 
-async def _last_requests(server: web.Server, stop: Stop) -> None:
-    """Wait until who has connected has also asked something, for some time."""
-    for _ in range(round(_LAST_REQUESTS_SECONDS / _LOOK_SECONDS)):
-        await first_of([stop.hurried], timeout=_LOOK_SECONDS)
-        if stop.hurried.is_set() or not any(
-            isinstance(each, Connection) and each.silent for each in server.connections
-        ):
-            break
+@contextlib.asynccontextmanager
+async def supervised(
+    settings: Settings, launched: LaunchedTriton | None
+) -> AsyncIterator[tuple[list[asyncio.Task[Any]], asyncio.Event | None]]:
+    """
+    Keep *launched* running, if there is one, and stop it in the end.
+
+    Yields the tasks whose end is that of the service, and the event of Triton's start; without *launched*, none.
+    """
+    if launched is None:
+        yield [], None
+        return
+    if settings.server.log_format == "console":
+        print("Starting Triton ...", file=sys.stderr, flush=True)
+    supervisor = Supervisor(launched.server)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        yield [running], supervisor.started
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def to_be_launched(settings: Settings, environ: Mapping[str, str]) -> LaunchedTriton | None:
+    """Return the Triton that is to be started with the service, if *settings* name a model repository for it."""
+    triton = settings.triton
+    if not triton.model_repository:
+        return None
+    return LaunchedTriton(
+        triton.model_repository,
+        environ,
+        model_control_mode=triton.model_control_mode,
+        load_models=triton.load_model,
+        extra_args=trace_options(settings.traces),
+    )

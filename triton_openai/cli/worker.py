@@ -1,5 +1,5 @@
 """
-The command of one worker process, started by :mod:`triton_openai.workers.process` only.
+The command of one worker process, started by :mod:`triton_openai.serving.workers.process` only.
 
 Its one argument is the number of the socket over which its parent talks to it.
 """
@@ -15,16 +15,17 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
+import structlog
 from aiohttp import web
 
 from triton_openai.app import take_over
 from triton_openai.cli.banner import render_banner
-from triton_openai.cli.serve import banner_for, listening
-from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
+from triton_openai.cli.serve import Stop, banner_for, listening, run_loop, told_by_signals
 from triton_openai.errors import ConfigurationError
-from triton_openai.telemetry.logging import configure_logging, get_logger
-from triton_openai.workers.messages import (
+from triton_openai.serving.workers.channel import (
     Alive,
+    Answer,
+    ChangeGates,
     Channel,
     End,
     Greet,
@@ -38,8 +39,10 @@ from triton_openai.workers.messages import (
     encode,
     receive_first,
 )
+from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.telemetry.logging import configure_logging
 
-log = get_logger(__name__)
+log = structlog.get_logger(__name__)
 
 # How often the parent hears that the event loop turns.
 _ALIVE_SECONDS = 0.5
@@ -69,37 +72,46 @@ def main() -> int:
 
 async def _serve(order: HandOver, sockets: list[socket.socket], connection: socket.socket) -> int:
     stop = Stop()
+    channel = await Channel.open(connection.dup())
+    shared = SharedClient(channel.send)
     with told_by_signals(stop, insist=False):
-        async with listening(order.settings, sockets, stop, order.worker) as app:
-            ears = _Ears(order, app, stop, await Channel.open(connection.dup()))
-            hearing = asyncio.create_task(ears.listen())
+        async with listening(order.settings, sockets, stop, order.worker, shared) as app:
+            control = _Control(order, app, stop, channel, shared)
+            controlling = asyncio.create_task(control.run())
             await stop.asked.wait()
-    hearing.cancel()
-    await asyncio.gather(hearing, return_exceptions=True)
-    if ears.orphaned and order.worker.directory is not None:
+    controlling.cancel()
+    await asyncio.gather(controlling, return_exceptions=True)
+    if control.orphaned and order.worker.directory is not None:
         # Nobody else is there to do it.
         shutil.rmtree(order.worker.directory, ignore_errors=True)
     return 0
 
 
-class _Ears:
+class _Control:
     """Does what the parent says. *orphaned* is whether it has gone."""
 
-    def __init__(self, order: HandOver, app: web.Application, stop: Stop, channel: Channel) -> None:
+    def __init__(
+        self, order: HandOver, app: web.Application, stop: Stop, channel: Channel, shared: SharedClient
+    ) -> None:
         self.orphaned = False
         self._order = order
         self._app = app
         self._stop = stop
         self._channel = channel
+        self._shared = shared
         self._tasks: set[asyncio.Task[None]] = set()
+        # Settings are taken over one after the other: the last that were sent hold in the end.
+        self._taking_over = asyncio.Lock()
 
-    async def listen(self) -> None:
+    async def run(self) -> None:
         """Obey until cancelled."""
         self._channel.send(Listening())
         self._begin(self._show_life())
         try:
             while (message := await self._channel.receive()) is not None:
-                if isinstance(message, End):
+                if isinstance(message, Answer | ChangeGates):
+                    self._shared.heard(message)
+                elif isinstance(message, End):
                     self._stop.ask("the parent process says so", notice=message.notice)
                 elif isinstance(message, Hurry):
                     self._stop.hurry()
@@ -127,14 +139,15 @@ class _Ears:
 
     async def _take_over(self, message: NewSettings) -> None:
         try:
-            await take_over(self._app, message.settings, message.renew)
+            async with self._taking_over:
+                await take_over(self._app, message.settings, message.renew)
         except ConfigurationError as error:
-            self._channel.send(Refused(error.message))
+            self._channel.send(Refused(error.message, message.id))
         except Exception:
             log.exception("new settings could not be taken over")
-            self._channel.send(Refused("A worker failed to take the settings over; its log says why."))
+            self._channel.send(Refused("A worker failed to take the settings over; its log says why.", message.id))
         else:
-            self._channel.send(Taken())
+            self._channel.send(Taken(message.id))
 
     async def _greet(self, message: Greet) -> None:
         settings = self._order.settings

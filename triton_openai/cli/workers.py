@@ -10,26 +10,22 @@ import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from triton_openai.cli.banner import show
-from triton_openai.cli.descriptors import raise_limit
-from triton_openai.cli.launching import supervised, to_be_launched
-from triton_openai.cli.reloading import reloading
-from triton_openai.cli.sockets import address_of, listening_sockets, relay_ports
-from triton_openai.cli.stopping import Stop, run_loop, told_by_signals
+from triton_openai.cli.serve import Stop, raise_limit, run_loop, supervised, to_be_launched, told_by_signals
 from triton_openai.config import ServerSettings, Settings
-from triton_openai.reload import Reloader, Source
-from triton_openai.server.places import vacate
-from triton_openai.supervisor import LaunchedTriton
+from triton_openai.config.reload import Reloader, Source, reloading
+from triton_openai.config.tls import server_context
+from triton_openai.config.worker import Worker, private_directory
+from triton_openai.serving.sockets import address_of, listening_sockets, relay_ports
+from triton_openai.serving.workers.channel import FromWorker, Greeting, Listening
+from triton_openai.serving.workers.pool import Pool
+from triton_openai.serving.workers.process import WorkerProcess
+from triton_openai.serving.workers.shared import SharedState
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
-from triton_openai.tls import server_context
-from triton_openai.worker import Worker
-from triton_openai.workers.directory import private_directory
-from triton_openai.workers.pool import Pool
-from triton_openai.workers.process import WorkerProcess
+from triton_openai.tritonserver.supervisor import LaunchedTriton
 
 
 def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
@@ -42,7 +38,6 @@ def serve_with_workers(settings: Settings, source: Source, environ: Mapping[str,
         private_directory(environ) as directory,
     ):
         launched = to_be_launched(settings, environ)
-        # prometheus_client looks for it when it is imported.
         environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
         return run_loop(_serve(settings, source, sockets, relayed, launched, directory, environ))
 
@@ -59,6 +54,7 @@ async def _serve(
     stop = Stop()
     # Before Triton is started: files that cannot be used are to be told at once.
     scheme = "http" if server_context(settings.tls) is None else "https"
+    shared = SharedState()
     count, address = settings.server.workers, address_of(settings.server, sockets[0], scheme)
 
     def adapted(settings: Settings) -> Settings:
@@ -67,28 +63,28 @@ async def _serve(
         return settings if launched is None else launched.settings(settings)
 
     async def start(index: int, settings: Settings) -> WorkerProcess:
+        def heard(member: WorkerProcess, message: FromWorker) -> None:
+            if isinstance(message, Listening | Greeting):
+                pool.heard(member, message)
+            shared.heard(index, message, member.send)
+
         worker = Worker(index=index, count=count, directory=directory)
         return await WorkerProcess.start(
-            worker, settings, sockets=sockets, address=address, environment=environ, heard=pool.heard
+            worker, settings, sockets=sockets, address=address, environment=environ, heard=heard
         )
 
     def forget(index: int) -> None:
+        shared.forget(index)
         forget_worker(directory, index)
-        vacate(directory, index, count)
 
     async def take(new: Settings, renew: bool) -> None:
         await pool.take_over(adapted(new), renew)
 
     pool = Pool(adapted(settings), count, start, forget=forget)
     with told_by_signals(stop):
-        async with supervised(settings, launched) as supervision:
+        async with supervised(settings, launched) as (ends, started):
             serving = asyncio.create_task(pool.run())
-            ends: set[asyncio.Task[Any]] = {serving, asyncio.create_task(stop.asked.wait())}
-            started: asyncio.Event | None = None
-            if supervision is not None:
-                supervisor, running = supervision
-                ends.add(running)
-                started = supervisor.started
+            ends += [serving, asyncio.create_task(stop.asked.wait())]
             greeting = asyncio.create_task(_greet(pool, started))
             try:
                 async with reloading(Reloader(settings, source, take)):

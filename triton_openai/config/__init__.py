@@ -8,9 +8,8 @@ them, and ``changes`` tells what of new settings a running service can take over
 from __future__ import annotations
 
 from triton_openai.config.access import AccessSettings, Group, LimitSettings, RestrictedApi
-from triton_openai.config.changes import Changes, changes_between
-from triton_openai.config.metrics import MetricsSettings
-from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, options, options_by_name
+from triton_openai.config.observability import MetricsSettings
+from triton_openai.config.options import ENVIRONMENT_PREFIX, Changes, Option, changes_between, options, options_by_name
 from triton_openai.config.sources import config_file, load_settings
 from triton_openai.config.tree import (
     ApiSettings,

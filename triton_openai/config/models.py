@@ -8,6 +8,51 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from triton_openai.config.access import Seconds
+
+
+class MediaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Images in requests. Without allowed hosts, they come as data URLs only."""
+
+    allowed_domains: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Host from which images may be fetched; example.com, *.example.com (every host below it), "
+            "either with :PORT. May be given several times.",
+            extra={"common": True, "name": "allowed-media-domain", "metavar": "HOST"},
+        ),
+    ] = ()
+    private_addresses: Annotated[
+        bool,
+        Meta(
+            description="Fetch images also from allowed hosts whose addresses are not public (loopback, private "
+            "networks). Then a request can reach into this network, as far as the allowed hosts go.",
+            extra={"file_only": True, "name": "private-media-addresses"},
+        ),
+    ] = False
+    max_images: Annotated[
+        int, Meta(ge=1, le=4096, description="Most images in one request.", extra={"file_only": True})
+    ] = 16
+    max_image_size: Annotated[
+        int,
+        Meta(ge=1024, description="Largest image file that is taken.", extra={"file_only": True, "metavar": "BYTES"}),
+    ] = 20 * 1024 * 1024
+    fetch_timeout: Annotated[
+        Seconds,
+        Meta(
+            description="Longest time that fetching one image may take.",
+            extra={"file_only": True, "name": "media-fetch-timeout", "metavar": "SECONDS"},
+        ),
+    ] = 10.0
+    max_fetches: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Images that are fetched at the same time; others wait.",
+            extra={"file_only": True, "name": "max-media-fetches"},
+        ),
+    ] = 32
+
 
 class DefaultParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Values for request parameters that a client leaves out, with the limits that a request has."""
@@ -17,6 +62,7 @@ class DefaultParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
@@ -46,21 +92,29 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         str | None,
         Meta(
             description="Adapter to use, instead of the one that claims the model (see `triton-openai inspect`).",
-            extra={"metavar": "[MODEL=]NAME", "per_model": True},
+            extra={"metavar": "NAME"},
         ),
     ] = None
     tokenizer: Annotated[
         str | None,
         Meta(
-            description="Folder with the tokenizer's files, or the name of a model on the Hugging Face hub.",
-            extra={"metavar": "[MODEL=]SOURCE", "per_model": True},
+            description="Folder with the tokenizer's files, or a model on the Hugging Face hub: NAME or NAME@REVISION.",
+            extra={"common": True, "metavar": "SOURCE"},
+        ),
+    ] = None
+    generation_config: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="What recommends the sampling of requests that ask for none: 'auto' (the default) is "
+            "generation_config.json beside the tokenizer, 'none' is nothing, else the file or its folder.",
+            extra={"file_only": True},
         ),
     ] = None
     chat_template: Annotated[
         str | None,
         Meta(
             description="Jinja file with the chat template, or the name of a built-in one.",
-            extra={"metavar": "[MODEL=]TEMPLATE", "per_model": True},
+            extra={"common": True, "metavar": "TEMPLATE"},
         ),
     ] = None
     history_template: Annotated[
@@ -68,22 +122,18 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="Liquid text over 'items' with 'identity' and 'content' that makes the prompt of a chat, in "
             "place of a chat template (needs the extra [liquid]).",
-            extra={"metavar": "[MODEL=]TEXT", "per_model": True, "verbatim": True},
+            extra={"file_only": True},
         ),
     ] = None
     history_template_file: Annotated[
-        Path | None,
-        Meta(
-            description="File with such a Liquid text.",
-            extra={"metavar": "[MODEL=]FILE", "per_model": True},
-        ),
+        Path | None, Meta(description="File with such a Liquid text.", extra={"file_only": True})
     ] = None
     fim_template: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="How a model that was trained to fill in the middle takes 'suffix': a text with {prefix} and "
             "{suffix}, the name of a known form, or 'auto' for the form whose tokens the tokenizer has.",
-            extra={"metavar": "[MODEL=]FORM", "per_model": True, "verbatim": True},
+            extra={"file_only": True},
         ),
     ] = None
     score_activation: Annotated[
@@ -91,7 +141,7 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="What is done to the scores of a cross-encoder: 'none' (the default) gives them as the model "
             "does, 'sigmoid' is for one that gives logits.",
-            extra={"metavar": "[MODEL=]NAME", "per_model": True},
+            extra={"file_only": True},
         ),
     ] = None
     tool_call_parser: Annotated[
@@ -99,7 +149,7 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="How the model writes tool calls; 'auto' (the default) goes by its chat template, 'none' "
             "leaves them in the text.",
-            extra={"metavar": "[MODEL=]NAME", "per_model": True},
+            extra={"common": True, "metavar": "NAME"},
         ),
     ] = None
     reasoning_parser: Annotated[
@@ -107,7 +157,7 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="How the model marks its reasoning; 'auto' (the default) goes by its chat template, 'none' "
             "leaves it in the text.",
-            extra={"metavar": "[MODEL=]NAME", "per_model": True},
+            extra={"common": True, "metavar": "NAME"},
         ),
     ] = None
     image_placeholder: Annotated[
@@ -116,14 +166,14 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             description="What stands in the prompt for an image, {n} being its number, where the chat template takes "
             "text only; 'none' where the backend itself puts images into the prompt. 'auto' (the default) leaves it to "
             "the template.",
-            extra={"metavar": "[MODEL=]TEXT", "per_model": True},
+            extra={"file_only": True},
         ),
     ] = None
     max_model_len: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Tokens that prompt and answer may have together; no backend tells it.",
-            extra={"metavar": "[MODEL=]TOKENS", "per_model": True},
+            description="Tokens that prompt and answer may have together; by default what the model's files tell.",
+            extra={"metavar": "TOKENS"},
         ),
     ] = None
     kv_cache_block_size: Annotated[
@@ -131,7 +181,7 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Meta(
             description="Tokens in a block of the engine's KV cache (its tokens_per_block): with it, usage tells how "
             "many of the prompt's tokens came from the cache, where the backend counts them.",
-            extra={"metavar": "[MODEL=]TOKENS", "per_model": True},
+            extra={"file_only": True},
         ),
     ] = None
     default_parameters: Annotated[
@@ -147,7 +197,7 @@ class ModelSettings(ModelDefaults, frozen=True, forbid_unknown_fields=True, kw_o
         tuple[Annotated[str, Meta(min_length=1)], ...],
         Meta(
             description="Further name under which a model is served. May be given several times.",
-            extra={"name": "alias", "metavar": "NAME=MODEL"},
+            extra={"common": True, "name": "alias", "metavar": "NAME=MODEL"},
         ),
     ] = ()
     loras: Annotated[

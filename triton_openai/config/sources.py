@@ -7,15 +7,171 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
+from urllib.parse import urlsplit
 
 import msgspec
 import yaml
 
-from triton_openai.config.checks import Found, Layer, check
-from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, metadata, options_by_name
-from triton_openai.config.traces import StandardVariables, TracesSettings
+from triton_openai.config.access import NAMED_KEY
+from triton_openai.config.models import LoraSettings
+from triton_openai.config.observability import StandardVariables, TracesSettings, check_endpoint
+from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, extra_of, options_by_name
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ConfigurationError
+
+#: A value with the place it comes from, for error messages.
+Found = tuple[Any, str]
+#: What was found, by its path in the tree.
+Layer = dict[tuple[str, ...], Found]
+
+
+# What has to fit together
+
+
+def check(found: Layer) -> None:
+    urls, url_origin = found.get(("triton", "url"), ((), ""))
+    if url_origin:
+        _check_urls(urls, url_origin)
+    repository = found.get(("triton", "model_repository"))
+    if url_origin and urls and repository and repository[0]:
+        raise ConfigurationError(
+            f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
+        )
+    _check_load(found, repository)
+    collector, collector_origin = found.get(("traces", "otlp_endpoint"), (None, ""))
+    if collector is not None:
+        check_endpoint(collector, collector_origin)
+    _check_aliases(found)
+    _check_loras(found)
+    _check_templates(found)
+    _check_access(found)
+    _check_log(found)
+    _check_limits(found)
+
+
+def _check_load(found: Layer, repository: Found | None) -> None:
+    names, origin = found.get(("triton", "load_model"), ((), ""))
+    if not names:
+        return
+    if not (repository and repository[0]):
+        raise ConfigurationError(f"{origin} is for a Triton that is started here: it needs --model-repository.")
+    if found.get(("triton", "model_control_mode"), ("none", ""))[0] != "explicit":
+        raise ConfigurationError(f"{origin} needs --model-control-mode explicit.")
+    if "*" in names and len(names) > 1:
+        raise ConfigurationError(f"{origin}: '*' stands for all models, and takes no other name beside it.")
+
+
+def _check_templates(found: Layer) -> None:
+    """A prompt can be made in one way only; a single model's may differ from that of all others."""
+    given: dict[tuple[str, ...], str] = {}
+    for path, (_, origin) in found.items():
+        if path[-1] in ("chat_template", "history_template", "history_template_file"):
+            other = given.setdefault(path[:-1], origin)
+            if other != origin:
+                raise ConfigurationError(f"{other} and {origin} exclude each other: a prompt is made in one way.")
+
+
+def _check_access(found: Layer) -> None:
+    taken = set[str]()
+    restricted, origin = found.get(("access", "openai_restricted_api"), ((), ""))
+    for entry in restricted:
+        for api in entry.apis:
+            if api in taken:
+                raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
+            taken.add(api)
+    origins, origin = found.get(("access", "cors_allow_origin"), ((), ""))
+    credentials, _ = found.get(("access", "cors_allow_credentials"), (False, ""))
+    if credentials and "*" in origins:
+        raise ConfigurationError(f"{origin}: credentials are for origins that are named, and not for *.")
+
+
+def _check_urls(urls: tuple[str, ...], origin: str) -> None:
+    if not urls:
+        raise ConfigurationError(f"{origin}: at least one address is needed.")
+    taken: dict[str, str] = {}
+    for url in urls:
+        kind = _transport(url, origin)
+        if kind in taken:
+            raise ConfigurationError(
+                f"{origin}: {taken[kind]} and {url} are two {kind} addresses; at most one is possible."
+            )
+        taken[kind] = url
+
+
+def _transport(url: str, origin: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{origin}: {url!r} is not an address: {error}.") from error
+    if parts.scheme not in {"http", "https", "grpc", "grpcs"} or "://" not in url:
+        hint = "" if "://" in url else f" Did you mean http://{url}?"
+        raise ConfigurationError(
+            f"{origin}: {url!r} is not accepted: it has to begin with http://, https://, grpc:// or grpcs://.{hint}"
+        )
+    if not host:
+        raise ConfigurationError(f"{origin}: {url!r} names no host.")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigurationError(f"{origin}: {parts.scheme}://{host} takes no user, password, query or fragment.")
+    if parts.scheme.startswith("http"):
+        return "HTTP"
+    if port is None:
+        raise ConfigurationError(f"{origin}: {url!r} names no port; Triton's gRPC port is usually 8001.")
+    if parts.path.strip("/"):
+        raise ConfigurationError(f"{origin}: {url!r} has a path, which a gRPC address cannot have.")
+    return "gRPC"
+
+
+def _check_aliases(found: Layer) -> None:
+    models: dict[str, tuple[str, str]] = {}
+    for path, (value, origin) in found.items():
+        if path[-1] != "aliases":
+            continue
+        for alias in value:
+            other, _ = models.setdefault(alias, (path[1], origin))
+            if other != path[1]:
+                raise ConfigurationError(
+                    f"{origin}: the alias {alias!r} stands for two models, {other!r} and {path[1]!r}."
+                )
+    for alias, (model, origin) in models.items():
+        if model in models:
+            raise ConfigurationError(
+                f"{origin}: the alias {alias!r} stands for {model!r}, which is itself an alias, of "
+                f"{models[model][0]!r}; name that."
+            )
+
+
+def _check_loras(found: Layer) -> None:
+    for path, (value, origin) in found.items():
+        if path[-1] != "loras":
+            continue
+        entries = [entry for entry in value if isinstance(entry, LoraSettings)]
+        names = [entry if isinstance(entry, str) else entry.name for entry in value]
+        numbers = [entry.task_id for entry in entries if entry.task_id is not None]
+        for what, given in (("name", names), ("task_id", numbers)):
+            twice = next((item for place, item in enumerate(given) if item in given[:place]), None)
+            if twice is not None:
+                raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")
+
+
+def _check_log(found: Layer) -> None:
+    """Whoever asks for contents is to find them in the log."""
+    content, origin = found.get(("server", "log_content"), (None, ""))
+    level, level_origin = found.get(("server", "log_level"), ("info", ""))
+    if content is not None and level not in ("debug", "info"):
+        raise ConfigurationError(f"{origin} and {level_origin} exclude each other: contents are logged at 'info'.")
+
+
+def _check_limits(found: Layer) -> None:
+    """Workers divide a limit of running requests; one whose share is none could not answer anything."""
+    workers, _ = found.get(("server", "workers"), (1, ""))
+    for name in ("max_running_requests", "max_running_requests_per_model"):
+        limit, origin = found.get(("server", name), (None, ""))
+        if limit is not None and limit < workers:
+            raise ConfigurationError(
+                f"{origin}: {limit} is too few for {workers} workers, which need at least one each."
+            )
+
 
 # Not part of the tree: it says where the rest of the tree is.
 _CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
@@ -28,9 +184,6 @@ _PLAIN_WORDS = {
     "str": "text",
     "array": "a list",
 }
-
-# What a template's text cannot begin with by accident: characters of a folder's name, up to the first equals sign.
-_MODEL_NAME = re.compile(r"[\w.-]+")
 
 
 def load_settings(
@@ -89,6 +242,7 @@ def _read_flags(flags: Mapping[str, Any]) -> Layer:
             continue
         if name not in known:
             raise ConfigurationError(f"--{name} is not a setting.{closest(name, known)}")
+        refuse_if_file_only(known[name], f"--{name}")
         found.update(_read_text(known[name], value, f"--{name}"))
     return found
 
@@ -103,8 +257,18 @@ def _read_environment(environ: Mapping[str, str]) -> Layer:
             hint = closest(variable, [*known, _CONFIG_VARIABLE])
             raise ConfigurationError(f"The environment variable {variable} is not a setting.{hint}")
         if value:
+            refuse_if_file_only(known[variable], variable)
             found.update(_read_text(known[variable], value, variable))
     return found
+
+
+def refuse_if_file_only(option: Option, origin: str) -> None:
+    """Raise :class:`ConfigurationError` where *origin*, a flag or a variable, sets what only the YAML file can set."""
+    if option.file_only:
+        keys = f"{option.key} or models.NAME.{option.path[-1]}" if option.per_model else option.key
+        raise ConfigurationError(
+            f"{origin} is not accepted: set {keys} in the YAML file that --config or {_CONFIG_VARIABLE} names."
+        )
 
 
 def _add_standard_variables(found: Layer, environ: Mapping[str, str]) -> None:
@@ -127,8 +291,7 @@ def _add_standard_variables(found: Layer, environ: Mapping[str, str]) -> None:
 def _read_text(option: Option, value: Any, origin: str) -> Layer:
     """Read *value* as a person writes it in a shell: everything is text, lists are repeated or separated by commas."""
     if option.is_alias or option.per_model:
-        values = [value] if option.verbatim and isinstance(value, str) else value if option.verbatim else _split(value)
-        return _read_assignments(option, values, origin)
+        return _read_assignments(option, _split(value), origin)
     if option.words:
         value = [_object(words, option, origin) for words in _in_words(value)]
     elif option.is_list:
@@ -158,14 +321,13 @@ def _read_assignments(option: Option, values: list[str], origin: str) -> Layer:
     for text in values:
         left, equals, right = text.partition("=")
         # A model's name has no slash (Triton makes it from a folder's name), so such a text is a path with "=" in it.
-        assigns = bool(equals) and (_MODEL_NAME.fullmatch(left) is not None if option.verbatim else "/" not in left)
         if option.is_alias:
             # An alias is free to have one: clients call models "org/name".
             if not (equals and left and right):
                 raise ConfigurationError(f"{origin}: {text!r} is not accepted: write NAME=MODEL.")
             path = ("models", right, "aliases")
             found[path] = ((*found.get(path, ((), origin))[0], left), origin)
-        elif assigns:
+        elif equals and "/" not in left:
             if not (left and right):
                 raise ConfigurationError(f"{origin}: {text!r} is not accepted: write MODEL=VALUE or VALUE.")
             found[("models", left, option.path[-1])] = (_convert(right, option.type, origin, strict=False), origin)
@@ -234,7 +396,7 @@ def _read_mapping(
             # One value where several may stand is as good as a list of one.
             wrapped = [value] if get_origin(inner) is tuple and isinstance(value, str) else value
             origin = _place(file, path)
-            secret = any((meta.extra or {}).get("secret") for meta in metadata(annotation))
+            secret = extra_of(annotation).get("secret", False)
             yield path, (_convert(wrapped, annotation, origin, strict=True, secret=secret), origin)
 
 
@@ -262,7 +424,10 @@ def _convert(value: Any, annotation: Any, origin: str, *, strict: bool, secret: 
     except msgspec.ValidationError as error:
         if secret:
             # Without the cause, whose traceback could show the value.
-            reason = re.sub(r"matching regex .*?(?= - at|$)", "without spaces and commas", str(error))
+            form = "without spaces and commas"
+            if repr(NAMED_KEY) in str(error):
+                form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
+            reason = re.sub(r"matching regex .*?(?= - at|$)", lambda _: form, str(error))
             raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.") from None
         kind = bare_type(annotation)
         # Of several, what each may be.
@@ -284,6 +449,3 @@ def _decode(target: type, value: Any) -> Any:
             return Path(value).expanduser()
         raise ValueError("Expected a path")
     raise NotImplementedError(target)
-
-
-# What has to fit together

@@ -126,8 +126,11 @@ def _tokenizer_parameters(site: _Site) -> dict[str, str]:
 
 
 def _preprocessing(site: _Site, name: str) -> None:
-    # The demo's chat template writes the BOS itself, so the tokenizer must not add a second one.
-    parameters = {**_tokenizer_parameters(site), "add_special_tokens": "false"}
+    parameters = _tokenizer_parameters(site)
+    if name == "preprocessing":
+        # The demo's chat template writes the BOS itself, so the tokenizer must not add a second one. The older release
+        # adds none unless it is told to.
+        parameters["add_special_tokens"] = "false"
     text = render(
         name, site.contracts[name], backend="python", max_batch_size=_BATCH, dynamic_batching=True, instances=1,
         parameters=parameters,
@@ -181,16 +184,17 @@ def _ensemble(site: _Site, name: str) -> None:
 
 
 def _bls(site: _Site, name: str) -> None:
+    legacy = name == "tensorrt_llm_bls_legacy"
     parameters = {
-        "accumulate_tokens": "false" if name == "tensorrt_llm_bls_delta" else "true",
-        "tensorrt_llm_model_name": "tensorrt_llm",
+        "accumulate_tokens": "false" if legacy or name == "tensorrt_llm_bls_delta" else "true",
+        "tensorrt_llm_model_name": "tensorrt_llm_legacy" if legacy else "tensorrt_llm",
     }
     sees = name == "tensorrt_llm_bls_multimodal"
     if sees:
         parameters["multimodal_encoders_name"] = "multimodal_encoders"
     text = render(
-        name, site.contracts["tensorrt_llm_bls"], backend="python", max_batch_size=_BATCH, decoupled=True,
-        instances=1 if sees else _BLS_INSTANCES, parameters=parameters,
+        name, site.contracts["tensorrt_llm_bls_legacy" if legacy else "tensorrt_llm_bls"], backend="python",
+        max_batch_size=_BATCH, decoupled=True, instances=1 if sees or legacy else _BLS_INSTANCES, parameters=parameters,
     )  # fmt: skip
     site.write(name, text, "tensorrt_llm_bls")
 
@@ -237,6 +241,7 @@ _ON_DEMAND = (
     "vllm_model_r24_12",
     "tensorrt_llm_llmapi_r1_0",
     "tensorrt_llm_bls_multimodal",
+    "tensorrt_llm_bls_legacy",
     "text_rerank_pairs",
     "text_rerank_ids",
 )
@@ -260,6 +265,7 @@ _RERANKERS = {
 }
 
 _PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
+_LEGACY_PIPELINE = tuple(f"{name}_legacy" for name in _PIPELINE)
 
 # name -> (builder, the models it calls)
 _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
@@ -273,7 +279,8 @@ _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
     "preprocessing_legacy": (_preprocessing, ()),
     "tensorrt_llm_legacy": (_engine, ()),
     "postprocessing_legacy": (_postprocessing, ()),
-    "ensemble_legacy": (_ensemble, ("preprocessing_legacy", "tensorrt_llm_legacy", "postprocessing_legacy")),
+    "ensemble_legacy": (_ensemble, _LEGACY_PIPELINE),
+    "tensorrt_llm_bls_legacy": (_bls, _LEGACY_PIPELINE),
     "tensorrt_llm_nonstreaming": (_engine, ()),
     "ensemble_nonstreaming": (_ensemble, ("preprocessing", "tensorrt_llm_nonstreaming", "postprocessing")),
     "tensorrt_llm_llmapi": (_llmapi, ()),

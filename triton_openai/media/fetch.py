@@ -18,16 +18,18 @@ from yarl import URL
 from triton_openai import __version__
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Image
-from triton_openai.media.addresses import (
+from triton_openai.media.allowed_hosts import (
     AddressPolicy,
     AddressRefusedError,
+    AllowedHosts,
     CheckedResolver,
+    SystemResolver,
     is_public,
     parse_address,
+    parse_url,
+    refused,
 )
 from triton_openai.media.files import HEAD, from_bytes, media_type_of, too_large, unknown_format
-from triton_openai.media.hosts import AllowedHosts, parse_url, refused
-from triton_openai.media.resolver import SystemResolver
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 3
@@ -84,8 +86,9 @@ class ImageFetcher:
         """Return the image at *url*. Raises :class:`InvalidRequest` with the reason."""
         first = self.check(url)
         try:
-            data = await asyncio.wait_for(self._turn(first), self._timeout)
-        except asyncio.TimeoutError as error:
+            async with asyncio.timeout(self._timeout), self._places:
+                data = await self._follow(first)
+        except TimeoutError as error:
             raise refused(f"The image could not be fetched within {self._timeout:g} seconds.") from error
         return await from_bytes(data)
 
@@ -93,10 +96,6 @@ class ImageFetcher:
         """Close the session."""
         if self._session is not None:
             await self._session.close()
-
-    async def _turn(self, url: URL) -> bytes:
-        async with self._places:
-            return await self._follow(url)
 
     async def _follow(self, url: URL) -> bytes:
         try:

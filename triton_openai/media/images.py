@@ -10,7 +10,7 @@ import msgspec
 
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Image
-from triton_openai.media import data_urls
+from triton_openai.media import files
 from triton_openai.media.fetch import ImageFetcher
 
 
@@ -33,12 +33,8 @@ class ImageLoader:
         self._largest = largest
         self._together = together
 
-    async def load(self, references: Sequence[ImageReference], *, most: int | None = None) -> tuple[Image, ...]:
-        """
-        Return the images in the order of *references*; *most* is the model's own limit, where it is known.
-
-        Raises :class:`InvalidRequest` that names the place. The first image that fails ends the work on all others.
-        """
+    def check_count(self, references: Sequence[ImageReference], *, most: int | None = None) -> None:
+        """Raise :class:`InvalidRequest` for too many; *most* is the model's own limit, where it is known."""
         limit = self._most if most is None else min(self._most, most)
         if len(references) > limit:
             raise InvalidRequest(
@@ -47,9 +43,17 @@ class ImageLoader:
                 param=references[limit].place,
                 code="too_many_images",
             )
+
+    async def load(self, references: Sequence[ImageReference], *, most: int | None = None) -> tuple[Image, ...]:
+        """
+        Return the images in the order of *references*; *most* is the model's own limit, where it is known.
+
+        Raises :class:`InvalidRequest` that names the place. The first image that fails ends the work on all others.
+        """
+        self.check_count(references, most=most)
         # Before any connection: a request that is wrong in one place is refused without side effects.
         for reference in references:
-            if not data_urls.is_data_url(reference.url):
+            if not files.is_data_url(reference.url):
                 with _blaming(reference):
                     self._fetcher.check(reference.url)
         tasks = [asyncio.ensure_future(self._load(reference)) for reference in references]
@@ -64,8 +68,8 @@ class ImageLoader:
 
     async def _load(self, reference: ImageReference) -> Image:
         with _blaming(reference):
-            if data_urls.is_data_url(reference.url):
-                return await data_urls.image_of(reference.url, largest=self._largest)
+            if files.is_data_url(reference.url):
+                return await files.image_of(reference.url, largest=self._largest)
             return await self._fetcher.fetch(reference.url)
 
     def _within(self, images: tuple[Image, ...], references: Sequence[ImageReference]) -> tuple[Image, ...]:

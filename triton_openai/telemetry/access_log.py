@@ -1,25 +1,151 @@
-"""One log line per request, and a second one with its content for operators who want to see that."""
+"""
+Log lines about requests: one for each, one with its content where the operator asks for it, and a warning for each
+unknown field.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from triton_openai.errors import ModelNotFound
-from triton_openai.telemetry.content import input_messages, output_messages
-from triton_openai.telemetry.logging import get_logger
-from triton_openai.telemetry.observation import Observation, Observer
+import msgspec
+import structlog
 
-_log = get_logger("triton_openai.access")
-# A name of its own, so that these lines can be sent elsewhere.
-_content_log = get_logger("triton_openai.content")
-_READS = frozenset({"GET", "HEAD", "OPTIONS"})
+from triton_openai.errors import ModelNotFound, printable
+from triton_openai.telemetry.observation import Answer, Observation, Observer
+
+Part: TypeAlias = dict[str, Any]
+Message: TypeAlias = dict[str, Any]
+
+# The last messages of a chat and the last texts of a list are shown, and as much text in all as this many that are cut.
+_MAX_ITEMS = 64
+# JSON, such as the arguments of a tool call, may have a backslash before a slash.
+_DATA_URL = re.compile(r"data:(?:[\w.+-]+\\?/[\w.+-]+(?:;[\w.+=-]*)*|;base64),[^\s\"')>]*", re.IGNORECASE)
+# Request fields with texts, in the order in which they are shown.
+_TEXTS = (
+    "prompt", "suffix", "input", "query", "queries", "items", "data_1", "text_1", "documents", "data_2", "text_2",
+)  # fmt: skip
+
+
+def input_messages(body: object, max_chars: int) -> list[Message]:
+    """Return the input in a request's *body*, each text cut to *max_chars* characters."""
+    cut = _Cut(max_chars)
+    given = getattr(body, "messages", None)
+    if given is not None:
+        return cut.last(given, _message, {"role": "omitted", "parts": []})
+    texts = [text for field in _TEXTS for text in _texts(getattr(body, field, None))]
+    return [{"role": "user", "parts": cut.last(texts, _text_part, {"type": "omitted"})}] if texts else []
+
+
+def output_messages(answers: Sequence[Answer], max_chars: int) -> list[Message]:
+    """Return the texts of *answers* up to now, each cut to *max_chars* characters."""
+    return _Cut(max_chars).last(answers, _answer, {"role": "omitted", "parts": []})
+
+
+class _Cut:
+    """Cuts the texts of one log line to *max_chars* characters each, and to nothing once their sum is too large."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._left = _MAX_ITEMS * max_chars
+
+    def text(self, text: str) -> str:
+        """Return *text* with its end and its data URLs replaced by marks."""
+        # Cut first, so that the search for data URLs stays short.
+        kept = text[: max(0, min(self._max_chars, self._left))]
+        # An empty text counts too: there may be any number of them.
+        self._left -= max(1, len(kept))
+        missing = len(text) - len(kept)
+        # Lone surrogates could not be sent.
+        shown = _DATA_URL.sub("<data URL>", kept).encode("utf-8", "replace").decode("utf-8")
+        return f"{shown}…(+{missing} characters)" if missing else shown
+
+    def last(
+        self, items: Sequence[Any], make: Callable[[Any, _Cut], dict[str, Any]], omitted: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Return the last of *items*, each converted by *make*, after *omitted* with the number of the others."""
+        missing = len(items) - _MAX_ITEMS
+        found = [make(item, self) for item in items[-_MAX_ITEMS:]]
+        return [{**omitted, "count": missing}, *found] if missing > 0 else found
+
+
+def _message(message: Any, cut: _Cut) -> Message:
+    role = message.__struct_config__.tag
+    parts: list[Part] = []
+    thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    if thoughts:
+        parts.append({"type": "reasoning", "content": cut.text(thoughts)})
+    content = message.content
+    if role in ("tool", "function"):
+        if not isinstance(content, str):
+            content = "".join([part if isinstance(part, str) else part.text or "" for part in content or ()])
+        called = getattr(message, "tool_call_id", None) or message.name
+        name = None if called is None else cut.text(called)
+        parts.append({"type": "tool_call_response", "id": name, "response": cut.text(content)})
+    else:
+        given = [content] if isinstance(content, str) else content or ()
+        parts += cut.last(given, _content_part, {"type": "omitted"})
+    calls = list(getattr(message, "tool_calls", None) or ())
+    parts += cut.last(calls, _call, {"type": "omitted"})
+    return {"role": role, "parts": parts}
+
+
+def _content_part(part: Any, cut: _Cut) -> Part:
+    if isinstance(part, str):
+        return _text_part(part, cut)
+    text = part.text if part.text is not None else part.refusal
+    if text is not None:
+        return _text_part(text, cut)
+    return {"type": cut.text(part.type or "image_url")}
+
+
+def _call(call: Any, cut: _Cut) -> Part:
+    function = call.function
+    found: Part = {"type": "tool_call", "id": None if call.id is None else cut.text(call.id)}
+    if function is not None:
+        arguments = function.arguments
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments).decode()
+        found |= {"name": cut.text(function.name), "arguments": cut.text(arguments)}
+    return found
+
+
+def _text_part(text: str, cut: _Cut) -> Part:
+    return {"type": "text", "content": cut.text(text)}
+
+
+def _answer(answer: Answer, cut: _Cut) -> Message:
+    reason = answer.finish_reason
+    found: Message = {"role": "assistant", "parts": [_text_part(answer.text, cut)]}
+    return found if reason is None else {**found, "finish_reason": reason.value}
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """Yield the texts of a field: one, several, or objects with a ``text``; token ids only as their number."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts(value.get("text"))
+    elif isinstance(value, list):
+        if value and all(isinstance(item, int) for item in value):
+            yield f"<{len(value)} token ids>"
+        else:
+            for item in value:
+                yield from _texts(item)
+
+
+_log = structlog.get_logger("triton_openai.access")
+# Loggers of their own, so that their lines can be sent elsewhere.
+_content_log = structlog.get_logger("triton_openai.content")
+_fields_log = structlog.get_logger("triton_openai.telemetry.unknown_fields")
+# Of a name that no model has: enough to find the mistake in it.
+_MAX_NAME_CHARS = 64
 
 
 class AccessLog(Observer):
-    """
-    Writes the line when the request has ended: "info" for what asks for work and for what is refused, "debug" for the
-    rest, which is mostly health checks.
-    """
+    """Writes a line for each request: at "info", or at "debug" for reads that go well, such as health checks."""
 
     def ended(self, observation: Observation) -> None:
         """Write the line."""
@@ -36,13 +162,13 @@ class AccessLog(Observer):
             fields["client_left"] = True
         if observation.operation is None:
             if isinstance(error, ModelNotFound):
-                fields["model"] = error.name
-            told = error is not None or observation.client_left or observation.method not in _READS
-            (_log.info if told else _log.debug)("request", **fields)
+                fields["model"] = printable(error.name, _MAX_NAME_CHARS)
+            read = observation.method in ("GET", "HEAD", "OPTIONS")
+            quiet = read and error is None and not observation.client_left
+            (_log.debug if quiet else _log.info)("request", **fields)
             return
         fields |= {"model": observation.model, "adapter": observation.adapter, "stream": observation.stream}
         if observation.response_id is not None:
-            # What the ids of its requests to Triton begin with.
             fields["response_id"] = observation.response_id
         usage = observation.usage
         if usage is not None:
@@ -58,23 +184,64 @@ class AccessLog(Observer):
 
 
 class ContentLog(Observer):
-    """
-    Writes what a request asked and what it was answered, each text cut to *longest* characters.
+    """Writes the content of inference requests whose body could be read, each text cut to *max_chars* characters."""
 
-    Only of requests whose body could be read, and for whose model there is somebody to answer.
-    """
-
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
 
     def ended(self, observation: Observation) -> None:
         """Write the line."""
-        if observation.operation is None:
+        if observation.operation is not None:
+            _content_log.info(
+                "content",
+                request_id=observation.request_id,
+                model=observation.model,
+                input_messages=input_messages(observation.parameters, self._max_chars),
+                output_messages=output_messages(observation.answers, self._max_chars),
+            )
+
+
+# Clients choose names. This stands for those above the limit, and for what does not look like a name.
+_OTHER_NAMES = "other"
+_MAX_NAMES = 100
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
+
+
+class UnknownFields(Observer):
+    """
+    Warns once for each model and unknown request field, such as a mistyped parameter.
+
+    *count* gets the model, the adapter and the field of every request that has one.
+    """
+
+    def __init__(self, count: Callable[[str, str, str], None] | None = None) -> None:
+        self._count = count
+        self._names: set[str] = set()
+        self._warned: set[tuple[str, str]] = set()
+
+    def ended(self, observation: Observation) -> None:
+        """Look at the fields of a request for a served model."""
+        model, adapter = observation.model, observation.adapter
+        if model is None or adapter is None:
             return
-        _content_log.info(
-            "content",
-            request_id=observation.request_id,
-            model=observation.model,
-            input_messages=input_messages(observation.parameters, self._longest),
-            output_messages=output_messages(observation.answers, self._longest),
-        )
+        for name in dict.fromkeys(map(self._bounded, observation.unknown_fields)):
+            if self._count is not None:
+                self._count(model, adapter, name)
+            if (model, name) not in self._warned:
+                self._warned.add((model, name))
+                similar = _similar(name, observation.parameters)
+                _fields_log.warning("unknown request field is ignored", model=model, field=name, **similar)
+
+    def _bounded(self, name: str) -> str:
+        if name not in self._names:
+            if len(self._names) >= _MAX_NAMES or not _NAME.fullmatch(name):
+                return _OTHER_NAMES
+            self._names.add(name)
+        return name
+
+
+def _similar(name: str, body: object) -> dict[str, str]:
+    """Return the field of the endpoint that has almost this *name*, for the log."""
+    known = [field.encode_name for field in msgspec.structs.fields(body)] if isinstance(body, msgspec.Struct) else []
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return {"similar": close[0]} if close else {}

@@ -1,8 +1,7 @@
 """
 Log lines on stderr: readable ones for people, or one JSON object per line.
 
-Prompts, answers and credentials are never logged. That is a rule for whoever writes a log line; ``withhold`` is the net
-under it.
+No log line has prompts, answers or credentials. Whoever writes one sees to that; ``redact`` is a safety net.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -18,44 +17,33 @@ from aiohttp.http_exceptions import HttpProcessingError
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
 from triton_openai.config import ServerSettings
+from triton_openai.errors import ServiceError
 
-# Field names whose values belong to a client or open a door.
-_WITHHELD = frozenset(
-    {
-        "api_key",
-        "authorization",
-        "body",
-        "completion",
-        "content",
-        "input",
-        "messages",
-        "password",
-        "prompt",
-        "text",
-        "token",
-        "tokens",
-    }
-)
+# Fields that could hold a client's text or a credential.
+_REDACTED = frozenset((
+    "api_key", "authorization", "body", "completion", "content", "input", "messages", "password", "prompt", "text",
+    "token", "tokens",
+))  # fmt: skip
 
 
-def get_logger(name: str) -> FilteringBoundLogger:
-    """Return the logger of the module *name*; made at import it works too, since it is configured at its first line."""
-    return cast("FilteringBoundLogger", structlog.stdlib.get_logger(name))
+def warn(log: FilteringBoundLogger, event: str, error: ServiceError, /, **fields: Any) -> None:
+    """Log *error* in one line at "warning"; a backend's traceback follows at "debug"."""
+    log.warning(event, **fields, reason=error.reason)
+    if error.trace is not None:
+        log.debug(event, **fields, trace=error.trace)
 
 
-def _is_own_fault(record: logging.LogRecord) -> bool:
-    """
-    Say whether a line of the HTTP server is about more than a client that does not speak HTTP, as port scans do not.
-    """
+def _is_not_http_noise(record: logging.LogRecord) -> bool:
+    """Return false for the HTTP server's lines about clients that do not speak HTTP, such as port scans."""
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
 def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
     """
-    Send every log line, those of libraries included, to stderr in the format that *settings* ask for.
+    Send every log line, those of libraries included, to stderr in the format of *settings*.
 
-    Where several processes write there, each line has the number of its *worker*.
+    *worker* is the number of this process among several; each line has it.
     """
     level = logging.getLevelName(settings.log_level.upper())
     shared: list[Processor] = [
@@ -64,7 +52,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
         *([] if worker is None else [partial(_add_worker, worker)]),
-        withhold,
+        redact,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     structlog.configure(
@@ -73,7 +61,10 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
         logger_factory=structlog.stdlib.LoggerFactory(),
         cache_logger_on_first_use=True,
     )
-    logging.getLogger("aiohttp.server").addFilter(_is_own_fault)
+    logging.getLogger("aiohttp.server").addFilter(_is_not_http_noise)
+    # They log clients' invalid trace headers, which may hold anything.
+    for name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -91,23 +82,17 @@ def _add_worker(worker: int, _logger: WrappedLogger, _method: str, event: EventD
     return event
 
 
-def withhold(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Replace the values of fields that could hold a client's text or a credential."""
-    for name in _WITHHELD.intersection(event):
-        event[name] = "<withheld>"
-    return event
+    return {name: "<redacted>" if name in _REDACTED else value for name, value in event.items()}
 
 
 def _renderers(log_format: str) -> list[Processor]:
     # Tracebacks without the values of local variables: those could be prompts.
     if log_format == "json":
-        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=_as_text)]
+        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     return [
         structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback, pad_event_to=0
         )
     ]
-
-
-def _as_text(value: Any) -> str:
-    return str(value)

@@ -1,5 +1,5 @@
 """
-What is remembered of one request: the one record from which its log line, its metrics and its spans are made.
+The record of one request, from which its log line, its metrics and its spans are made.
 
 Handlers fill it in as they learn things; nothing is written to it per token. Times are those of ``time.monotonic``,
 which is also the event loop's clock.
@@ -7,69 +7,141 @@ which is also the event loop's clock.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 from aiohttp import web
-from multidict import CIMultiDict, CIMultiDictProxy
 
-from triton_openai.errors import ServiceError
+from triton_openai.errors import ServiceError, holds_key, printable
 from triton_openai.generation import FinishReason, Usage
-from triton_openai.models import ServedModel
-from triton_openai.telemetry.gaps import Gaps
-from triton_openai.telemetry.upstream import Upstream
 
 #: Status of a request whose client left before it was answered, as nginx writes it.
 CLIENT_CLOSED_REQUEST = 499
+# Clients choose the length of both.
+_MAX_METHOD_CHARS = 32
+_MAX_PATH_CHARS = 256
+#: Upper bounds of inter-token latencies, in seconds; the higher ones are those of vLLM's server.
+LATENCY_BOUNDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
 
 
-_NO_HEADERS = CIMultiDictProxy(CIMultiDict[str]())
-
-
-def _not_counted() -> int | None:
-    """Count nothing: most models do not reason."""
-    return None
-
-
-class Answering(Protocol):
+class InterTokenLatency:
     """
-    One answer being generated: when it was sent to the backend, when its first token came, how far apart all of them
-    were, when and how it ended.
+    The histogram of one answer's inter-token latencies.
+
+    ``counts`` has a number for each of :data:`LATENCY_BOUNDS`, and a last one for what is above all of them; it is
+    empty while there is no latency. ``seconds`` is the sum.
+    """
+
+    __slots__ = ("_last", "counts", "seconds")
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self.counts: list[int] = []
+        self.seconds = 0.0
+
+    def arrived(self, now: float) -> None:
+        """Count an arrival of text at *now*, in seconds; text that arrives at the same time is one arrival."""
+        last, self._last = self._last, now
+        if last is None or last == now:
+            return
+        latency = now - last
+        if not self.counts:
+            # An answer in one piece never needs the list.
+            self.counts = [0] * (len(LATENCY_BOUNDS) + 1)
+        self.counts[bisect_left(LATENCY_BOUNDS, latency)] += 1
+        self.seconds += latency
+
+
+class Answer(Protocol):
+    """
+    One answer that the backend generates: when it was sent, when its first token came, when and how it ended.
+
+    ``cancelled`` is whether the service stopped it before its end.
     """
 
     sent: float | None
     first: float | None
     ended: float | None
-    gaps: Gaps
+    inter_token_latency: InterTokenLatency
     finish_reason: FinishReason | None
     usage: Usage | None
     error: ServiceError | None
+    cancelled: bool
 
     @property
     def usage_so_far(self) -> Usage | None:
-        """The tokens of an answer that has not ended, where the backend counts them with every step."""
+        """The tokens up to now, where the backend counts them with every step."""
         ...
 
     @property
     def usage_estimate(self) -> Usage:
-        """About what the tokens up to now are, where they are not counted."""
+        """An estimate of the tokens up to now."""
         ...
 
     @property
     def steps(self) -> int:
-        """In how many steps it came; 1 is an answer in one piece."""
+        """The number of steps up to now; 1 is an answer in one piece."""
         ...
 
     @property
     def text(self) -> str:
-        """What the backend has written up to now; nothing of it is to be logged unless the operator wants it."""
+        """What the backend has written up to now. It is logged only where the operator asks for it."""
         ...
 
 
+class TritonRequest(Protocol):
+    """A request to Triton."""
+
+    @property
+    def model(self) -> str:
+        """The Triton model."""
+        ...
+
+    @property
+    def id(self) -> str:
+        """The request's id in Triton."""
+        ...
+
+    def with_headers(self, headers: Mapping[str, str]) -> Self:
+        """Return the request with these headers."""
+        ...
+
+
+Request = TypeVar("Request", bound=TritonRequest)
+
+
+class Upstream:
+    """Adds *headers* to the requests that are sent to Triton for one request of a client."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self.headers = headers
+
+    def begin(self, request: Request, answer: Answer, *, lora: str | None = None) -> Request:
+        """Return *request* as it is sent. *answer* knows its own end; *lora* is the name of its LoRA adapter."""
+        return request.with_headers(self.headers) if self.headers else request
+
+    @contextmanager
+    def call(self, request: Request) -> Iterator[Request]:
+        """Yield *request* as it is sent; the block ends when the answer has come."""
+        yield request.with_headers(self.headers) if self.headers else request
+
+
+#: That of the request being answered. The service's own work sends no headers.
+UPSTREAM: ContextVar[Upstream] = ContextVar("upstream", default=Upstream({}))  # noqa: B039 - it never changes
+
+
 class Stage:
-    """A part of the work on a request: its *name*, when it began, when it ended, and whether by an exception."""
+    """A part of the work on a request: its *name*, its times, and whether it ended by an exception."""
 
     __slots__ = ("began", "ended", "failed", "name")
 
@@ -93,26 +165,21 @@ class Observation:
     """
     One request.
 
-    ``operation`` is OpenTelemetry's name of what was asked for (``chat``, ``text_completion``, ``embeddings``, …), and
-    ``None`` for everything that is not inference. ``model`` is the name that the client used, once it is known to be
-    one of a served model; ``adapter`` is who answers for it. ``answers`` are those that are generated, *n* for each
-    prompt. ``key`` is the name of the API key that let it in. ``error`` is what went wrong, also after the status had
-    left; ``client_left`` is whether nobody was there any more to be told.
-    ``queued_seconds`` is how long the request had to wait for others.
-
-    ``parameters`` is the request's body, which has what the client asked for in fields of the API's names;
-    ``response_id`` is the id of the answer, with which those of the requests to Triton begin; ``response_model`` is the
-    name of the model that answers, whatever alias the client used; ``reasoning_tokens`` counts those of the answers
-    when it is called. ``upstream`` is what goes along to Triton, and ``log_fields`` what stands in every line that is
-    logged for the request.
+    ``operation`` is OpenTelemetry's name of the operation (``chat``, ``text_completion``, ``embeddings``, …), ``None``
+    for a request that is not inference. ``model`` is the name that the client used, set once it is known to be served;
+    ``response_model`` is the model behind that name, ``adapter`` its adapter. ``answers`` has *n* answers for each
+    prompt. ``key`` is the name of the API key. ``parameters`` is the request's body, ``body_size`` its size in bytes
+    after decompression, ``unknown_fields`` the names in it that the API does not have. ``response_id`` is the id of the
+    answer, and the prefix of the ids of the requests to Triton. ``error`` may be set after the status was sent.
+    ``upstream`` adds headers to requests to Triton; ``log_fields`` are in every log line of the request.
     """
 
     def __init__(self, *, request_id: str, method: str, path: str, request: web.BaseRequest | None = None) -> None:
         # The request
         self.request = request
         self.request_id = request_id
-        self.method = method
-        self.path = path
+        self.method = printable(method, _MAX_METHOD_CHARS)
+        self.path = printable(path, _MAX_PATH_CHARS)
         self.began = time.monotonic()
         self.key: str | None = None
         self.operation: str | None = None
@@ -121,14 +188,17 @@ class Observation:
         self.stream = False
         self.n = 1
         self.parameters: object = None
+        self.body_size: int | None = None
+        self.unknown_fields: Sequence[str] = ()
         self.upstream = Upstream({"x-request-id": request_id})
         self.log_fields: Mapping[str, str] = {"request_id": request_id}
         # The answer
         self.response_id: str | None = None
         self.response_model: str | None = None
-        self.reasoning_tokens: Callable[[], int | None] = _not_counted
+        #: Counts the reasoning tokens of the answers; most models have none.
+        self.reasoning_tokens: Callable[[], int | None] = lambda: None
         self.stages: list[Stage] = []
-        self.answers: Sequence[Answering] = ()
+        self.answers: Sequence[Answer] = ()
         self.input_tokens: int | None = None
         self.queued_seconds = 0.0
         self.status = CLIENT_CLOSED_REQUEST
@@ -136,27 +206,22 @@ class Observation:
         self.client_left = False
         self.ended: float | None = None
 
-    def of(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
-        """Say what is asked for, and of whom."""
+    def identify(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
+        """Set the operation and who answers it."""
         self.operation, self.model, self.adapter, self.stream = operation, model, adapter, stream
 
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        """The request's headers."""
-        return _NO_HEADERS if self.request is None else self.request.headers
-
     def stage(self, name: str) -> Stage:
-        """Return what is to be entered and left around a part of the work."""
+        """Return the context manager for a part of the work."""
         stage = Stage(name)
         self.stages.append(stage)
         return stage
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """
-        Drop what leads back to the request, which has this record: itself, and the tracebacks of what went wrong.
+        Drop the references back to the request, after the observers have seen the end.
 
-        For when the observers know of the end. Such a cycle would keep prompt and answer until Python's collector comes
-        by, which it seldom does in a process with many lasting objects.
+        The request holds this record. The cycle would keep the prompt and the answer in memory until the garbage
+        collector runs, which it seldom does in a process with many long-lived objects.
         """
         self.request = None
         for known in (self.error, *(answer.error for answer in self.answers)):
@@ -167,21 +232,18 @@ class Observation:
 
     @property
     def duration(self) -> float:
-        """Seconds since the request came, up to its end."""
+        """Seconds from the request's head to its end, or to now."""
         return (time.monotonic() if self.ended is None else self.ended) - self.began
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds until the backend's first token came; ``None`` when none did."""
+        """Seconds to the backend's first token; ``None`` when none came."""
         firsts = [answer.first for answer in self.answers if answer.first is not None]
         return min(firsts) - self.began if firsts else None
 
     @property
     def usage(self) -> Usage | None:
-        """
-        The tokens of all answers, also of those that were cut short, a prompt counted once; ``None`` where they are not
-        known for each of them.
-        """
+        """The tokens of all answers, each prompt counted once; ``None`` where those of one answer are not known."""
         prompt = completion = 0
         cached: int | None = 0
         for number, answer in enumerate(self.answers):
@@ -199,69 +261,58 @@ class Observation:
 
     @property
     def finish_reasons(self) -> Sequence[str]:
-        """Why the answers ended, as far as it is known."""
+        """The finish reasons of the answers that have one."""
         return [answer.finish_reason.value for answer in self.answers if answer.finish_reason is not None]
 
 
 class Observer:
-    """Something that wants to know of requests. Called in the event loop, and must not block or raise."""
+    """Sees the requests of a service. Called in the event loop; must not block or raise."""
 
     def started(self, observation: Observation) -> None:
-        """Learn of a request that has come; nothing is known of it but its head."""
+        """See a request whose head has come."""
 
     def identified(self, observation: Observation) -> None:
-        """Learn what is asked for, and of which model."""
+        """See the operation and the model."""
 
     def queued(self, observation: Observation) -> None:
-        """Learn that the request has to wait for others to end."""
+        """See the request wait for others to end."""
 
     def admitted(self, observation: Observation) -> None:
-        """Learn that the wait is over, because the request is let in or because it gives up."""
+        """See the end of the wait: the request runs, or gives up."""
 
     def ended(self, observation: Observation) -> None:
-        """Learn of the end of a request, when its last byte has left or nobody was there to take it."""
+        """See the end: the last byte was sent, or the client left."""
 
 
 class Observers(Observer):
-    """All observers of a service, as one."""
+    """Passes on to several observers what every request has: its start, its identity and its end."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
     def started(self, observation: Observation) -> None:
-        """Tell all of them."""
+        """See :class:`Observer`."""
         for observer in self._observers:
             observer.started(observation)
 
     def identified(self, observation: Observation) -> None:
-        """Tell all of them."""
+        """See :class:`Observer`."""
         for observer in self._observers:
             observer.identified(observation)
 
-    def queued(self, observation: Observation) -> None:
-        """Tell all of them."""
-        for observer in self._observers:
-            observer.queued(observation)
-
-    def admitted(self, observation: Observation) -> None:
-        """Tell all of them."""
-        for observer in self._observers:
-            observer.admitted(observation)
-
     def ended(self, observation: Observation) -> None:
-        """Tell all of them."""
+        """See :class:`Observer`."""
         for observer in self._observers:
             observer.ended(observation)
 
 
 OBSERVATION: web.RequestKey[Observation] = web.RequestKey("observation", Observation)
 OBSERVERS: web.AppKey[Observers] = web.AppKey("observers", Observers)
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-def observe(request: web.Request, operation: str, *, model: ServedModel, stream: bool = False) -> Observation:
-    """Say what *request* asks for, and of whom; returns its record for what is learned later."""
-    observation = request[OBSERVATION]
-    observation.of(operation, model=model.name, adapter=model.adapter.name, stream=stream)
-    observation.response_model = model.answers_as
-    request.app[OBSERVERS].identified(observation)
-    return observation
+def request_id(headers: Mapping[str, str]) -> str:
+    """Return the client's ``x-request-id`` if it is safe in headers and logs and looks like no key, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) and not holds_key(given) else uuid.uuid4().hex

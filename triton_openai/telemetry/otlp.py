@@ -1,15 +1,14 @@
 """
-Sends spans to a collector: OpenTelemetry's SDK and its exporters, put together.
+Sends spans to a collector over OTLP, with OpenTelemetry's SDK.
 
-The SDK reads its own environment variables for whatever is no setting here: headers, certificates, compression,
-timeouts, sampling, limits, batches and the resource. Spans are sent by a thread of the SDK: a collector that is slow,
-refuses or is not there costs spans and never a request.
+Imported only where traces are wanted: the SDK takes a quarter of a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import threading
 from collections.abc import AsyncIterator, Callable
 
@@ -20,97 +19,80 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Tracer
 
 from triton_openai import __version__
-from triton_openai.config.traces import SDK_REFUSES, TracesSettings
+from triton_openai.config.observability import SDK_REFUSES, TracesSettings
 from triton_openai.errors import ConfigurationError
 
-SERVICE_NAME = "triton-openai"
-_SCOPE = "triton_openai"
-# Longest time that an exporter takes to give up.
-_GIVE_UP_SECONDS = 0.5
+# How long the exporter takes to give up.
+_ABORT_SECONDS = 0.5
 _log = structlog.get_logger(__name__)
 
 
-def check_installed(settings: TracesSettings) -> None:
-    """Raise :class:`ConfigurationError` where the exporter of these settings is not installed, before anything runs."""
+def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
+    """Return the exporter that *settings* need. Raises :class:`ConfigurationError` where it is not installed."""
+    protocol = "grpc" if settings.protocol == "grpc" else "http"
     try:
-        if settings.protocol == "grpc":
-            import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
-        else:
-            import opentelemetry.exporter.otlp.proto.http.trace_exporter  # noqa: F401
+        module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
     except ImportError as error:
         raise ConfigurationError(
-            f"Traces are to be sent to {settings.otlp_endpoint}, and what sends them is not installed ({error.name}): "
+            f"Traces are to be sent to {settings.otlp_endpoint}, but the exporter is not installed ({error.name}): "
             "install triton-openai[otlp], or switch traces off with OTEL_SDK_DISABLED=true.",
             param="otlp_endpoint",
         ) from error
-
-
-def _exporter(settings: TracesSettings) -> SpanExporter:
-    url = settings.exporter_url
-    if settings.protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
-
-        return GrpcExporter(endpoint=url)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-
-    return HttpExporter(endpoint=url)
+    exporter: type[SpanExporter] = module.OTLPSpanExporter
+    return exporter
 
 
 def resource() -> Resource:
-    """Return who sends the spans: what the environment says, and the name of this program where it says none."""
+    """Return the resource that the environment describes, with this program's name and version as defaults."""
     found = Resource.create()
     if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
-        found = found.merge(Resource({"service.name": SERVICE_NAME}))
+        found = found.merge(Resource({"service.name": "triton-openai"}))
     return Resource({"service.version": __version__}).merge(found)
 
 
 @contextlib.asynccontextmanager
 async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIterator[Tracer]:
     """
-    Yield what makes spans that are sent as *settings* say.
+    Yield a tracer whose spans are sent as *settings* say; the last ones have *flush_timeout* seconds at the end.
 
-    To be entered in the process that serves, since its thread does not survive a fork. When left, what is still to be
-    sent has *flush_timeout* seconds. Raises :class:`ConfigurationError` for variables that the SDK does not take.
+    Enter it in the process that serves: its thread does not survive a fork. Raises :class:`ConfigurationError` for
+    variables that the SDK refuses.
     """
     try:
         provider = TracerProvider(resource=resource(), shutdown_on_exit=False)
-        exporter = _exporter(settings)
+        exporter = exporter_class(settings)(endpoint=settings.exporter_url)  # type: ignore[call-arg]
         provider.add_span_processor(BatchSpanProcessor(exporter))
     except Exception as error:
-        # Of whatever kind: only its variables are left that could be wrong.
+        # Of whatever kind: only the SDK's variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
     try:
-        yield provider.get_tracer(_SCOPE, __version__)
+        yield provider.get_tracer("triton_openai", __version__)
     finally:
-        await _shut_down(provider, exporter, flush_timeout)
+        if not await _call_in_thread(provider.shutdown, flush_timeout):
+            _log.warning("the last spans were not sent", seconds=flush_timeout)
+            # Ends the attempts to reach a collector, for which the provider waits.
+            await _call_in_thread(exporter.shutdown, _ABORT_SECONDS)
 
 
-async def _shut_down(provider: TracerProvider, exporter: SpanExporter, timeout: float) -> None:
-    if await _within(timeout, provider.shutdown):
-        return
-    _log.warning("the last spans were not sent", seconds=timeout)
-    # Ends the attempts to reach a collector, for which the provider is waiting.
-    await _within(_GIVE_UP_SECONDS, exporter.shutdown)
-
-
-async def _within(timeout: float, function: Callable[[], None]) -> bool:
+async def _call_in_thread(function: Callable[[], None], timeout: float) -> bool:
     """
-    Call *function* in a thread, and return whether it has ended within *timeout* seconds.
+    Call *function* in a thread; return whether it ended within *timeout* seconds.
 
-    Nobody waits for the thread in the end, as they would for those of the loop's own pool: the SDK may take 30 seconds.
+    The process does not wait for the thread, as it would for one of the loop's pool: the SDK may take 30 seconds.
     """
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 
     def call() -> None:
         function()
-        # Too late for a loop that has waited long enough.
+        # The loop may be closed by now.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 
     threading.Thread(target=call, name="last-spans", daemon=True).start()
     try:
-        await asyncio.wait_for(done.wait(), timeout)
-    except asyncio.TimeoutError:
+        async with asyncio.timeout(timeout):
+            await done.wait()
+    except TimeoutError:
         return False
     return True

@@ -1,59 +1,103 @@
 """
-The spans of requests, made from their records.
+Trace context and spans.
 
-One span for a request, from when it came to when its last byte had left; under it one for each stage of the work, one
-for the time in the queue, and one for each request to Triton, whose ids are what Triton's own spans are put under. Only
-the first and the last kind exist while the work goes on: the rest is made when it has ended, from the times that the
-record holds, and nothing happens per token.
+Where spans are made, a request has one from its head to its last byte; under it, one for each stage of the work and one
+for each request to Triton, whose ids are the parents of Triton's own spans. Those of the stages are made at the end,
+from the times in the record, and nothing happens per token. Where no spans are made, the client's trace context goes on
+to Triton. Needs OpenTelemetry's API only; ``otlp`` sends spans.
 
-Nothing imports this module unless traces are wanted.
+Attributes follow OpenTelemetry's semantic conventions: ``gen_ai.*`` for generative AI, ``http.*``, ``url.*`` and
+``server.*`` for HTTP servers. ``triton.*`` are those of Triton's own spans; ``triton_openai.*`` is what neither has a
+name for. Only :func:`content_attributes` has prompts and answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
+import msgspec
+from aiohttp import web
+from multidict import CIMultiDictProxy
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.propagators.textmap import Getter
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from triton_openai.errors import ServiceError
-from triton_openai.telemetry.observation import Observation, Observer, Stage
-from triton_openai.telemetry.propagation import trace_context
-from triton_openai.telemetry.span_attributes import (
-    CANCELLED,
-    call_attributes,
-    content_attributes,
-    error_type,
-    head_attributes,
-    name_of,
-    request_attributes,
-    response_attributes,
+from triton_openai.errors import ServiceError, masked, printable
+from triton_openai.telemetry.access_log import input_messages, output_messages
+from triton_openai.telemetry.metrics import PROVIDER
+from triton_openai.telemetry.observation import (
+    CLIENT_CLOSED_REQUEST,
+    Answer,
+    Observation,
+    Observer,
+    Request,
+    Stage,
+    TritonRequest,
+    Upstream,
 )
-from triton_openai.telemetry.upstream import Answer, Upstream
-from triton_openai.triton.tensors import InferRequest
 
-#: The event on the span of a request to Triton.
-FIRST_TOKEN = "first_token"
+Attributes: TypeAlias = dict[str, str | bool | int | float | Sequence[str]]
 
+#: ``error.type`` of a request whose client left; metrics use the same word.
+CANCELLED = "cancelled"
 _NANOSECONDS = 1_000_000_000
+# Clients choose the length of texts.
+_MAX_CHARS = 256
+_INT64 = 2**63
+_NUMBERS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+_OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}
 _propagator = TraceContextTextMapPropagator()
+
+
+class _Headers(Getter[CIMultiDictProxy[str]]):
+    """Reads headers; several of one name count as one with a list (RFC 9110, section 5.3)."""
+
+    def get(self, carrier: CIMultiDictProxy[str], key: str) -> list[str] | None:
+        """Return the value."""
+        values = carrier.getall(key, None)
+        return None if values is None else [",".join(values)]
+
+    def keys(self, carrier: CIMultiDictProxy[str]) -> list[str]:
+        """Return the names."""
+        return list(carrier)
+
+
+def trace_context(observation: Observation) -> Context:
+    """Return the trace context in a request's headers; empty where there is none that is valid."""
+    request = observation.request
+    return Context() if request is None else _propagator.extract(request.headers, Context(), _Headers())
+
+
+class Propagation(Observer):
+    """Passes the client's trace context on to Triton."""
+
+    def started(self, observation: Observation) -> None:
+        """Read the request's headers."""
+        context = trace_context(observation)
+        # Triton records every request with a traceparent, whatever its flag says.
+        if get_current_span(context).get_span_context().trace_flags.sampled:
+            headers = dict(observation.upstream.headers)
+            _propagator.inject(headers, context)
+            observation.upstream = Upstream(headers)
 
 
 class Tracing(Observer):
     """
-    Makes the spans of requests with the *tracer* that is set before the first one comes.
+    Makes the spans of requests with ``tracer``, which is set before the first request.
 
-    Requests that are not POST ask for no work: they are health checks, lists and metrics, and have no spans. *locate*
-    tells to which address of Triton a request goes; *continue_traces* is whether clients may say whose trace it is.
-    With *content*, prompts and answers are in the spans, each text cut to so many characters.
+    Only POST requests have spans: the others are health checks, lists and metrics. *locate* returns Triton's address
+    for a request; *continue_traces* is whether clients choose the trace. With *content*, spans have prompts and
+    answers, each text cut to that many characters.
     """
 
     def __init__(
         self,
-        locate: Callable[[InferRequest], str] | None = None,
+        locate: Callable[[Any], str] | None = None,
         *,
         continue_traces: bool = True,
         content: int | None = None,
@@ -64,15 +108,12 @@ class Tracing(Observer):
         self._content = content
 
     def started(self, observation: Observation) -> None:
-        """Begin the span, as a part of the client's trace if there is one."""
+        """Start the request's span, in the client's trace if there is one."""
         if self.tracer is None or observation.method != "POST":
             return
-        parent = Context()
-        if self._continue_traces:
-            # Not the headers themselves: the propagator logs a warning, with its text, for what is no state.
-            parent = _propagator.extract(trace_context(observation.headers), parent)
+        parent = trace_context(observation) if self._continue_traces else Context()
         span = self.tracer.start_span(
-            name_of(observation), parent, SpanKind.SERVER, attributes=head_attributes(observation)
+            span_name(observation), parent, SpanKind.SERVER, attributes=head_attributes(observation)
         )
         context = span.get_span_context()
         observation.log_fields = {
@@ -80,7 +121,7 @@ class Tracing(Observer):
             "trace_id": f"{context.trace_id:032x}",
             "span_id": f"{context.span_id:016x}",
         }
-        # Triton records whatever has a traceparent: where nothing is recorded here, it gets none.
+        # Triton records every request with a traceparent: what is not recorded here gets none.
         if span.is_recording():
             observation.upstream = Trace(self.tracer, span, observation, self._locate)
 
@@ -88,23 +129,22 @@ class Tracing(Observer):
         """Name the span."""
         trace = observation.upstream
         if isinstance(trace, Trace):
-            trace.span.update_name(name_of(observation))
+            trace.span.update_name(span_name(observation))
 
     def ended(self, observation: Observation) -> None:
-        """Make the spans of what was done, and end that of the request."""
+        """End the spans."""
         trace = observation.upstream
-        if not isinstance(trace, Trace):
-            return
-        if self._content is not None:
-            trace.span.set_attributes(content_attributes(observation, self._content))
-        trace.end()
+        if isinstance(trace, Trace):
+            if self._content is not None:
+                trace.span.set_attributes(content_attributes(observation, self._content))
+            trace.end()
 
 
 class Trace(Upstream):
-    """The *span* of one request, and what comes under it."""
+    """The *span* of one request, and the spans under it."""
 
     def __init__(
-        self, tracer: Tracer, span: Span, observation: Observation, locate: Callable[[InferRequest], str] | None
+        self, tracer: Tracer, span: Span, observation: Observation, locate: Callable[[Any], str] | None
     ) -> None:
         super().__init__(observation.upstream.headers)
         self.span = span
@@ -112,20 +152,20 @@ class Trace(Upstream):
         self._context = set_span_in_context(span, Context())
         self._observation = observation
         self._locate = locate
-        # The record's clock has another zero than that of spans.
+        # Spans have wall-clock times, the record those of time.monotonic.
         self._zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
         self._calls: list[tuple[Span, int, Answer]] = []
 
-    def begin(self, request: InferRequest, answer: Answer, *, lora: str | None = None) -> InferRequest:
-        """Begin the span of a request to Triton; it ends with that of the client's request, at the answer's own end."""
-        span, sent = self._begin(request, lora)
+    def begin(self, request: Request, answer: Answer, *, lora: str | None = None) -> Request:
+        """Start the span of a request to Triton. It ends with the client's request, at the answer's own end."""
+        span, sent = self._start(request, lora)
         self._calls.append((span, time.time_ns(), answer))
         return sent
 
     @contextmanager
-    def call(self, request: InferRequest) -> Iterator[InferRequest]:
+    def call(self, request: Request) -> Iterator[Request]:
         """Make the span of a request to Triton."""
-        span, sent = self._begin(request, None)
+        span, sent = self._start(request)
         try:
             yield sent
         except ServiceError as error:
@@ -137,49 +177,46 @@ class Trace(Upstream):
         finally:
             span.end()
 
-    def _begin(self, request: InferRequest, lora: str | None) -> tuple[Span, InferRequest]:
+    def _start(self, request: Request, lora: str | None = None) -> tuple[Span, Request]:
         url = None if self._locate is None else self._locate(request)
         attributes = call_attributes(request, url, lora)
         span = self._tracer.start_span(f"infer {request.model}", self._context, SpanKind.CLIENT, attributes=attributes)
         headers = dict(self.headers)
         _propagator.inject(headers, set_span_in_context(span, self._context))
-        return span, self._with(request, headers)
+        return span, request.with_headers(headers)
 
     def end(self) -> None:
-        """End every span."""
-        observation = self._observation
+        """End all spans."""
+        observation, span = self._observation, self.span
         for stage in observation.stages:
             self._add(stage)
-        for number, (span, began, answer) in enumerate(self._calls):
+        for number, (call, began, answer) in enumerate(self._calls):
             again = next((later for _, later, other in self._calls[number + 1 :] if other is answer), None)
             if again is None:
-                self._end_call(span, began, answer)
+                self._end_call(call, began, answer)
             else:
-                # The answer was asked for once more, with the weights that this one lacked.
-                span.set_status(Status(StatusCode.ERROR))
-                span.end(again)
-        span = self.span
-        span.set_attributes(request_attributes(observation))
-        span.set_attributes(response_attributes(observation))
+                # The request was sent once more, with the LoRA weights that this one lacked.
+                call.set_status(Status(StatusCode.ERROR))
+                call.end(again)
+        span.set_attributes(request_attributes(observation) | response_attributes(observation))
         error = observation.error
-        # The conventions for servers: what the client is to blame for is no error of theirs.
+        # By the conventions, a client's mistake is no error of the server.
         if error is not None and error.status >= ServiceError.status and not observation.client_left:
             span.set_status(Status(StatusCode.ERROR))
         span.end()
 
     def _end_call(self, span: Span, began: int, answer: Answer) -> None:
         if answer.first is not None:
-            span.add_event(FIRST_TOKEN, timestamp=max(began, self._at(answer.first)))
+            span.add_event("first_token", timestamp=max(began, self._at(answer.first)))
         if answer.error is not None:
             _fail(span, answer.error)
         elif answer.cancelled:
             span.set_attribute("error.type", CANCELLED)
-        # The event loop's clock, from which the answer has its times, may stand still for a moment.
+        # The answer's times are those of the event loop's clock, which lags behind.
         span.end(None if answer.ended is None else max(began, self._at(answer.ended)))
 
     def _add(self, stage: Stage) -> None:
-        began = self._at(stage.began)
-        span = self._tracer.start_span(stage.name, self._context, start_time=began)
+        span = self._tracer.start_span(stage.name, self._context, start_time=self._at(stage.began))
         if stage.failed:
             span.set_status(Status(StatusCode.ERROR))
         span.end(None if stage.ended is None else self._at(stage.ended))
@@ -189,6 +226,165 @@ class Trace(Upstream):
 
 
 def _fail(span: Span, error: ServiceError) -> None:
-    span.set_attribute("error.type", error_type(error))
-    # For a client of Triton whatever it refuses is an error. Its message stays here: it may quote a prompt.
+    span.set_attribute("error.type", _error_type(error))
+    # By the conventions, every refusal is an error for a client of Triton. Its message may quote a prompt.
     span.set_status(Status(StatusCode.ERROR))
+
+
+def span_name(observation: Observation) -> str:
+    """Return the name of a request's span: that of an HTTP server's while the operation is not known."""
+    if observation.operation is not None:
+        return f"{observation.operation} {observation.model}"
+    route = _route(observation.request)
+    return observation.method if route is None else f"{observation.method} {route}"
+
+
+def head_attributes(observation: Observation) -> Attributes:
+    """Return what is known of a request when its head has come."""
+    found: Attributes = {
+        "http.request.method": observation.method,
+        "url.path": observation.path,
+        "triton_openai.request_id": observation.request_id,
+    }
+    request = observation.request
+    if request is None:
+        return found
+    route = _route(request)
+    if route is not None:
+        found["http.route"] = route
+    found["url.scheme"] = request.scheme
+    found["network.protocol.version"] = f"{request.version.major}.{request.version.minor}"
+    found |= _server(f"//{request.headers.get('Host', '')}")
+    agent = request.headers.get("User-Agent")
+    if agent:
+        found["user_agent.original"] = printable(agent, _MAX_CHARS)
+    return found
+
+
+def request_attributes(observation: Observation) -> Attributes:
+    """Return what the client asked for."""
+    operation, model, body = observation.operation, observation.model, observation.parameters
+    if operation is None or model is None:
+        return {}
+    found: Attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": _clean(model),
+    }
+    if observation.adapter is not None:
+        found["triton_openai.adapter"] = observation.adapter
+    if observation.stream:
+        found["gen_ai.request.stream"] = True
+    for name in _NUMBERS:
+        value = getattr(body, name, None)
+        # A larger number fails the export of the whole batch.
+        if isinstance(value, int | float) and abs(value) < _INT64:
+            found[f"gen_ai.request.{name}"] = int(value) if name == "seed" else float(value)
+    limit = getattr(body, "max_completion_tokens", None) or getattr(body, "max_tokens", None)
+    if limit is not None and limit < _INT64:
+        found["gen_ai.request.max_tokens"] = limit
+    stop = getattr(body, "stop", None)
+    if stop:
+        texts = [stop] if isinstance(stop, str) else stop
+        found["gen_ai.request.stop_sequences"] = [masked(_clean(text)) for text in texts]
+    choices = getattr(body, "n", None)
+    if choices is not None and choices != 1:
+        found["gen_ai.request.choice.count"] = choices
+    form = getattr(body, "response_format", None)
+    kind = _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None
+    if kind is not None:
+        found["gen_ai.output.type"] = kind
+    encoding = getattr(body, "encoding_format", None)
+    if encoding is not None:
+        found["gen_ai.request.encoding_formats"] = [encoding]
+    dimensions = getattr(body, "dimensions", None)
+    if dimensions is not None and dimensions < _INT64:
+        found["gen_ai.embeddings.dimension.count"] = dimensions
+    return found
+
+
+def response_attributes(observation: Observation) -> Attributes:
+    """Return how the request was answered."""
+    found: Attributes = {}
+    if observation.status != CLIENT_CLOSED_REQUEST:
+        found["http.response.status_code"] = observation.status
+    if observation.client_left:
+        found |= {"error.type": CANCELLED, "triton_openai.client_left": True}
+    elif observation.error is not None:
+        found["error.type"] = _error_type(observation.error)
+    if observation.operation is None:
+        return found
+    if observation.response_id is not None:
+        found["gen_ai.response.id"] = observation.response_id
+        if observation.response_model is not None:
+            found["gen_ai.response.model"] = _clean(observation.response_model)
+    if observation.finish_reasons:
+        found["gen_ai.response.finish_reasons"] = list(observation.finish_reasons)
+    first = observation.time_to_first_token
+    if first is not None and observation.stream:
+        found["gen_ai.response.time_to_first_chunk"] = first
+    if observation.queued_seconds:
+        found["triton_openai.queued_seconds"] = observation.queued_seconds
+    usage = observation.usage
+    if usage is None:
+        return found
+    found["gen_ai.usage.input_tokens"] = usage.prompt_tokens
+    if observation.answers:
+        found["gen_ai.usage.output_tokens"] = usage.completion_tokens
+    if usage.cached_tokens is not None:
+        found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
+    reasoning = observation.reasoning_tokens()
+    if reasoning is not None:
+        found["gen_ai.usage.reasoning.output_tokens"] = reasoning
+    return found
+
+
+def content_attributes(observation: Observation, max_chars: int) -> Attributes:
+    """Return the prompt and the answers as JSON, each text cut to *max_chars* characters."""
+    if observation.operation is None:
+        return {}
+    found = {
+        "gen_ai.input.messages": input_messages(observation.parameters, max_chars),
+        "gen_ai.output.messages": output_messages(observation.answers, max_chars),
+    }
+    return {name: msgspec.json.encode(messages).decode() for name, messages in found.items() if messages}
+
+
+def call_attributes(request: TritonRequest, url: str | None, lora: str | None = None) -> Attributes:
+    """Return those of a request to the Triton at *url*; *lora* is the name of its LoRA adapter."""
+    found: Attributes = {"triton.model_name": request.model, "triton.request_id": request.id}
+    if url is not None:
+        found["network.protocol.name"] = "grpc" if urlsplit(url).scheme.startswith("grpc") else "http"
+        found |= _server(url)
+    if lora is not None:
+        found["triton_openai.lora"] = _clean(lora)
+    return found
+
+
+def _error_type(error: ServiceError) -> str:
+    # The code is from a list; the message may quote a client.
+    return error.code or type(error).__name__
+
+
+def _clean(text: str) -> str:
+    """Return a client's *text* cut, and without lone surrogates, which cannot be sent."""
+    return text[:_MAX_CHARS].encode("utf-8", "replace").decode("utf-8")
+
+
+def _route(request: web.BaseRequest | None) -> str | None:
+    if not isinstance(request, web.Request):
+        return None
+    resource = request.match_info.route.resource
+    return None if resource is None else resource.canonical
+
+
+def _server(url: str) -> Attributes:
+    """Return the host and the port of *url*."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return {}
+    if not host:
+        return {}
+    return {"server.address": printable(host, _MAX_CHARS), **({} if port is None else {"server.port": port})}

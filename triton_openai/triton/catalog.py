@@ -47,6 +47,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         """Whether Triton answered."""
         return self.error is None
 
+    @property
+    def coming(self) -> frozenset[str]:
+        """Those of the waiting models that become ready by themselves: trying again soon may work."""
+        states = frozenset({"LOADING", "READY"})
+        return frozenset(entry.name for entry in self.index if entry.state in states and entry.name in self.waiting)
+
 
 async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = None) -> Snapshot:
     """Read the index and the config of every ready model. Never raises for what Triton does: see ``error``."""
@@ -79,9 +85,10 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
 
     configs: dict[str, ModelConfig] = {}
     server, answers = await asyncio.gather(ask(), asyncio.gather(*map(read, ready)))
+    version = "" if server is None else server.version
     for name, answer in zip(ready, answers, strict=True):
         if isinstance(answer, ModelConfig):
-            configs[name] = answer
+            configs[name] = msgspec.structs.replace(answer, server_version=version)
         else:
             waiting[name] = answer.message
     complete = len(configs) == len(ready)

@@ -7,13 +7,35 @@ Every method raises errors of :mod:`triton_openai.errors` only; what a transport
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
-from triton_openai.errors import ServiceError
+from triton_openai.errors import InvalidRequest, ServiceError
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
+
+# The longest name of a folder on the usual file systems.
+_LONGEST = 255
+_FORBIDDEN = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def check_name(name: str) -> None:
+    """
+    Raise :class:`InvalidRequest` for what cannot be the name of a folder in a model repository.
+
+    Triton 2.51 takes ``..`` for a model, and reads its configuration from outside of the repository.
+    """
+    if not name:
+        raise InvalidRequest("The model's name is empty.", param="model", code="invalid_value")
+    if name in (".", "..") or _FORBIDDEN.search(name):
+        raise InvalidRequest(
+            "The model's name is none of a folder in a model repository.", param="model", code="invalid_value"
+        )
+    if len(name.encode()) > _LONGEST:
+        raise InvalidRequest(f"The model's name is longer than {_LONGEST} bytes.", param="model", code="invalid_value")
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,3 +123,37 @@ class TritonClient(Protocol):
     async def close(self) -> None:
         """Close all connections."""
         ...
+
+
+class SingleAnswer:
+    """The one answer of a model that is not decoupled, as a stream of one response."""
+
+    def __init__(self, client: TritonClient, request: InferRequest) -> None:
+        self._task: asyncio.Task[InferResponse] | None = asyncio.create_task(client.infer(request))
+        self._error: ServiceError | None = None
+
+    async def read(self) -> Sequence[InferResponse]:
+        """Return the answer, then nothing."""
+        task = self._task
+        if task is None:
+            return ()
+        try:
+            # Waited for and not awaited: cancelling this reader, or the task by abort(), must not look the same.
+            await asyncio.wait({task})
+        finally:
+            self.close()
+        if self._error is not None:
+            raise self._error
+        return (task.result(),)
+
+    def abort(self, error: ServiceError) -> None:
+        """Make :meth:`read` raise *error*."""
+        self._error = error
+        if self._task is not None:
+            self._task.cancel()
+
+    def close(self) -> None:
+        """Cancel the call unless it has ended."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import structlog
 
-from triton_openai.config.tls import TritonAccess
+from triton_openai.config.files import FromFiles, read_file, read_secret
+from triton_openai.config.tls import ReloadingContext, TritonAccess, load_authorities, load_identity
 from triton_openai.errors import ConfigurationError
-from triton_openai.telemetry.logging import get_logger
-from triton_openai.tls import ReloadingContext, load_authorities, load_identity
-from triton_openai.watched_files import FromFiles, read_file, read_secret
 
-_log = get_logger(__name__)
+_log = structlog.get_logger(__name__)
 
 Header = tuple[str, str]
 
@@ -88,7 +91,7 @@ class ConnectionSettings:
         """Return a context for ``https://``. Raises :class:`ConfigurationError`."""
         access = self.access
         if access.insecure_skip_verify:
-            _log.warning("Triton's certificate is not verified", setting="--triton-insecure-skip-verify")
+            _log.warning("Triton's certificate is not verified", setting="triton_access.insecure_skip_verify")
 
         def read() -> ssl.SSLContext:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -103,7 +106,7 @@ class ConnectionSettings:
             if access.certificate is not None:
                 passphrase = None
                 if access.key_passphrase_file is not None:
-                    passphrase = read_secret(access.key_passphrase_file, "--triton-key-passphrase-file")
+                    passphrase = read_secret(access.key_passphrase_file, "triton_access.key_passphrase_file")
                 load_identity(context, access.certificate, access.key, passphrase, prefix="--triton")
             return context
 
@@ -115,8 +118,8 @@ class ConnectionSettings:
         access = self.access
         if access.insecure_skip_verify:
             raise ConfigurationError(
-                "gRPC always verifies a server's certificate: with grpcs:// give --triton-ca, and --triton-server-name "
-                "where its name differs, instead of --triton-insecure-skip-verify."
+                "gRPC always verifies a server's certificate: with grpcs://, set --triton-ca, and "
+                "triton_access.server_name where its name differs, instead of triton_access.insecure_skip_verify."
             )
 
         def read() -> GrpcFiles:
@@ -169,3 +172,46 @@ def _token(path: Path) -> str:
     if not _VALUE.fullmatch(token):
         raise ConfigurationError(f"The token in {path} given by --triton-token-file must be printable ASCII.")
     return token
+
+
+# Silence after which the other side is asked for a sign of life, how often, and how many times in vain.
+_IDLE_SECONDS = 15
+_INTERVAL_SECONDS = 5
+_PROBES = 3
+# What was sent has to be acknowledged within the same time.
+_UNACKNOWLEDGED_MS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
+
+# Not every system has all of them.
+_TCP_OPTIONS = {
+    "TCP_KEEPIDLE": _IDLE_SECONDS,
+    "TCP_KEEPINTVL": _INTERVAL_SECONDS,
+    "TCP_KEEPCNT": _PROBES,
+    "TCP_USER_TIMEOUT": _UNACKNOWLEDGED_MS,
+}
+
+
+def notice(transport: asyncio.BaseTransport) -> None:
+    """Have *transport* end within half a minute of the other side's disappearance, where the system can do that."""
+    # uvloop's is no socket, but takes options.
+    connection: socket.socket | None = transport.get_extra_info("socket")
+    if connection is None:
+        return
+    _watch(connection)
+
+
+def watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for *address* (as ``getaddrinfo`` has them) whose connection ends in the same way."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    _watch(made)
+    return made
+
+
+def _watch(connection: socket.socket) -> None:
+    # A connection that cannot be watched is still one.
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP_OPTIONS.items():
+            option = getattr(socket, name, None)
+            if option is not None:
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)

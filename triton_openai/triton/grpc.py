@@ -21,11 +21,9 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from triton_openai.errors import ServiceError
 from triton_openai.triton.client import IndexEntry, ServerInfo
-from triton_openai.triton.config_json import datatype
 from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.grpc_channel import GrpcChannel
-from triton_openai.triton.grpc_large import is_large, serialized
-from triton_openai.triton.status import Failure, classify, cut_off, unreachable
+from triton_openai.triton.grpc_channel import GrpcChannel, is_large, serialized
+from triton_openai.triton.status import Failure, classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
     EnsembleStep,
@@ -34,6 +32,7 @@ from triton_openai.triton.tensors import (
     ModelConfig,
     OutputTensor,
     TensorSpec,
+    datatype,
 )
 
 # Longest time for which an abandoned call is read to its end.
@@ -227,17 +226,17 @@ async def _read_out(call: Any, reading: asyncio.Task[Any] | None) -> None:
 
     Triton 24.10 crashes now and then when a call is cancelled while it writes to it.
     """
-
-    async def rest() -> None:
-        if reading is not None and await reading is grpc.aio.EOF:
-            return
-        while await call.read() is not grpc.aio.EOF:
-            pass
-
     try:
-        await asyncio.wait_for(rest(), _READ_OUT_SECONDS)
-    except (grpc.RpcError, asyncio.TimeoutError, asyncio.CancelledError):
+        async with asyncio.timeout(_READ_OUT_SECONDS):
+            if reading is not None and await reading is grpc.aio.EOF:
+                return
+            while await call.read() is not grpc.aio.EOF:
+                pass
+    except (TimeoutError, grpc.RpcError):
         call.cancel()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
 
 
 class GrpcClient:
@@ -323,6 +322,9 @@ class GrpcClient:
         """Run one request; how long it may take is the caller's business."""
         message = await message_of(request)
         answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
+        if not answer.outputs:
+            # Triton says OK for a model that ended without a response.
+            raise no_answer(request.model)
         return decode_response(answer)
 
     async def stream(self, request: InferRequest) -> GrpcStream:

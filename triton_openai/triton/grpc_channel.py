@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,7 +11,52 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles, Header
-from triton_openai.triton.grpc_large import serialize
+from triton_openai.triton.tensors import InferRequest
+
+# Contents from this size on are worth a thread.
+_LARGE = 1 << 20
+_PIECE = 1 << 20
+
+
+def is_large(request: InferRequest) -> bool:
+    """Return whether *request* carries contents that should not be copied on the event loop."""
+    return any(tensor.size >= _LARGE for tensor in request.inputs)
+
+
+async def serialized(message: Any, request: InferRequest) -> bytes:
+    """Return *message*, a ``ModelInferRequest`` of *request* without its contents, as bytes with them."""
+    head = message.SerializeToString()
+    return await asyncio.to_thread(lambda: _serialized(head, [each.raw() for each in request.inputs]))
+
+
+def serialize(message: Any) -> bytes:
+    """Return a message as bytes; one that is bytes already, as it is."""
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
+
+
+def _serialized(head: bytes, contents: list[bytes]) -> bytes:
+    # The bytes of a message may be followed by further elements of its repeated fields: a tag (the field's number, and
+    # 2 for "with a length"), the length, and the contents.
+    field = service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+    buffer = io.BytesIO()
+    buffer.write(head)
+    for content in contents:
+        buffer.write(_varint(field << 3 | 2) + _varint(len(content)))
+        view = memoryview(content)
+        for start in range(0, len(view), _PIECE):
+            buffer.write(view[start : start + _PIECE])
+    return buffer.getvalue()
+
+
+def _varint(value: int) -> bytes:
+    """Return *value* seven bits at a time, the lowest first; all but the last byte have their highest bit set."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
 
 _SERVICE = "/inference.GRPCInferenceService"
 # Calls on a channel that was replaced may go on for as long as they like; this bounds what they like.

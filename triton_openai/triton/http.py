@@ -18,16 +18,72 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
+from triton_openai.config.tls import PERHAPS_REFUSED, words
 from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.tls import PERHAPS_REFUSED, words
 from triton_openai.triton.client import IndexEntry, ServerInfo
-from triton_openai.triton.config_json import parse_model_config
-from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.http_connection import ConnectionPool
-from triton_openai.triton.http_session import HttpSession
-from triton_openai.triton.http_stream import HttpStream, error_text
-from triton_openai.triton.status import Failure, classify, cut_off, unreachable
-from triton_openai.triton.tensors import BinaryResponse, InferRequest, InferResponse, ModelConfig, OutputTensor
+from triton_openai.triton.connection import ConnectionSettings, Header, watched_socket
+from triton_openai.triton.http_stream import ConnectionPool, HttpStream, error_text
+from triton_openai.triton.status import Failure, classify, cut_off, no_answer, unreachable
+from triton_openai.triton.tensors import (
+    BinaryResponse,
+    InferRequest,
+    InferResponse,
+    ModelConfig,
+    OutputTensor,
+    parse_model_config,
+)
+
+
+class HttpSession:
+    """
+    The session of new calls. Those that it had before go on until their last call has ended.
+
+    Made on first use, because a session belongs to the running loop.
+    """
+
+    def __init__(self, *, ssl_context: ssl.SSLContext | None, timeout: aiohttp.ClientTimeout) -> None:
+        self._ssl = ssl_context
+        self._timeout = timeout
+        self._current: aiohttp.ClientSession | None = None
+        self._calls: dict[aiohttp.ClientSession, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def call(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Yield the session for one call, its answer included."""
+        session = self._current
+        if session is None:
+            connector = aiohttp.TCPConnector(limit=0, ssl=self._ssl or True, socket_factory=watched_socket)
+            session = self._current = aiohttp.ClientSession(connector=connector, timeout=self._timeout)
+            self._calls[session] = 0
+        self._calls[session] += 1
+        try:
+            yield session
+        finally:
+            if session in self._calls:
+                self._calls[session] -= 1
+                self._close_unused()
+
+    def renew(self) -> None:
+        """Begin further calls on new connections; idle ones are closed, and those in use when their calls end."""
+        self._current = None
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        for session, calls in list(self._calls.items()):
+            if not calls and session is not self._current:
+                del self._calls[session]
+                task = asyncio.get_running_loop().create_task(session.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        self._current = None
+        sessions = list(self._calls)
+        self._calls.clear()
+        await asyncio.gather(*self._closing, *(session.close() for session in sessions))
+
 
 _LARGE_BODY = 1 << 20
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -59,10 +115,18 @@ def generate_body(request: InferRequest) -> bytes:
 
     Triton infers the shapes from the model's metadata, in the way :meth:`ModelConfig.wire_shape` lays them out.
     """
-    body: dict[str, Any] = {"id": request.id}
+    fields = [b'{"id":', msgspec.json.encode(request.id)]
     for tensor in request.inputs:
-        body[tensor.name] = tensor.values[0] if len(tensor.values) == 1 else list(tensor.values)
-    return msgspec.json.encode(body)
+        values = tensor.values
+        if len(values) == 1:
+            value = msgspec.json.encode(values[0])
+        elif tensor.datatype == "BYTES":
+            # One by one: they may be images of many megabytes, and encoding holds the interpreter lock.
+            value = b"[%b]" % b",".join(map(msgspec.json.encode, values))
+        else:
+            value = msgspec.json.encode(list(values))
+        fields += (b",", msgspec.json.encode(tensor.name), b":", value)
+    return b"".join([*fields, b"}"])
 
 
 def infer_body(request: InferRequest) -> tuple[bytes, int]:
@@ -97,12 +161,18 @@ def _in_pieces(body: bytes) -> bytes | io.BytesIO:
     return io.BytesIO(body) if len(body) >= _LARGE_BODY else body
 
 
-def parse_infer(body: bytes, header_length: int) -> BinaryResponse:
-    """Return the outputs of an infer answer. Raises :class:`UpstreamError` when the contents do not add up."""
+def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
+    """
+    Return the outputs of an infer answer of *model*.
+
+    Raises :class:`UpstreamError` where there are none, and when the contents do not add up.
+    """
     try:
         header = _header_decoder.decode(body[:header_length])
     except msgspec.MsgspecError as error:
         raise UpstreamError("Triton sent an answer that cannot be read.", detail=str(error)) from error
+    if not header.outputs:
+        raise no_answer(model)
     outputs: dict[str, OutputTensor] = {}
     offset = header_length
     for output in header.outputs:
@@ -180,7 +250,7 @@ class HttpClient:
             if not answered and loop.time() - began >= self._settings.connect_timeout:
                 self._pool.distrust()
             raise
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             self._pool.distrust()
             raise UpstreamTimeout("Triton did not answer in time.") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -251,10 +321,21 @@ class HttpClient:
         ) as response:
             answer = await response.read()
             length = response.headers.get(_HEADER_LENGTH)
-        return parse_infer(answer, int(length) if length is not None and length.isdecimal() else len(answer))
+        header_length = int(length) if length is not None and length.isdecimal() else len(answer)
+        return parse_infer(answer, header_length, request.model)
 
     async def stream(self, request: InferRequest) -> HttpStream:
         """Start a ``generate_stream`` call."""
+        if sum(tensor.size for tensor in request.inputs) > _LARGE_BODY:
+            message = await asyncio.to_thread(self._message, request)
+        else:
+            message = self._message(request)
+        connection = await self._pool.acquire()
+        connection.send(message)
+        return HttpStream(self._pool, connection, message, request.model, frozenset(request.outputs))
+
+    def _message(self, request: InferRequest) -> bytes:
+        """Return the bytes of a ``generate_stream`` call."""
         body = generate_body(request)
         further = "".join([f"{name}: {value}\r\n" for name, value in request.headers.items()])
         head = (
@@ -265,10 +346,7 @@ class HttpClient:
             f"{self._lines()}{further}"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode("ascii")
-        connection = await self._pool.acquire()
-        message = head + body
-        connection.send(message)
-        return HttpStream(self._pool, connection, message, request.model)
+        return head + body
 
     def _lines(self) -> str:
         headers = self._settings.headers()

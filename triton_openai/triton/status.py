@@ -21,6 +21,8 @@ from triton_openai.errors import (
     ModelNotFound,
     NotImplementedUpstream,
     Overloaded,
+    PromptRefused,
+    RequestRefused,
     ServiceError,
     UpstreamError,
     UpstreamTimeout,
@@ -29,7 +31,15 @@ from triton_openai.errors import (
 
 _REQUEST_ID = re.compile(r"\[request id: [^\]]*\]\s*")
 _ENSEMBLE = re.compile(r"in ensemble '[^']*', ")
-_PRIVATE = re.compile(r"Traceback|File \"|(?<![\w.])/[\w.-]+/[\w./-]+|0x[0-9a-fA-F]{4,}|\n")
+# Where a sentence ends and a stack begins: Python's, Triton's stub's, and those of C++ backends.
+_STACK = re.compile(r"Traceback|File \"|\bAt:\s*\n|^\s*\d+\s+0x[0-9a-fA-F]", re.MULTILINE)
+# A place in the sources, in parentheses or before a message, as TensorRT-LLM and xgrammar log it.
+_PLACE = re.compile(r" ?\(/[\w.-]+/[^()\s]*\)|\[\d\d:\d\d:\d\d\] /[^\s:]+:\d+:? ?")
+# What a server keeps to itself: addresses on the network and in memory, and paths.
+_PRIVATE = re.compile(
+    r"\w+://[^\s'\"<>]+|(['\"])/[^'\"]*/[^'\"]*\1|(?<![\w.])/[\w.-]+/[\w./-]+(?::\d+)?|0x[0-9a-fA-F]{4,}"
+)
+_LONGEST_TEXT = 4000
 _MAX_REASON = 500
 
 
@@ -50,15 +60,16 @@ class Rule(msgspec.Struct, frozen=True):
 
 def public_reason(text: str) -> str | None:
     """
-    Return *text* as it may be shown to a client: request id and ensemble prefixes dropped, one line, at most 500
-    characters.
+    Return *text* as it may be shown to a client, on one line of at most 500 characters.
 
-    ``None`` when nothing is left or when it holds what a server keeps to itself (paths, addresses, tracebacks).
+    Request ids, ensemble prefixes and stack traces are dropped. Paths and addresses become an ellipsis. ``None`` when
+    nothing is left.
     """
-    text = _ENSEMBLE.sub("", _REQUEST_ID.sub("", text)).strip()
-    if not text or _PRIVATE.search(text):
-        return None
-    return text[:_MAX_REASON]
+    text = _ENSEMBLE.sub("", _REQUEST_ID.sub("", text[:_LONGEST_TEXT]))
+    stack = _STACK.search(text)
+    text = " ".join(text[: stack.start() if stack else None].split())
+    text = _PRIVATE.sub("…", _PLACE.sub("", text)).strip()
+    return text[:_MAX_REASON] if re.search(r"\w", text) else None
 
 
 def _too_long(failure: Failure, match: re.Match[str]) -> ServiceError:
@@ -75,9 +86,25 @@ def _limit_only(failure: Failure, match: re.Match[str]) -> ServiceError:
 
 
 def _refused(failure: Failure, match: re.Match[str]) -> ServiceError:
-    reason = public_reason(match.groupdict().get("reason") or match.group(0))
-    message = f"The model refused the request: {reason}" if reason else "The model refused the request."
-    return InvalidRequest(message, detail=failure.text)
+    return RequestRefused(public_reason(match.groupdict().get("reason") or match.group(0)), detail=failure.text)
+
+
+def _no_room(failure: Failure, match: re.Match[str]) -> ServiceError:
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {match['limit']} tokens, but the request needs {match['prompt']} for"
+        f" its prompt and {match['answer']} for its answer.",
+        detail=failure.text,
+    )
+
+
+def _empty_prompt(failure: Failure, match: re.Match[str]) -> ServiceError:
+    return PromptRefused("The prompt is empty: there is nothing to continue.", detail=failure.text)
+
+
+def _no_lora(failure: Failure, match: re.Match[str]) -> ServiceError:
+    name = public_reason(match["name"] or "")
+    which = f"the LoRA adapter '{name}'" if name else "this LoRA adapter, or its weights"
+    return LoraNotLoaded(f"The model's backend does not have {which}.", param="model", detail=failure.text)
 
 
 def _sampling_refused(failure: Failure, match: re.Match[str]) -> ServiceError:
@@ -94,15 +121,26 @@ def _generation_failed(failure: Failure, match: re.Match[str]) -> ServiceError:
 
 
 def _failed(failure: Failure) -> ServiceError:
-    reason = public_reason(failure.text)
-    return UpstreamError(
-        f"The model failed: {reason}" if reason else "The model failed to answer the request.", detail=failure.text
-    )
+    # A failure may say anything. What a client can do nothing about is shown only where nothing has to be taken out.
+    text = failure.text.strip()
+    private = "\n" in text or _STACK.search(text) or _PRIVATE.search(text)
+    return model_failed(None if private else public_reason(text), detail=failure.text)
+
+
+def model_failed(said: str | None, *, detail: str | None) -> UpstreamError:
+    """Return the error for a model that failed; *said* is what a client may read of the reason."""
+    message = f"The model failed: {said}" if said else "The model failed to answer the request."
+    return UpstreamError(message, detail=detail)
+
+
+def failed_midway(error: InvalidRequest) -> UpstreamError:
+    """Return what *error* is once the answer has begun: backends word both alike, and had accepted the request."""
+    said = error.said if isinstance(error, RequestRefused) else error.message
+    return model_failed(said, detail=error.detail)
 
 
 def _not_loaded(failure: Failure, match: re.Match[str]) -> ServiceError:
-    # What follows the first line is a traceback.
-    reason = public_reason(match.group("reason").strip().partition("\n")[0])
+    reason = public_reason(match.group("reason"))
     message = f"Triton could not load the model '{failure.model}'"
     return UpstreamError(
         f"{message}: {reason}" if reason else f"{message}; its log says why.",
@@ -154,7 +192,12 @@ RULES: tuple[Rule, ...] = (
         lambda f, _: NotImplementedUpstream("The model's deployment does not stream.", detail=f.text),
     ),
     # TensorRT-LLM's executor, through each of its wrappers.
-    _rule(r"Prompt length \((?P<prompt>\d+)\) exceeds maximum input length \((?P<limit>\d+)\)", _too_long),
+    _rule(r"Prompt length \((?P<prompt>\d+)\) exceeds maximum (?:input|sequence) length \((?P<limit>\d+)\)", _too_long),
+    _rule(
+        r"Input length \((?P<prompt>\d+)\) \+ max new tokens \((?P<answer>\d+)\)[^.]*? must be less than max sequence"
+        r" length \((?P<limit>\d+)\)",
+        _no_room,
+    ),
     # TensorRT-LLM's LLM API: PyTorch's limits of a batch and of a sequence. It divides lengths, which makes floats.
     _rule(
         r"sum of prompt length \((?P<prompt>\d+)(?:\.\d+)?\).*? should not exceed max_\w+ \((?P<limit>\d+)\)", _too_long
@@ -165,7 +208,14 @@ RULES: tuple[Rule, ...] = (
         r"prompt \((?:total )?length (?P<prompt>\d+)\) .*?\b(?:length|context length)(?: of)? \(?(?P<limit>\d+)\)?",
         _too_long,
     ),
-    _rule(r"maximum (?:context|model) length|longer than the maximum model length", _limit_only),
+    _rule(r"passed (?P<prompt>\d+) input tokens .*? maximum input length of (?P<limit>\d+)", _too_long),
+    _rule(r"maximum (?:context|model) length|(?:[Pp]rompt|[Ii]nput)[^.]{0,40} is too long", _limit_only),
+    # Each of them, in its own words.
+    _rule(
+        r"!mInputTokenIds\.empty\(\)|[Pp]rompt(?: \w+)? (?:can ?not|can't|must not|should not) be empty"
+        r"|[Pp]rompt is empty|[Ee]mpty prompt|text_input is required",
+        _empty_prompt,
+    ),
     _rule(
         r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
         _sampling_refused,
@@ -176,12 +226,11 @@ RULES: tuple[Rule, ...] = (
         _unreadable_image,
     ),
     _rule(r"(?P<reason>Model [^\n]* does not support '(?:generate|embed)' request)", _refused),
-    _rule(r"Error generating (?:stream|request): ?(?P<reason>.*)", _generation_failed),
-    _rule(r"(?P<reason>LoRA .* is not (?:supported|enabled)[^\n]*)", _refused),
     _rule(
-        r"LoRA task \d+ not found in cache",
-        lambda f, _: LoraNotLoaded("The model does not have the weights of this LoRA adapter.", detail=f.text),
+        r"LoRA (?P<name>[^\n]{1,200}) is not supported|LoRA feature is not enabled|LoRA task \d+ not found in cache",
+        _no_lora,
     ),
+    _rule(r"Error generating (?:stream|request): ?(?P<reason>.*)", _generation_failed),
     _rule(
         r"PEFT Cache is full|There are no done tasks to evict",
         lambda f, _: Overloaded("The model has no room for another LoRA adapter now.", detail=f.text, retry_after=1),

@@ -7,11 +7,12 @@ Raw contents are little-endian and row-major; a BYTES element is a 4-byte length
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -68,7 +69,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     A model's configuration as Triton serves it: the only thing that adapters may decide by.
 
-    ``priority_levels`` are those of the dynamic batcher's queue; 0 where it has none.
+    ``priority_levels`` are those of the dynamic batcher's queue; 0 where it has none. ``server_version`` is that of the
+    Triton that has the model ("2.53.0"), empty where it does not tell.
     """
 
     name: str
@@ -81,6 +83,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Mapping[str, str] = {}
     steps: tuple[EnsembleStep, ...] = ()
     priority_levels: int = 0
+    server_version: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """The server's version and a hash of all this, as vLLM's server writes it in the place of OpenAI's ``fp_…``."""
+        digest = hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:8]
+        return "-".join(part for part in ("triton", self.server_version, digest) if part)
 
     @property
     def batching(self) -> bool:
@@ -125,6 +134,11 @@ class Tensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     values: Sequence[Any]
 
+    @property
+    def size(self) -> int:
+        """How many values it has; texts count by their characters."""
+        return sum(map(len, self.values)) if self.datatype == "BYTES" else len(self.values)
+
     def raw(self) -> bytes:
         """
         Return the raw little-endian contents. Raises ``OverflowError`` or ``TypeError`` on values that do not fit.
@@ -132,12 +146,8 @@ class Tensor(msgspec.Struct, frozen=True):
         if isinstance(self.values, bytes):
             return self.values
         if self.datatype == "BYTES":
-            out = bytearray()
-            for value in self.values:
-                data = value.encode()
-                out += _LENGTH.pack(len(data))
-                out += data
-            return bytes(out)
+            texts = (value.encode() for value in self.values)
+            return b"".join([part for text in texts for part in (_LENGTH.pack(len(text)), text)])
         if self.datatype == "BOOL":
             return bytes(1 if value else 0 for value in self.values)
         if self.datatype == "FP16":
@@ -171,6 +181,10 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     needed_for: str | None = None
     headers: Mapping[str, str] = {}
+
+    def with_headers(self, headers: Mapping[str, str]) -> Self:
+        """Return the request with these headers."""
+        return msgspec.structs.replace(self, headers=headers)
 
 
 class InferResponse(Protocol):
@@ -211,8 +225,9 @@ class JsonResponse:
     numbers = texts
 
     def vectors(self, name: str) -> Sequence[bytes]:
-        """Return the values as one float32 row (the generate extension does not carry shapes)."""
-        return [array("f", self.numbers(name)).tobytes()]
+        """Return the values as one float32 row (the generate extension does not carry shapes); none without values."""
+        values = self.numbers(name)
+        return [array("f", values).tobytes()] if values else []
 
     def tensor(self, name: str) -> OutputTensor | None:
         """Return nothing: there are no raw contents here."""
@@ -289,3 +304,91 @@ class BinaryResponse:
     def tensor(self, name: str) -> OutputTensor | None:
         """Return an output as it came."""
         return self._outputs.get(name)
+
+
+class _Io(msgspec.Struct, frozen=True):
+    name: str
+    data_type: str = ""
+    dims: list[int | str] = []
+    optional: bool = False
+
+
+class _Policy(msgspec.Struct, frozen=True):
+    decoupled: bool = False
+
+
+class _Value(msgspec.Struct, frozen=True):
+    string_value: str = ""
+
+
+class _Step(msgspec.Struct, frozen=True):
+    model_name: str
+    input_map: dict[str, str] = {}
+    output_map: dict[str, str] = {}
+
+
+class _Ensemble(msgspec.Struct, frozen=True):
+    step: list[_Step] = []
+
+
+class _Batching(msgspec.Struct, frozen=True):
+    priority_levels: int | str = 0
+
+
+class _Config(msgspec.Struct, frozen=True):
+    name: str
+    backend: str = ""
+    platform: str = ""
+    max_batch_size: int = 0
+    input: list[_Io] = []
+    output: list[_Io] = []
+    parameters: dict[str, _Value] = {}
+    model_transaction_policy: _Policy = _Policy()
+    ensemble_scheduling: _Ensemble = _Ensemble()
+    dynamic_batching: _Batching = _Batching()
+
+
+_decoder = msgspec.json.Decoder(_Config)
+
+
+def datatype(data_type: str) -> str:
+    """Return the protocol's name of a config's data type: ``TYPE_STRING`` is BYTES on the wire."""
+    name = data_type.removeprefix("TYPE_")
+    return "BYTES" if name == "STRING" else name
+
+
+def _specs(items: list[_Io]) -> dict[str, TensorSpec]:
+    return {
+        item.name: TensorSpec(
+            name=item.name,
+            datatype=datatype(item.data_type),
+            # protobuf's JSON form writes int64 as text; Triton's own writes numbers: accept both.
+            dims=tuple(int(dim) for dim in item.dims),
+            optional=item.optional,
+        )
+        for item in items
+    }
+
+
+def parse_model_config(data: bytes) -> ModelConfig:
+    """Return the configuration; raises :class:`UpstreamError` when *data* is not one."""
+    try:
+        config = _decoder.decode(data)
+        return ModelConfig(
+            name=config.name,
+            backend=config.backend,
+            platform=config.platform,
+            max_batch_size=config.max_batch_size,
+            decoupled=config.model_transaction_policy.decoupled,
+            inputs=_specs(config.input),
+            outputs=_specs(config.output),
+            parameters={key: value.string_value for key, value in config.parameters.items()},
+            steps=tuple(
+                EnsembleStep(model=step.model_name, input_map=step.input_map, output_map=step.output_map)
+                for step in config.ensemble_scheduling.step
+            ),
+            # An uint64: text in protobuf's JSON form.
+            priority_levels=int(config.dynamic_batching.priority_levels),
+        )
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise UpstreamError("Triton sent a model configuration that cannot be read.", detail=str(error)) from error

@@ -25,6 +25,7 @@ class Options:
     min_tokens: int = 0
     ignore_eos: bool = False
     guide: tuple[str, str] | None = None
+    greedy: bool = False
     images: int = 0
 
 
@@ -88,7 +89,8 @@ class HonestEngine:
         if options.guide is not None:
             kind, guide = options.guide
             return json.dumps({"stand_in": True, "guide_type": kind, "guide": guide})
-        said = f'{_VARIANTS[(options.seed or 0) % len(_VARIANTS)]} You wrote: "{last_words(self._prompt)}"'
+        variant = 0 if options.greedy else (options.seed or 0) % len(_VARIANTS)
+        said = f'{_VARIANTS[variant]} You wrote: "{last_words(self._prompt)}"'
         return f"{said} You sent {options.images} images." if options.images else said
 
 

@@ -135,7 +135,7 @@ class Request:
         self.generation = Generation(
             HonestEngine(model.vocabulary, steered, rest).generate(
                 ids,
-                Options(seed=int(_one(request, f"{_PREFIX}seed", 0))),
+                Options(seed=int(_one(request, f"{_PREFIX}seed", 0)), greedy=_greedy(request)),
             ),
             steering=steered,
             end_id=model.vocabulary.eos_id,
@@ -207,6 +207,12 @@ class Request:
     def _ended(self, event: str) -> None:
         self._model.forget(self)
         self._model.recorder.ended(event, self.id, len(self.generation.ids))
+
+
+def _greedy(request: Any) -> bool:
+    """Return whether the LLM API takes the likeliest tokens (its ``params_imply_greedy_decoding``)."""
+    temperature, top_p, top_k = (_one(request, f"{_PREFIX}{name}", None) for name in ("temperature", "top_p", "top_k"))
+    return (temperature is None and top_p is None and top_k is None) or top_k == 1 or 0 in (top_p, temperature)
 
 
 def _one(request: Any, name: str, default: Any) -> Any:

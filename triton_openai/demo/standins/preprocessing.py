@@ -19,9 +19,16 @@ class TritonPythonModel:
         """Read the tokenizer."""
         self._settings = settings.load(args)
         self._vocabulary = Vocabulary(self._settings.parameter("tokenizer_dir", self._settings.tokenizer))
-        self._add_special_tokens = self._settings.flag("add_special_tokens", default=True)
+        self._add_special_tokens = self._adds_special_tokens()
         self._outputs = self._settings.outputs()
         self._recorder = Recorder(self._settings.record, self._settings.name)
+
+    def _adds_special_tokens(self) -> bool:
+        """Read the flag as its release does: up to 0.10 it has to say yes, later it must not say no."""
+        value = self._settings.parameter("add_special_tokens", "").lower()
+        if "DECODER_QUERY" in self._settings.inputs():
+            return value not in ("false", "0", "f", "n", "no")
+        return value in ("true", "1", "t", "y", "yes")
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer each request on its own; a batch was only gathered for the transport."""

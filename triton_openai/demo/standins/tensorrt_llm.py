@@ -197,6 +197,7 @@ class TritonPythonModel:
             # Without the tokenizer's own end id in the request the engine does not know where to stop.
             ignore_eos=end_id != self.vocabulary.eos_id,
             guide=(guide, scalar(request, "guided_decoding_guide", "")) if guide else None,
+            greedy=_greedy(scalar(request, "runtime_top_k", 0), scalar(request, "runtime_top_p", 0.0)),
         )
         words = _words(array(request, "stop_words_list"), row)
         return Generation(
@@ -310,6 +311,11 @@ class Request:
     def _ended(self, event: str) -> None:
         self._model.forget(self)
         self._model.recorder.ended(event, self.id, sum(len(s.generation.ids) for s in self._all))
+
+
+def _greedy(top_k: int, top_p: float) -> bool:
+    """Return whether the executor takes the likeliest token: also without both, whatever the temperature."""
+    return top_k == 1 or (top_k == 0 and top_p == 0)
 
 
 def _words(encoded: Any, row: int) -> list[list[int]]:

@@ -55,9 +55,11 @@ _TO_ENGINE = {
     "length_penalty": "len_penalty",
     "repetition_penalty": "repetition_penalty",
     "min_tokens": "min_tokens",
+    "min_length": "min_length",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
     "seed": "seed",
+    "random_seed": "random_seed",
     "return_log_probs": "return_log_probs",
     "return_context_logits": "return_context_logits",
     "return_generation_logits": "return_generation_logits",
@@ -95,6 +97,19 @@ class TritonPythonModel:
         self._recorder = Recorder(self._settings.record, self._settings.name)
         self._engine = self._settings.parameter("tensorrt_llm_model_name", "tensorrt_llm")
         self._accumulate = self._settings.flag("accumulate_tokens", default=False)
+        # Of which release it is, its tensors tell.
+        inputs, outputs = self._settings.inputs(), self._settings.outputs()
+        recent = "prompt_table_extra_id" in inputs
+        # The originals have these names built in. The demo has both generations of them.
+        self._helpers = (
+            ("preprocessing", "postprocessing") if recent else ("preprocessing_legacy", "postprocessing_legacy")
+        )
+        later = set() if recent else {"DECODER_INPUT_ID", "OUT_PROMPT_TABLE_EXTRA_IDS"}
+        self._prepared = {name: inner for name, inner in _FROM_PREPROCESSING.items() if name not in later}
+        # Up to 0.12 the temperature is declared and not handed on.
+        self._to_engine = {name: inner for name, inner in _TO_ENGINE.items() if recent or name != "temperature"}
+        self._outputs = [name for name in _ENGINE_OUTPUTS if name in outputs]
+        self._watches_words = "guided_decoding_guide" in inputs
         # Without encoders, the original's preprocessing leaves the images alone.
         self._sees = bool(self._settings.parameter("multimodal_encoders_name", ""))
         self._lost: list[Any] = []
@@ -132,7 +147,7 @@ class TritonPythonModel:
         stream = bool(scalar(request, "stream", False))
         words = array(request, "stop_words")
         stop_words = StopWords(
-            [as_text(word) for word in words.reshape(-1)] if words is not None else [],
+            [as_text(word) for word in words.reshape(-1)] if words is not None and self._watches_words else [],
             stream=stream,
             skip=0 if scalar(request, "exclude_input_in_output", False) else len(as_text(text.reshape(-1)[0])),
         )
@@ -154,17 +169,17 @@ class TritonPythonModel:
 
     def _engine_inputs(self, request: Any) -> list[Any]:
         """Run preprocessing and return the engine's inputs."""
-        prepared = _called("preprocessing", _renamed(request, _PREPROCESSING), list(_FROM_PREPROCESSING))
+        prepared = _called(self._helpers[0], _renamed(request, _PREPROCESSING), list(self._prepared))
         # The engine's own scalars are one element per row.
-        return [_row(tensor) for tensor in _renamed(request, _TO_ENGINE)] + [
-            pb.Tensor(inner, prepared[name]) for name, inner in _FROM_PREPROCESSING.items() if name in prepared
+        return [_row(tensor) for tensor in _renamed(request, self._to_engine)] + [
+            pb.Tensor(inner, prepared[name]) for name, inner in self._prepared.items() if name in prepared
         ]
 
     def _generate(self, inner_id: str, inputs: list[Any]) -> Iterator[Any]:
         inner = pb.InferenceRequest(
             model_name=self._engine,
             request_id=inner_id,
-            requested_output_names=["output_ids", "sequence_length", *_ENGINE_OUTPUTS],
+            requested_output_names=["output_ids", "sequence_length", *self._outputs],
             inputs=inputs,
         )
         if self._settings.decoupled:
@@ -181,13 +196,13 @@ class TritonPythonModel:
             ids = np.array(so_far, dtype=np.int32).reshape(1, 1, len(so_far))
             lengths = np.array([[len(so_far)]], dtype=np.int32)
         decoded = _called(
-            "postprocessing", [pb.Tensor("TOKENS_BATCH", ids), pb.Tensor("SEQUENCE_LENGTH", lengths)], ["OUTPUT"]
+            self._helpers[1], [pb.Tensor("TOKENS_BATCH", ids), pb.Tensor("SEQUENCE_LENGTH", lengths)], ["OUTPUT"]
         )
         texts = [stop_words.feed(as_text(text)) for text in decoded["OUTPUT"].reshape(-1)]
         return pb.InferenceResponse(
             [
                 pb.Tensor("text_output", strings(texts)),
-                *(tensors[name] for name in _ENGINE_OUTPUTS if name in tensors),
+                *(tensors[name] for name in self._outputs if name in tensors),
             ]
         )
 

@@ -218,6 +218,7 @@ class Request:
                 self._input,
                 Options(
                     seed=sampling.seed,
+                    greedy=sampling.greedy,
                     min_tokens=sampling.min_tokens,
                     ignore_eos=sampling.ignore_eos,
                     guide=sampling.guide,

@@ -48,6 +48,7 @@ class Sampling:
     max_tokens: int = 16
     min_tokens: int = 0
     seed: int | None = None
+    greedy: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop: bool = False
@@ -82,6 +83,7 @@ def parse(values: dict[str, Any], release: str) -> Sampling:
         max_tokens=known.get("max_tokens", 16),
         min_tokens=known.get("min_tokens", 0),
         seed=known.get("seed"),
+        greedy=known.get("temperature", 1.0) == 0 or known.get("top_k") == 1,
         ignore_eos=known.get("ignore_eos", False),
         skip_special_tokens=known.get("skip_special_tokens", True),
         include_stop=known.get("include_stop_str_in_output", False),

@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from triton_openai.config.files import FromFiles, read_file
+from triton_openai.config.tls import TlsSettings, server_context
 from triton_openai.errors import ConfigurationError, EndpointNotFound, ServiceError
 from triton_openai.triton.grpc import GrpcClient
-from triton_openai.triton.relay.door import Door, Visit
-from triton_openai.triton.relay.operation import Operation
+from triton_openai.triton.relay.operation import Door, Operation, Visit
 from triton_openai.triton.relay.rules import Rules
 
 # What gRPC sets itself on each connection.
@@ -31,6 +32,33 @@ _STATUSES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
+
+
+def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
+    """
+    Return what to listen with; ``None`` without TLS.
+
+    New connections get the newest certificate. Raises :class:`ConfigurationError`, also for a key with a passphrase,
+    which gRPC does not take.
+    """
+    certificate, key, client_ca = settings.certificate, settings.key, settings.client_ca
+    if certificate is None:
+        return None
+    if settings.key_passphrase_file is not None:
+        raise ConfigurationError(
+            "--enable-kserve-frontends needs a key without a passphrase in --tls-key: gRPC takes no other."
+        )
+
+    def read() -> grpc.ServerCertificateConfiguration:
+        # gRPC would report files that do not fit only as connections that fail.
+        server_context(settings)
+        chain = read_file(certificate, "--tls-certificate")
+        pair = (chain if key is None else read_file(key, "--tls-key"), chain)
+        roots = None if client_ca is None else read_file(client_ca, "--tls-client-ca")
+        return grpc.ssl_server_certificate_configuration([pair], roots)
+
+    files = FromFiles(read, (certificate, key, client_ca), what="the certificate of the gRPC relay")
+    return grpc.dynamic_ssl_server_credentials(files.current(), files.current, client_ca is not None)
 
 
 class GrpcRelay(grpc.GenericRpcHandler):
@@ -103,7 +131,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         try:
             operation = self._rules.of_rpc(method)
             try:
-                visit.enter(operation)
+                await visit.enter(operation)
                 operation = self._rules.check(operation, f"method {method}")
                 code, details, trailers = await self._relay(_Messages(method, operation, self._rules, visit), context)
             except ServiceError as error:
@@ -167,7 +195,7 @@ class _Messages:
                 if self.visit.names_models:
                     self.visit.use((name,))
             if self._begun and self._counts:
-                self.visit.count()
+                await self.visit.count()
             self._begun = True
         return message
 

@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 import msgspec
 import structlog
-from aiohttp import HttpVersion11, hdrs, web
+from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
-from triton_openai.draining import Draining
-from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError
+from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError, printable
+from triton_openai.models.draining import Draining
+from triton_openai.serving.connections import HttpServer
+from triton_openai.serving.request_body import ask_for_body
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.relay.door import Door, Visit
-from triton_openai.triton.relay.operation import Operation
+from triton_openai.triton.relay.operation import Door, Operation, Visit
 from triton_openai.triton.relay.rules import Rules
 from triton_openai.triton.status import cut_off, unreachable
 
 _log = structlog.get_logger(__name__)
 
-# RFC 9110, 7.6.1: what concerns one connection only. An expectation is met here.
+# RFC 9110, 7.6.1: what concerns one connection only.
 _HOP_BY_HOP = frozenset(
     name.lower()
     for name in (
         *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION, "Proxy-Connection"),
-        *(hdrs.TE, hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.HOST, hdrs.EXPECT),
+        *(hdrs.TE, hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.HOST),
     )
 )
 # Longest body of a load or unload that is read here.
 _LOADING_BYTES = 65_536
 # Instead of the versions that aiohttp would tell.
 _SERVER = "triton-openai"
-#: Begins to listen for a runner.
-Listen = Callable[[web.AppRunner], Awaitable[None]]
+#: Starts an application and listens for it.
+Serve = Callable[[web.Application], Awaitable[HttpServer]]
 _NOT_ADDED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 
 
 class HttpRelay:
     """
     An HTTP server in front of the one of the Triton at *url*. *changed* is called when a client has changed which
-    models are loaded, *door* decides who is let in, and *middlewares* stand before the relay.
+    models are loaded, and *door* decides who is let in.
 
     Bodies are neither decompressed nor held: a client that reads slowly slows down the reading from Triton, and one
     that leaves closes the connection to it, which cancels the work.
@@ -57,13 +58,11 @@ class HttpRelay:
         *,
         door: Door,
         changed: Callable[[], None],
-        middlewares: Sequence[Any] = (),
     ) -> None:
         self._base = url.rstrip("/")
         self._rules = rules
         self._door = door
         self._changed = changed
-        self._middlewares = middlewares
         self._connection = connection
         self._ssl = connection.ssl_context() if url.startswith("https:") else None
         self._draining = Draining()
@@ -71,10 +70,10 @@ class HttpRelay:
         self.scheme = "http"
         self.port = 0
         self._session: aiohttp.ClientSession | None = None
-        self._runner: web.AppRunner | None = None
+        self._server: HttpServer | None = None
 
-    async def start(self, listen: Listen) -> None:
-        """Relay whatever comes to where *listen* listens."""
+    async def start(self, serve: Serve) -> None:
+        """Relay whatever comes to where *serve* listens."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._ssl or True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connection.connect_timeout),
@@ -82,20 +81,18 @@ class HttpRelay:
             # Cookies are the clients', and no business of the relay.
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        app = web.Application(middlewares=self._middlewares, client_max_size=_LOADING_BYTES)
-        app.router.add_route("*", "/{path:.*}", self._handle, expect_handler=_expect)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.5)
-        await self._runner.setup()
-        await listen(self._runner)
-        self.port = self._runner.addresses[0][1]
+        app = web.Application(client_max_size=_LOADING_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._server = await serve(app)
+        self.port = self._server.port
 
     async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Take no new connections, give what runs *grace* seconds to finish, or until *hurried*, and close."""
-        if self._runner is not None:
-            for site in list(self._runner.sites):
-                await site.stop()
+        if self._server is not None:
+            await self._server.stop_listening()
+            self._server.close_idle()
             await self._draining.drain(grace, hurried)
-            await self._runner.cleanup()
+            await self._server.close()
         if self._session is not None:
             await self._session.close()
 
@@ -133,7 +130,7 @@ class HttpRelay:
     async def _relay(self, request: web.Request, visit: Visit) -> web.StreamResponse:
         target = request.raw_path
         operation, names = self._rules.of_path(target)
-        visit.enter(operation)
+        await visit.enter(operation)
         operation = self._rules.check(operation, f"endpoint {target.partition('?')[0]}", names)
         if request.method == hdrs.METH_HEAD:
             # Triton's own answer to it has a body, which would be taken for what follows it.
@@ -165,6 +162,7 @@ class HttpRelay:
         """Return what is sent on as the body, and fit *headers* to it."""
         if not request.body_exists:
             return None
+        ask_for_body(request)
         if not operation.loads or self._rules.overrides:
             return request.content
         try:
@@ -180,7 +178,7 @@ class HttpRelay:
         headers.update(visit.told)
         headers.setdefault(hdrs.SERVER, _SERVER)
         answer = web.StreamResponse(status=response.status, reason=response.reason, headers=headers)
-        if visit.last:
+        if visit.last or not request.content.is_eof():
             answer.force_close()
         try:
             await answer.prepare(request)
@@ -192,21 +190,15 @@ class HttpRelay:
             # An answer that is not complete must not look as if it were.
             visit.failed(cut_off())
             _log.warning(
-                "relayed answer was cut off", path=request.path, reason=str(error) or "the service is stopping"
+                "relayed answer was cut off",
+                path=printable(request.path, 200),
+                reason=str(error) or "the service is stopping",
             )
             if request.transport is not None:
                 request.transport.abort()
             return answer
         await answer.write_eof()
         return answer
-
-
-async def _expect(request: web.Request) -> None:
-    """Ask for the body where a client waits for that. Other expectations may be ignored (RFC 9110, 10.1.1)."""
-    if request.version >= HttpVersion11 and request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # It is no part of the answer, which is still to come.
-        request.writer.output_size = 0
 
 
 def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:

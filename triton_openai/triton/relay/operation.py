@@ -1,12 +1,15 @@
-"""What one operation of Triton's protocol is to whoever lets it in; without gRPC, which only its relay needs."""
+"""The operations of Triton's protocol, and what the relays ask of whoever decides who is let in; needs no gRPC."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Literal, Protocol
 
 import msgspec
+from multidict import CIMultiDictProxy
 
 from triton_openai.config import Group
+from triton_openai.errors import ServiceError
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,3 +27,69 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     manages: bool = False
     loads: bool = False
     readiness: bool = False
+
+
+class Visit(Protocol):
+    """
+    One request or call, from its head to its end.
+
+    Until the client was let in, what is asked of the visit may change.
+    """
+
+    @property
+    def passed_on(self) -> Mapping[str, str]:
+        """What is added to the headers for Triton."""
+        ...
+
+    @property
+    def told(self) -> Mapping[str, str]:
+        """What is added to the headers of the answer."""
+        ...
+
+    @property
+    def withheld(self) -> Collection[str]:
+        """Names, in lower case, of headers that are not for Triton: with them the client was let in here."""
+        ...
+
+    @property
+    def names_models(self) -> bool:
+        """Whether :meth:`use` has to be called before a request reaches a model."""
+        ...
+
+    @property
+    def last(self) -> bool:
+        """Whether the service is ending, so that a client should not send its next request over this connection."""
+        ...
+
+    @property
+    def counted(self) -> bool:
+        """Whether :meth:`count` has to be called for each request of a stream after its first."""
+        ...
+
+    async def enter(self, operation: Operation | None) -> None:
+        """Let the client in for *operation*, which is ``None`` for what is none. Raises :class:`ServiceError`."""
+        ...
+
+    def use(self, names: Collection[str]) -> None:
+        """Let it use a model that may be meant by any of *names*. Raises :class:`ServiceError`."""
+        ...
+
+    async def count(self) -> None:
+        """Let a further request in. Raises :class:`ServiceError`."""
+        ...
+
+    def failed(self, error: ServiceError) -> None:
+        """Learn what the client is told instead of Triton's answer."""
+        ...
+
+    def end(self, status: str | None) -> None:
+        """Learn how it ended, in the words of its protocol; ``None`` when the client has left."""
+        ...
+
+
+class Door(Protocol):
+    """Receives who comes to a relay."""
+
+    def visit(self, protocol: Literal["http", "grpc"], method: str, path: str, headers: CIMultiDictProxy[str]) -> Visit:
+        """Begin a visit; *path* is as it stands in the request, without its query."""
+        ...

@@ -18,7 +18,7 @@ import msgspec
 from tritonclient.grpc import service_pb2
 
 from triton_openai.errors import EndpointNotFound, InvalidRequest, ManagementDisabled
-from triton_openai.triton.names import check_name
+from triton_openai.triton.client import check_name
 from triton_openai.triton.relay.operation import Operation
 
 _SERVICE = "/inference.GRPCInferenceService/"
@@ -154,7 +154,7 @@ class Rules:
         if operation is None:
             raise EndpointNotFound(f"There is no {what[:200]}, or it is not relayed.")
         if operation.manages and operation.group not in self._allowed:
-            flag = "--model-control-mode explicit" if operation.loads else f"--kserve-allow {operation.group}"
+            flag = "--model-control-mode explicit" if operation.loads else f"server.kserve_allow {operation.group}"
             raise ManagementDisabled(f"This changes the server ({operation.group}); the service allows it with {flag}.")
         encoded = len(names) > 1
         for name in names if operation.loads or encoded else ():
@@ -209,7 +209,7 @@ class Rules:
         if not self.overrides and not _HARMLESS.issuperset(parameters):
             raise ManagementDisabled(
                 "This load replaces the model's configuration or files, which are programs that Triton runs; the "
-                f"service allows it with --kserve-allow {_OVERRIDES}."
+                f"service allows it with server.kserve_allow {_OVERRIDES}."
             )
 
 

@@ -1,0 +1,308 @@
+"""
+No request within the default limits holds the event loop for long, whatever its body is made of.
+
+What is measured is the CPU time of this process, all threads included, between two turns of its event loop: what a
+thread does while it holds the interpreter lock counts as well. The client is a process of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.conformance.calls import in_session_loop
+from tests.proxy_fixture import Proxy, proxy_settings, serving
+from tests.triton_fixture import TestTriton
+from triton_openai.config.tree import ModelSettings
+
+pytestmark = in_session_loop
+
+LONGEST_TURN = 0.050
+# Other programs on the machine only ever make a measurement longer.
+ATTEMPTS = 4
+MIB = 1024 * 1024
+
+_CLIENT = """
+import http.client, sys
+port, path, file = sys.argv[1:]
+connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=120)
+with open(file, "rb") as body:
+    connection.request("POST", path, body.read(), {"Content-Type": "application/json"})
+answer = connection.getresponse()
+print(answer.status, answer.read()[:300])
+"""
+
+
+def request(path: str, base: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return *path* and the JSON of *base* with the fields *given*; bytes are JSON as it is written."""
+    items = (
+        f"{json.dumps(name)}:{value.decode() if isinstance(value, bytes) else json.dumps(value)}"
+        for name, value in {**base, **given}.items()
+    )
+    return path, f"{{{','.join(items)}}}".encode()
+
+
+def chat(**given: Any) -> tuple[str, bytes]:
+    """Return a chat."""
+    return request("/v1/chat/completions", {"model": "vllm_model", "max_tokens": 1, "messages": [said("hi")]}, given)
+
+
+def completion(**given: Any) -> tuple[str, bytes]:
+    """Return a completion, of a model that takes token ids."""
+    return request("/v1/completions", {"model": "tensorrt_llm", "max_tokens": 1, "prompt": "hi"}, given)
+
+
+def other(path: str, model: str, **given: Any) -> tuple[str, bytes]:
+    """Return a request of another kind."""
+    return request(path, {"model": model}, given)
+
+
+def said(text: Any, role: str = "user", **fields: Any) -> dict[str, Any]:
+    """Return a message."""
+    return {"role": role, "content": text, **fields}
+
+
+def many(item: str, count: int) -> str:
+    """Return the JSON of a list with *count* times the JSON *item*."""
+    return f"[{','.join([item] * count)}]"
+
+
+def keys(count: int, value: str = "1") -> str:
+    """Return the JSON of an object with *count* keys that are numbers."""
+    return "{" + ",".join(f'"{number}":{value}' for number in range(count)) + "}"
+
+
+def inner(text: str) -> str:
+    """Return the JSON of an object that holds the JSON *text*."""
+    return '{"a":' + text + "}"
+
+
+def tool(name: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool."""
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+def tools(count: int, properties: int = 20) -> list[dict[str, Any]]:
+    """Return *count* tools as an agent has them."""
+    schema = {f"p{number}": {"type": "string", "description": "A word. " * 8} for number in range(properties)}
+    return [tool(f"tool_{number}", schema) for number in range(count)]
+
+
+def past_calls(count: int, arguments: str = '{"city": "Paris"}', *, together: bool = False) -> list[dict[str, Any]]:
+    """Return a conversation with *count* tool calls, *together* in one message or each with its answer."""
+    calls = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for number in range(count)
+    ]
+    if together:
+        return [said("hi"), said(None, "assistant", tool_calls=calls)]
+    turns = [[said(None, "assistant", tool_calls=[call]), said("x", "tool", tool_call_id=call["id"])] for call in calls]
+    return [said("hi"), *(message for turn in turns for message in turn)]
+
+
+def image(size: int) -> dict[str, Any]:
+    """Return a part with an image of *size* bytes, of which the head is one."""
+    data = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * (size // 256)
+    return {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(data).decode()}}
+
+
+def response_format(properties: int) -> dict[str, Any]:
+    """Return a response format with a schema of so many properties."""
+    return {"type": "json_schema", "json_schema": {"schema": {"properties": json.loads(keys(properties, "{}"))}}}
+
+
+WORDS = "The quick brown fox jumps over the lazy dog. "
+AGENT = [said(WORDS * 3300, "system"), said("hi")]
+IDS = [1000 + number % 2000 for number in range(262_144)]
+SLOW = "2.2250738585072014e-308"
+LONG = f"4.{'9406564584' * 77}e-324"
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"tools": tools(1, 0) * 5000}}
+
+#: What agents and others really send.
+USUAL: Mapping[str, Callable[[], tuple[str, bytes]]] = {
+    "system prompt of 150 KB, 128 tools": lambda: chat(messages=AGENT, tools=tools(128)),
+    "the same, `tool_choice: required`": lambda: chat(messages=AGENT, tools=tools(128), tool_choice="required"),
+    "text of 1 MB": lambda: chat(messages=[said(WORDS * 22_000)]),
+    "text of 1 MB, tokenized here": lambda: completion(prompt=WORDS * 22_000),
+    "text of 1 MB, truncated": lambda: completion(prompt=WORDS * 22_000, truncate_prompt_tokens=100),
+    "262,144 prompt ids": lambda: completion(prompt=IDS),
+    "1,001 messages": lambda: chat(messages=[said(WORDS * 5, ("user", "assistant")[n % 2]) for n in range(1001)]),
+    "2,000 past tool calls": lambda: chat(messages=past_calls(2000)),
+    "4 images of 8 MiB": lambda: chat(messages=[said([image(8 * MIB) for _ in range(4)])]),
+    "2,048 texts to embed": lambda: other("/v1/embeddings", "text_embedding", input=[WORDS * 5] * 2048),
+    "2,048 documents to rank": lambda: other(
+        "/v1/rerank", "text_rerank_pairs", query="hi", documents=[WORDS * 5] * 2048
+    ),
+    "2,048 documents to score": lambda: other(
+        "/v1/score", "text_rerank_ids", queries="hi", documents=[WORDS * 5] * 2048
+    ),
+    "1 MB to tokenize, with texts": lambda: other(
+        "/tokenize", "vllm_model", prompt=WORDS * 22_000, return_token_strs=True
+    ),
+    "262,144 ids to detokenize": lambda: other("/detokenize", "vllm_model", tokens=IDS),
+}
+
+#: What is slow to read, or to work on: beyond the limits, and just within them.
+HOSTILE: Mapping[str, Callable[[], tuple[str, bytes]]] = {
+    "`metadata`: 900,000 times 1e308": lambda: chat(metadata=many("1e308", 900_000).encode()),
+    "`metadata`: 49,000 times 1e308": lambda: chat(metadata=many("1e308", 49_000).encode()),
+    "`metadata`: 990,000 keys": lambda: chat(metadata=keys(990_000).encode()),
+    "`metadata`: 49,000 keys": lambda: chat(metadata=keys(49_000).encode()),
+    "`chat_template_kwargs`: 990,000 keys": lambda: chat(chat_template_kwargs=keys(990_000).encode()),
+    "`chat_template_kwargs`: 49,000 keys": lambda: chat(chat_template_kwargs=keys(49_000).encode()),
+    f"`chat_template_kwargs`: 49,000 times {SLOW}": lambda: chat(
+        chat_template_kwargs=inner(many(SLOW, 49_000)).encode()
+    ),
+    "`chat_template_kwargs`: 1,200 numbers of 771 digits": lambda: chat(
+        chat_template_kwargs=inner(many(LONG, 1200)).encode()
+    ),
+    "`chat_template_kwargs`: 500,000 whole numbers": lambda: chat(
+        chat_template_kwargs=inner(many("1000", 500_000)).encode()
+    ),
+    "`documents`: 2,000 of 10 empty objects": lambda: chat(documents=many(inner(many("{}", 10)), 2000).encode()),
+    "20,000 past tool calls": lambda: chat(messages=past_calls(20_000, together=True)),
+    "5,000 past tool calls": lambda: chat(messages=past_calls(5000, together=True)),
+    "past tool call: 4,000,000 times {}": lambda: chat(messages=past_calls(1, inner(many("{}", 4_000_000)))),
+    "past tool call: 1,000,000 times {}": lambda: chat(messages=past_calls(1, inner(many("{}", 1_000_000)))),
+    "past tool calls: 10 with 4,000 times 1e308": lambda: chat(messages=past_calls(10, inner(many("1e308", 4000)))),
+    "512 tools, `required`": lambda: chat(tools=tools(512), tool_choice="required"),
+    "512 tools, `required`, 128 answers": lambda: chat(tools=tools(512, 10), tool_choice="required", n=128),
+    "512 tools, 128 answers": lambda: chat(tools=tools(512, 10), n=128),
+    "512 tools, 5,000 allowed": lambda: chat(tools=tools(512, 0), tool_choice=ALLOWED),
+    "a tool of 24,000 properties, `required`": lambda: chat(
+        tools=[tool("f", json.loads(keys(24_000, "{}")))], tool_choice="required"
+    ),
+    "schema of 95,000 properties": lambda: chat(response_format=response_format(95_000)),
+    "schema of 24,000 properties": lambda: chat(response_format=response_format(24_000)),
+    "`guided_json`, a text: 1,000,000 times {}": lambda: chat(guided_json=inner(many("{}", 1_000_000))),
+    "990,000 prompt ids": lambda: completion(prompt=many("1000", 990_000).encode()),
+    "520,000 prompt ids": lambda: completion(prompt=many("1000", 520_000).encode()),
+    "262,144 prompt ids, 128 answers": lambda: completion(prompt=IDS, n=128),
+    "520,000 ids to detokenize": lambda: other("/detokenize", "vllm_model", tokens=many("1000", 520_000).encode()),
+    "2,048 lists of 250 ids to embed": lambda: other("/v1/embeddings", "vllm_model", input=[[1000] * 250] * 2048),
+    "2,048 prompts": lambda: completion(prompt=["hi"] * 2048),
+    "16 prompts, 128 answers": lambda: completion(prompt=["hi"] * 16, n=128),
+    "24,000 bad words": lambda: completion(bad_words=["word"] * 24_000),
+    "a bad word of 2 MiB": lambda: completion(bad_words=["word " * (MIB // 2)]),
+    "4 stop strings of 900 KB": lambda: chat(stop=["stop " * 180_000] * 4),
+    "`logit_bias`: 49,000 tokens": lambda: completion(logit_bias=keys(49_000).encode()),
+    "`logit_bias`: 49,000 times 1e-308": lambda: completion(logit_bias=keys(49_000, "1e-308").encode()),
+    "500,000 stop token ids": lambda: completion(stop_token_ids=many("5", 500_000).encode()),
+    "47 MiB in a data URL that is ignored": lambda: chat(metadata="data:image/png;base64," + "A" * (47 * MIB)),
+    "47 MiB of escapes in a data URL": lambda: chat(metadata=b'"data:%b"' % (b"\\/" * (47 * MIB // 2))),
+    "47 MiB of text": lambda: chat(metadata="A" * (47 * MIB)),
+    "47 MiB of spaces": lambda: chat(metadata=b" " * (47 * MIB) + b"1"),
+    "4 MiB of text": lambda: chat(messages=[said("word, " * (MIB * 4 // 6 - 100))]),
+    "4 MiB of escapes": lambda: chat(
+        messages=b'[{"role":"user","content":"%b"}]' % (b"\\u00e9" * (MIB * 4 // 6 - 100))
+    ),
+    "4 MiB of quotation marks to tokenize": lambda: other(
+        "/tokenize", "vllm_model", prompt=b'"%b"' % (b'\\"' * (2 * MIB - 100))
+    ),
+    "4 MiB beyond ASCII to tokenize": lambda: other(
+        "/tokenize", "vllm_model", prompt='"{}"'.format("\u4e2d" * (MIB * 4 // 3 - 100)).encode()
+    ),
+    "4 MiB of brackets": lambda: chat(metadata=b"[" * (4 * MIB - 200)),
+    "4 MiB of quotation marks": lambda: chat(metadata=b'"' * (4 * MIB - 200)),
+    "4 MiB of beginnings of data URLs": lambda: chat(metadata=many('"data:"', 4 * MIB // 8).encode()),
+    "4,095 small images": lambda: chat(messages=[said([image(256)] * 4095)]),
+    "4,000 parts of text": lambda: chat(messages=[said([{"type": "text", "text": "hi"}] * 4000)]),
+    "4,096 messages": lambda: chat(messages=[said("hi")] * 4096),
+    "20,000 unknown fields": lambda: chat(**{f"unknown_{number}": 1 for number in range(20_000)}),
+}
+
+
+@contextmanager
+def longest_turn() -> Iterator[Callable[[], float]]:
+    """Measure the most CPU time, in seconds, that this process takes between two turns of the running loop."""
+    loop = asyncio.get_running_loop()
+    longest, last, running = 0.0, time.process_time(), True
+
+    def turn() -> None:
+        nonlocal longest, last
+        now = time.process_time()
+        longest, last = max(longest, now - last), now
+        if running:
+            loop.call_soon(turn)
+
+    turn()
+    try:
+        yield lambda: longest
+    finally:
+        running = False
+
+
+async def measured(proxy: Proxy, path: str, body: Path) -> tuple[float, int, str]:
+    """Send the file *body* to *path*; return the longest turn, the status and the beginning of the answer."""
+    client = await asyncio.create_subprocess_exec(
+        sys.executable, "-ISc", _CLIENT, str(proxy.client.port), path, str(body), stdout=asyncio.subprocess.PIPE
+    )
+    with longest_turn() as longest:
+        told, _ = await client.communicate()
+        return longest(), int(told[:3]), told[4:].decode()
+
+
+@asynccontextmanager
+async def exposed(triton: TestTriton, transport: str = "http") -> AsyncIterator[Proxy]:
+    """
+    Run the service for models that take tools, images and long prompts, with its long-lived objects set aside as a
+    worker does.
+    """
+    settings = proxy_settings(triton, transport)
+    template = str(Path(__file__).parents[1] / "fixtures" / "tools.jinja")
+    models = {
+        **settings.models,
+        "vllm_model": ModelSettings(
+            tokenizer=str(triton.tokenizer),
+            chat_template=template,
+            tool_call_parser="hermes",
+            image_placeholder="<image {n}>",
+            # The tokenizer's own limit would keep the service from doing most of the work.
+            max_model_len=MIB,
+        ),
+        "tensorrt_llm": msgspec.structs.replace(settings.models["tensorrt_llm"], max_model_len=MIB),
+    }
+    async with serving(msgspec.structs.replace(settings, models=models)) as proxy:
+        await proxy.ready()
+        gc.collect()
+        gc.freeze()
+        try:
+            yield proxy
+        finally:
+            gc.unfreeze()
+
+
+@pytest.mark.parametrize("cases", [USUAL, HOSTILE], ids=["usual", "hostile"])
+async def test_no_request_holds_the_event_loop(
+    triton: TestTriton, tmp_path: Path, cases: Mapping[str, Callable[[], tuple[str, bytes]]]
+) -> None:
+    """Whatever becomes of it, a request leaves the loop its turns; those that people send are not too large for us."""
+    file = tmp_path / "body"
+    held: dict[str, float] = {}
+    refused = []
+    async with exposed(triton) as proxy:
+        for name, made in cases.items():
+            path, body = made()
+            file.write_bytes(body)
+            for _ in range(ATTEMPTS):
+                took, status, told = await measured(proxy, path, file)
+                held[name] = min(held.get(name, took), took)
+                assert status < 500, (name, told)
+                # The stand-ins have short contexts.
+                if status != 200 and "maximum" not in told:
+                    refused.append(name)
+                if took < LONGEST_TURN:
+                    break
+    assert {} == {name: took for name, took in held.items() if took >= LONGEST_TURN}
+    assert cases is HOSTILE or not refused

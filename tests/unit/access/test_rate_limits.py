@@ -1,0 +1,119 @@
+"""Rate limits: they hold in every minute, and what ends makes room. For several workers see serving/test_shared.py."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triton_openai.access.rate_limits import RateLimit, RateLimits, Ticket
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.25
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """A clock."""
+    return Clock()
+
+
+@pytest.fixture
+def limits(clock: Clock) -> RateLimits:
+    """Nothing counted yet."""
+    return RateLimits(clock)
+
+
+def admit(limits: RateLimits, name: str, limit: RateLimit) -> Ticket:
+    """Ask for a request of the key *name*."""
+    return Ticket(limits, name, limits.decide(name, limit))
+
+
+# Moves of the clock: bursts, rests, and what falls on the edges of ticks and minutes.
+steps = st.lists(st.sampled_from([0.0, 0.001, 0.5, 0.749, 0.75, 1.0, 7.3, 29.9, 59.25, 60.0, 61.0]), max_size=120)
+
+
+@settings(deadline=None)
+@given(steps=steps, limit=st.integers(1, 7))
+def test_never_more_than_the_limit_in_any_minute(steps: list[float], limit: int) -> None:
+    """Wherever a minute begins; and who waits for as long as it is told to is let in, and not before."""
+    clock = Clock()
+    limits = RateLimits(clock)
+    allowed = RateLimit(requests_per_minute=limit)
+    admitted: list[float] = []
+    for step in steps:
+        clock.now += step
+        decision = limits.decide("a", allowed)
+        if decision.refusal is None:
+            admitted.append(clock.now)
+            left = limit - sum(time > clock.now - 60 for time in admitted)
+            assert int(decision.headers["x-ratelimit-remaining-requests"]) <= left
+        else:
+            assert limit <= sum(time > clock.now - 61 for time in admitted)
+            clock.now += decision.refusal.wait
+            # The wait that a client is told is a minute at most, and a tick more can be left of it.
+            if limits.decide("a", allowed).refusal is not None:
+                assert 60 == decision.refusal.wait
+                clock.now += 1
+                assert limits.decide("a", allowed).refusal is None
+            admitted.append(clock.now)
+
+    for end in admitted:
+        assert sum(end - 60 < time <= end for time in admitted) <= limit
+
+
+def test_tokens_are_charged_when_they_are_known(limits: RateLimits, clock: Clock) -> None:
+    """A request may go beyond the limit, and the next ones wait until the minute has room again."""
+    limit = RateLimit(tokens_per_minute=100)
+    first, second = admit(limits, "a", limit), admit(limits, "a", limit)
+    assert "100" == second.headers["x-ratelimit-remaining-tokens"]
+    first.close(70)
+    clock.now += 10
+    second.close(70)
+    # Closing twice counts once.
+    second.close(70)
+
+    refused = admit(limits, "a", limit)
+    assert refused.refusal is not None
+    assert {"type": "tokens", "code": "rate_limit_exceeded", "param": None} == {
+        name: value for name, value in refused.refusal.body().items() if name != "message"
+    }
+    assert "0" == refused.headers["x-ratelimit-remaining-tokens"]
+    # The first 70 go a minute after they came, within a tick.
+    assert {"Retry-After": "51"} == dict(refused.refusal.headers())
+    clock.now += 51
+    again = admit(limits, "a", limit)
+    assert again.refusal is None
+    assert ("100", "30", "10s") == tuple(
+        again.headers[f"x-ratelimit-{what}-tokens"] for what in ("limit", "remaining", "reset")
+    )
+    # A refusal costs nothing, and another key has its own account.
+    assert admit(limits, "b", limit).headers["x-ratelimit-remaining-tokens"] == "100"
+
+
+def test_concurrent_requests(limits: RateLimits) -> None:
+    """As many as allowed run at the same time, and one that ends makes room."""
+    limit = RateLimit(concurrent_requests=2)
+    one, two = admit(limits, "a", limit), admit(limits, "a", limit)
+    refused = admit(limits, "a", limit)
+
+    assert (None, None) == (one.refusal, two.refusal)
+    assert refused.refusal is not None
+    assert "1" == refused.refusal.headers()["Retry-After"]
+    refused.close(0)
+    assert admit(limits, "a", limit).refusal is not None
+    one.close(0)
+    assert admit(limits, "a", limit).refusal is None
+
+
+def test_limits_that_are_not_there(limits: RateLimits) -> None:
+    """They have no headers."""
+    assert not RateLimit().any
+    assert {} == limits.decide("a", RateLimit(concurrent_requests=1)).headers

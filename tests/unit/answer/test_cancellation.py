@@ -1,0 +1,133 @@
+"""A cancellation is never lost, also not one that arrives in the same turn of the loop as the result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock, MagicMock, Mock
+
+import aiohttp
+import grpc
+import pytest
+
+from tests.pictures import png
+from triton_openai.answer.run import Background
+from triton_openai.api.streaming import collect
+from triton_openai.generation import Image
+from triton_openai.media.allowed_hosts import AllowedHosts
+from triton_openai.media.fetch import ImageFetcher
+from triton_openai.triton.grpc import GrpcStream
+from triton_openai.triton.http_stream import ConnectionPool
+from triton_openai.triton.tensors import InferRequest
+
+
+async def cancel_at_every_turn(start: Callable[[], Coroutine[Any, Any, asyncio.Task[Any]]]) -> Any:
+    """Start the work again and again, cancel it one turn of the loop later each time, and return its result."""
+    for turns in range(1, 1000):
+        task = await start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not task.cancel():
+            # Only a task that has ended refuses to be cancelled.
+            assert turns > 2
+            return task.result()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    pytest.fail("The work never ends.")
+
+
+async def soon(result: Any = None) -> Any:
+    """Return *result* after some turns of the loop."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    return result
+
+
+def started(function: Callable[[], Coroutine[Any, Any, Any]]) -> Callable[[], Coroutine[Any, Any, asyncio.Task[Any]]]:
+    """Return what starts a task of *function*."""
+
+    async def start() -> asyncio.Task[Any]:
+        return asyncio.create_task(function())
+
+    return start
+
+
+async def test_a_connection_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose client left while its connection was made is not sent."""
+
+    async def connect(protocol: Callable[[], asyncio.Protocol], *_: Any, **__: Any) -> Any:
+        connection = protocol()
+        transport = MagicMock()
+        transport.is_closing.return_value = False
+        connection.connection_made(transport)
+        return await soon((transport, connection))
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", connect)
+    pool = ConnectionPool("127.0.0.1", 1, ssl_context=None, connect_timeout=60)
+
+    assert (await cancel_at_every_turn(started(pool.acquire))).usable
+
+
+async def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch ends with the request that wants the image."""
+
+    async def pieces(size: int) -> AsyncIterator[bytes]:
+        yield await soon(png())
+
+    @contextlib.asynccontextmanager
+    async def get(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(status=200, headers={}, content_length=None, content=SimpleNamespace(iter_chunked=pieces))
+
+    monkeypatch.setattr(aiohttp.ClientSession, "get", get)
+    fetcher = ImageFetcher(AllowedHosts(("images.example",)), largest=100_000, timeout=60, concurrency=1)
+
+    image = await cancel_at_every_turn(started(lambda: fetcher.fetch("https://images.example/a.png")))
+
+    assert isinstance(image, Image)
+    await fetcher.close()
+
+
+async def test_the_rest_of_a_grpc_call() -> None:
+    """What is still read of a call that nobody waits for ends with the client of Triton."""
+    calls: list[Any] = []
+
+    async def start() -> asyncio.Task[Any]:
+        written = asyncio.Event()
+        call = Mock(read=lambda: soon(grpc.aio.EOF), write=AsyncMock(), done_writing=AsyncMock(side_effect=written.set))
+        calls.append(call)
+        left: set[asyncio.Task[None]] = set()
+        stream = GrpcStream(Mock(), call, InferRequest(model="m", inputs=(), id="1", cancellable=False), left)
+        reading = asyncio.create_task(stream.read())
+        await written.wait()
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait({reading})
+        (task,) = left
+        return task
+
+    assert await cancel_at_every_turn(start) is None
+    assert [1] * (len(calls) - 1) + [0] == [call.cancel.call_count for call in calls]
+
+
+async def test_background_work() -> None:
+    """Work that is cancelled at the end of the service does not look as if it had succeeded."""
+
+    async def start() -> asyncio.Task[Any]:
+        before = asyncio.all_tasks()
+        Background().start(soon(), timeout=60)
+        (task,) = asyncio.all_tasks() - before
+        return task
+
+    assert await cancel_at_every_turn(start) is None
+
+
+async def test_a_whole_answer() -> None:
+    """An answer that is not streamed ends with its client."""
+    run = MagicMock(finished=True, start=soon, read=AsyncMock(side_effect=lambda: []))
+
+    (answer,) = await cancel_at_every_turn(started(lambda: collect([run], timeout=60)))
+
+    assert answer.text == ""

@@ -1,0 +1,237 @@
+"""Bodies into structs, and what is wrong with them into errors that name the field."""
+
+# ruff: noqa: E501 - a row of a table stays on its line
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from triton_openai.api.bodies import explain, is_neutral, parse_json, unknown_fields
+from triton_openai.errors import InvalidRequest
+
+
+class Part(msgspec.Struct):
+    """An inner object."""
+
+    text: str
+    size: int | None = None
+
+
+class Body(msgspec.Struct):
+    """An outer object with each kind of field."""
+
+    model: Annotated[str, msgspec.Meta(min_length=1)]
+    count: Annotated[int, msgspec.Meta(ge=1, le=9)] | None = None
+    ratio: float | None = None
+    flag: bool | None = None
+    kind: Literal["a", "b"] | None = None
+    parts: list[Part] = []
+    value: str | list[str] | None = None
+    table: dict[str, int] = {}
+
+
+GOOD = {"model": "m"}
+
+
+@every_case(
+    "fields, param, code, message",
+    [
+        ({}, None, None, None),
+        ({"model": None}, "model", "invalid_type", "Invalid type for 'model': expected a string, but got null instead."),
+        ({"model": 1}, "model", "invalid_type", "Invalid type for 'model': expected a string, but got an integer instead."),
+        ({"model": ""}, "model", "invalid_value", "Invalid value for 'model': expected a string of length >= 1."),
+        ({"count": "1"}, "count", "invalid_type", "Invalid type for 'count': expected an integer or null, but got a string instead."),
+        ({"count": 1.5}, "count", "invalid_type", "Invalid type for 'count': expected an integer or null, but got a number instead."),
+        ({"count": True}, "count", "invalid_type", "Invalid type for 'count': expected an integer or null, but got a boolean instead."),
+        ({"count": 0}, "count", "invalid_value", "Invalid value for 'count': expected an integer >= 1."),
+        ({"ratio": "x"}, "ratio", "invalid_type", None),
+        ({"flag": 1}, "flag", "invalid_type", None),
+        ({"kind": "c"}, "kind", "invalid_value", None),
+        ({"parts": {}}, "parts", "invalid_type", "Invalid type for 'parts': expected an array, but got an object instead."),
+        ({"parts": [{}]}, "parts[0].text", "missing_required_parameter", "Missing required parameter: 'parts[0].text'."),
+        ({"parts": [{"text": "a"}, {"text": 2}]}, "parts[1].text", "invalid_type", None),
+        ({"parts": [1]}, "parts[0]", "invalid_type", None),
+        ({"value": 1}, "value", "invalid_type", "Invalid type for 'value': expected a string or an array or null, but got an integer instead."),
+        ({"value": ["a", 1]}, "value[1]", "invalid_type", None),
+        ({"table": {"a": "x"}}, "table", "invalid_type", None),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(fields, param, code, message):
+    """The error has OpenAI's dotted name of the field, a code for the kind of fault, and says both types."""
+    body = msgspec.json.encode({**GOOD, **fields})
+    if code is None:
+        assert Body(model="m") == parse_json(body, Body)
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(body, Body)
+
+    assert (param, code) == (caught.value.param, caught.value.code)
+    assert message is None or message == caught.value.message
+    assert "$" not in caught.value.message
+
+
+def test_a_missing_field_is_named():
+    """What is required and not there is named."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(b"{}", Body)
+
+    assert ("model", "missing_required_parameter") == (caught.value.param, caught.value.code)
+    assert "Missing required parameter: 'model'." == caught.value.message
+
+
+@every_case(
+    "body, code",
+    [
+        (b"", "invalid_json"),
+        (b" \n", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b'{"model": NaN}', "invalid_json"),
+        (b'{"model": "a",}', "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
+        (b'{"model": "\xff"}', "invalid_json"),
+        (b'{"model": "\\ud800"}', "invalid_json"),
+        (b'{"ratio": Infinity, "model": "m"}', "invalid_json"),
+        (b"[" * 100_000, "invalid_type"),
+        (b'{"model":' + b"[" * 100_000, "invalid_json"),
+        (b'{"model":"m","unknown":' + b"[" * 100_000 + b"]" * 100_000 + b"}", "invalid_json"),
+        (b"[]", "invalid_type"),
+        (b"null", "invalid_type"),
+        (b'"text"', "invalid_type"),
+        (b"1", "invalid_type"),
+    ],
+)
+def test_bodies_that_are_no_objects(body, code):
+    """What is no JSON, or no object, is refused without a field to blame."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(body, Body)
+
+    assert 400 == caught.value.status
+    assert code == caught.value.code or caught.value.param == "model"
+    assert len(caught.value.message) < 300
+
+
+@given(
+    st.binary(max_size=60)
+    | st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from([*Body.__struct_fields__, "x"]), inner, max_size=4)
+        ),
+        max_leaves=8,
+    ).map(msgspec.json.encode)
+)
+def test_any_body_is_read_or_refused(body):
+    """There is no third way."""
+    for strict in (False, True):
+        with suppress(InvalidRequest):
+            assert parse_json(body, Body, strict=strict).model
+
+
+def test_strict_refuses_unknown_fields():
+    """An unknown field is named, and cut where it is long; a known one passes."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(b'{"model": "m", "%s": 1}' % (b"x" * 500), Body, strict=True)
+
+    assert ("x" * 100, "unknown_parameter") == (caught.value.param, caught.value.code)
+    assert Body(model="m", count=1) == parse_json(b'{"model": "m", "count": 1}', Body, strict=True)
+
+
+class Numbers(msgspec.Struct):
+    """Where a request has integers."""
+
+    count: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    ids: str | list[str | int | list[int]] | None = None
+    ratio: float | None = None
+    other: Any = None
+
+
+@every_case(
+    "body, expected",
+    [
+        (b'{"count": 4.0}', Numbers(count=4)),
+        (b'{"count": 4.000e0, "ratio": 2.0}', Numbers(count=4, ratio=2.0)),
+        (b'{"count": 1.2E3}', Numbers(count=1200)),
+        (b'{"count": 18446744073709551615.0}', Numbers(count=2**64 - 1)),
+        (b'{"ids": [1.0, 2, 3e1]}', Numbers(ids=[1, 2, 30])),
+        (b'{"ids": [[1.0], [2.0, 3]], "count": 5.0}', Numbers(ids=[[1], [2, 3]], count=5)),
+        (
+            b'{"count": 1.0, "other": {"x": [1.0, "2.0"]}, "ids": "3.0"}',
+            Numbers(count=1, other={"x": [1.0, "2.0"]}, ids="3.0"),
+        ),
+    ],
+)
+def test_whole_numbers_are_integers(body: bytes, expected: Numbers):
+    """However they are written, as JSON Schema has it; texts stay as they are."""
+    found = parse_json(body, Numbers, strict=True)
+
+    assert expected == found
+    assert type(expected.count) is type(found.count)
+
+
+@every_case("count", [b"4.5", b"1e-3", b"1e400", b"1e999999999", b"-1.0", b"0.0", b'"4.0"', b"[4.0]", b"true"])
+def test_what_is_no_integer(count: bytes):
+    """It is refused by name, and at no cost."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(b'{"count": %b}' % count, Numbers)
+
+    assert "count" == (caught.value.param or "count")
+
+
+@given(st.integers(1, 2**64), st.integers(0, 5))
+def test_any_whole_number_is_an_integer(number: int, zeros: int):
+    """Large ones too, which a float could not hold."""
+    written = f'{{"count": {number}.{"0" * (zeros + 1)}}}'.encode()
+
+    assert number == parse_json(written, Numbers).count
+
+
+def test_strict_takes_null_for_nothing():
+    """A field that is not known and null asks for nothing."""
+    assert Body(model="m") == parse_json(b'{"model": "m", "prompt": null}', Body, strict=True)
+
+
+@every_case(
+    "message, param, shown",
+    [
+        ("Expected `str`, got `int` - at `$.messages[0].role`", "messages[0].role", "expected a string, but got an integer"),
+        ("Object missing required field `role` - at `$.messages[1]`", "messages[1].role", "'messages[1].role'"),
+        ("Expected `str`, got `int` - at `$.messages[...].content`", "messages.content", "'messages.content'"),
+        ("Expected `str`, got `int` - at `key in $.logit_bias`", "logit_bias", "'logit_bias'"),
+        ("Expected `object`, got `array`", None, "the request's body"),
+        ("Integer value out of range - at `$.seed`", "seed", "'seed': integer value out of range."),
+    ],
+)  # fmt: skip
+def test_messages_of_msgspec(message, param, shown):
+    """Every form of msgspec's messages is understood."""
+    error = explain(message)
+
+    assert param == error.param
+    assert shown in error.message
+
+
+@every_case(
+    "value, neutral, expected",
+    [
+        (None, (), True), (1, (1,), True), (True, (1,), False), (1.0, (1,), True), (1, (True,), False), (False, (0,), False), (0, (False,), False),
+        ([], ([],), True), ([1], ([],), False), ({}, ({},), True), ("", ("",), True),
+    ],
+)  # fmt: skip
+def test_neutral_values(value: Any, neutral: tuple[Any, ...], expected: bool):
+    """A value is neutral by value: 1.0 is 1, and ``True`` is not."""
+    assert expected is is_neutral(value, neutral)
+
+
+def test_unknown_names_that_are_no_text() -> None:
+    """A field's name that is not UTF-8 is no JSON, though nobody reads the field."""
+    with pytest.raises(InvalidRequest) as caught:
+        unknown_fields(b'{"\xd5": 1}', msgspec.defstruct("Empty", []))
+
+    assert "invalid_json" == caught.value.code

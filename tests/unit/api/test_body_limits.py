@@ -1,0 +1,232 @@
+"""Requests that are too large in themselves, found before anything is made of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from triton_openai.api.bodies import JsonCheck, check_counts, read_within
+from triton_openai.api.chat import ChatRequest
+from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.scoring import SIDES, ScoreRequest
+from triton_openai.api.tools import plan
+from triton_openai.config import LimitSettings
+from triton_openai.errors import InvalidRequest, PayloadTooLarge
+
+SMALL = LimitSettings(
+    max_json_depth=8, max_json_values=50, max_token_ids=20, max_text_size=400, max_messages=3, max_content_parts=3,
+    max_prompts=3, max_tools=2,
+)  # fmt: skip
+
+
+def nested(depth: int) -> str:
+    """Return JSON that is *depth* levels deep."""
+    return "[" * (depth - 1) + "{}" + "]" * (depth - 1)
+
+
+def check(body: bytes, limits: LimitSettings = SMALL) -> None:
+    """Look at a whole body."""
+    JsonCheck(limits).check(body)
+
+
+def measures(value: Any) -> tuple[int, int, int]:
+    """Return the depth of a JSON value, and how many values and token ids it has."""
+    if not isinstance(value, list | dict):
+        return 0, 1, 0
+    inside = [measures(item) for item in (value.values() if isinstance(value, dict) else value)]
+    depths, counts, ids = zip(*inside, strict=True) if inside else ((), (), ())
+    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
+        # The first one passes for a value.
+        return 1, 2, len(value) - 1
+    return 1 + max(depths, default=0), 1 + sum(counts), sum(ids)
+
+
+json_values = st.recursive(
+    st.none() | st.integers() | st.text(st.sampled_from('a"\\[]{},é:'), max_size=30) | st.text(max_size=50),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text('a"\\[{,', max_size=6), inner, max_size=4),
+    max_leaves=60,
+)
+
+
+@given(json_values)
+def test_what_is_refused(value: Any) -> None:
+    """Depth and size are exact; a list or an object that is empty may count for one value more."""
+    depth, count, ids = measures(value)
+    body = json.dumps(value).encode()
+    refused = None
+    try:
+        check(body)
+    except InvalidRequest as error:
+        refused = error
+
+    if depth > 8 or len(body) > 400 or count > 50 or ids > 20:
+        assert refused is not None
+    elif count + ids + body.count(b"[]") + body.count(b"{}") <= 50 and not re.search(rb"[\d.]{41}", body):
+        assert refused is None
+
+
+@given(st.binary(max_size=60) | st.text('[]{}",\\', max_size=60).map(str.encode))
+def test_any_bytes(body: bytes) -> None:
+    """What is no JSON is refused or left to the decoder, and nothing else happens."""
+    with suppress(InvalidRequest):
+        check(body)
+
+
+@every_case(
+    "body, status, code",
+    [
+        (nested(9), 400, "invalid_json"),
+        ('{"a": ' + "[1]," * 3 + nested(9), 400, "invalid_json"),
+        (f"[{','.join(['-1'] * 51)}]", 413, "request_too_large"),
+        (f"[{','.join(['1'] * 48)}, 1.5, 2, 3]", 413, "request_too_large"),
+        (f"[{', '.join(['1'] * 55)}]", 413, "request_too_large"),
+        (json.dumps(["x" * 397]), 413, "string_above_max_length"),
+        ("[" + "1" * 41 + "]", 400, "invalid_json"),
+        ("[0." + "0" * 39 + "1]", 400, "invalid_json"),
+    ],
+)
+def test_errors(body: str, status: int, code: str) -> None:
+    """They say what there is too much of."""
+    with pytest.raises(InvalidRequest) as caught:
+        check(body.encode())
+    assert (status, code) == (caught.value.status, caught.value.code)
+
+
+def test_token_ids() -> None:
+    """Lists of whole numbers have a limit of their own, wherever they are, and other values are none of it."""
+    limits = LimitSettings(max_json_values=20, max_token_ids=100)
+    check(json.dumps({"prompt": [[1, 22, 333] * 16, [4] * 50], "b": "[1,2" * 1000}).encode(), limits)
+    with pytest.raises(PayloadTooLarge, match="more than 100 token ids"):
+        check(json.dumps({"prompt": [[1] * 52, [4] * 52]}, indent=4).encode(), limits)
+    with pytest.raises(PayloadTooLarge, match="more than 20 values"):
+        check(json.dumps({"prompt": [[1] * 20, [1.5] * 20]}).encode(), limits)
+
+
+def data_url(size: int) -> str:
+    """Return a data URL of so many characters."""
+    return "data:image/png;base64,".ljust(size, "A")
+
+
+def test_images_are_no_text() -> None:
+    """Data URLs count for the whole body alone, as the JSON of any language writes them."""
+    limits = LimitSettings(max_text_size=3000)
+    url = data_url(5000)
+    with_slashes = url.replace("AAAA", r"A\/AA" + "A" * 60)
+    for body in (f'["{url}", "{url}", "{"x" * 2000}"]', f'["{with_slashes}"]', f'{{"a": "{url}", "b": []}}'):
+        check(body.encode(), limits)
+    for body in (
+        f'["{url}", "{"x" * 3000}"]',
+        f'["{url}é"]',
+        f'["{url}\\n"]',
+        '["data:' + "\\/" * 2000 + '"]',
+        f'["{data_url(1000)}", "{data_url(1000)}", "{data_url(1000)}"]',
+        f'["{url}',
+    ):
+        with pytest.raises(PayloadTooLarge, match="more than 3000 bytes besides its images"):
+            check(body.encode(), limits)
+
+
+@every_case("before", ["", '"', "\\\\", '\\\\"', '\\"', '"a', "\\\\\\"])
+def test_what_looks_like_an_image_hides_nothing(before: str) -> None:
+    """Whatever stands around it, what follows is counted or is no JSON."""
+    limits = LimitSettings(max_text_size=3000, max_json_values=20)
+    for behind in ("", "\\", "\\\\", "\\/"):
+        body = f'["{before}{data_url(5000)}{behind}", {"[]," * 30} 1]'.encode()
+        try:
+            check(body, limits)
+        except InvalidRequest:
+            continue
+        with pytest.raises(msgspec.DecodeError):
+            msgspec.json.decode(body)
+
+
+def test_json_in_texts_counts_too() -> None:
+    """The arguments of past tool calls, and schemas given as texts, count all together."""
+    arguments = json.dumps({"a": [1.5] * 15})
+
+    def chat(calls: int, **fields: Any) -> bytes:
+        call = {"id": "a", "function": {"name": "f", "arguments": arguments}}
+        messages = [{"role": "assistant", "tool_calls": [call] * calls}]
+        return json.dumps({"model": "m", "messages": messages, **fields}).encode()
+
+    limits = LimitSettings(max_json_values=100)
+    read_within(chat(4), ChatRequest, limits)
+    for body, param in (
+        (chat(6), "messages[0].tool_calls[3]"),
+        (chat(1, guided_json=json.dumps([{}] * 50)), "guided_json"),
+        (chat(1, structured_outputs={"json": json.dumps([{}] * 50)}), "structured_outputs.json"),
+    ):
+        with pytest.raises(PayloadTooLarge, match="more than 100 values") as caught:
+            read_within(body, ChatRequest, limits)
+        assert param == caught.value.param
+
+
+@every_case(
+    "body",
+    [
+        nested(8),
+        # What stands in strings is no structure.
+        json.dumps(["[" * 40, "{" * 40, '"' * 20, "\\" * 20, '\\"[' * 8]),
+        # What is no JSON is somebody else's to tell.
+        "[" * 40,
+        "]" * 100,
+    ],
+)
+def test_what_is_let_through(body: str) -> None:
+    """Brackets in strings do not count, and what is not JSON is left to the decoder."""
+    check(body.encode())
+
+
+def test_the_largest_of_bodies() -> None:
+    """Tens of megabytes of the worst are judged at once: they would be gigabytes of objects."""
+    for body in (b"[[],[[],[{}]]]," * 4_000_000, b"[" * 50_000_000, b'"' * 50_000_000, b'"",' * 10_000_000):
+        with pytest.raises(PayloadTooLarge):
+            check(body, LimitSettings())
+
+
+USER = {"role": "user", "content": "a"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}
+
+
+@every_case(
+    "kind, body, param",
+    [
+        (ChatRequest, {"messages": [USER] * 4}, "messages"),
+        (ChatRequest, {"messages": [PARTS, PARTS]}, "messages"),
+        (ChatRequest, {"messages": [USER], "tools": [{}] * 3}, "tools"),
+        (ChatRequest, {"messages": [USER], "functions": [{}] * 3}, "functions"),
+        (ChatRequest, {"messages": [USER], "documents": [{}] * 4}, "documents"),
+        (CompletionRequest, {"prompt": ["a"] * 4}, "prompt"),
+        (CompletionRequest, {"prompt": [[1]] * 4}, "prompt"),
+        *((ScoreRequest, {side: ["a"] * 4}, side) for side in dict.fromkeys(name for pair in SIDES for name in pair)),
+    ],
+)
+def test_too_many_of_something(kind: type[msgspec.Struct], body: dict[str, Any], param: str) -> None:
+    """The field is named."""
+    request = msgspec.convert({"model": "m", **body}, kind)
+    with pytest.raises(InvalidRequest) as caught:
+        check_counts(request, SMALL)
+    assert (param, "array_above_max_length") == (caught.value.param, caught.value.code)
+    check_counts(request, LimitSettings())
+
+
+def test_token_ids_are_one_prompt() -> None:
+    """However many they are."""
+    check_counts(CompletionRequest(model="m", prompt=[1] * 1000), SMALL)
+
+
+def test_the_setting_decides_how_many_tools_there_may_be() -> None:
+    """And no other limit below it."""
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(LimitSettings().max_tools)]
+    check_counts(msgspec.convert({"model": "m", "messages": [USER], "tools": tools}, ChatRequest), LimitSettings())
+
+    planned = plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+    assert len(tools) == len(planned.schemas)

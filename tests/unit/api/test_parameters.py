@@ -1,0 +1,265 @@
+"""From a request's fields to what is sampled: defaults, limits, and the table that binds names to a model's inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.cases import every_case
+from triton_openai.adapters._common.base import (
+    Adapter,
+    BoundParameter,
+    Capabilities,
+    Parameter,
+    Rule,
+    bind,
+    check_range,
+    values_of,
+)
+from triton_openai.api.bodies import parse_json
+from triton_openai.api.chat import REFUSED as CHAT_REFUSED
+from triton_openai.api.chat import ChatRequest
+from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
+from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.embeddings import REFUSED as EMBEDDINGS_REFUSED
+from triton_openai.api.embeddings import EmbeddingsRequest
+from triton_openai.api.parameters import refuse, sampling, stop_strings, stream_options
+from triton_openai.config.tree import DefaultParameters
+from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.generation import Sampling
+from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, TensorSpec
+
+CONFIG = ModelConfig(
+    name="m",
+    inputs={
+        name: TensorSpec(name=name, datatype=datatype, dims=(1,))
+        for name, datatype in (("max_tokens", "INT32"), ("random_seed", "UINT64"), ("temperature", "FP32"))
+    },
+)
+TABLE = (
+    Parameter(name="max_tokens", inputs=("max_tokens",)),
+    Parameter(name="seed", inputs=("seed", "random_seed"), note="a note"),
+    Parameter(name="top_p", inputs=("top_p",)),
+    Parameter(name="stop", inputs=("stop_words",), otherwise=Rule.PROXY),
+)
+
+
+class Fake(Adapter):
+    """An adapter with a table of its own."""
+
+    name = "fake"
+
+    def __init__(self, *parameters: BoundParameter) -> None:
+        super().__init__(CONFIG, {})
+        self._parameters = parameters
+
+    @property
+    def parameters(self) -> tuple[BoundParameter, ...]:
+        return self._parameters
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(generate=True)
+
+
+def sampled(
+    fields: dict[str, Any], *parameters: BoundParameter, defaults: DefaultParameters | None = None, limit: int = 16
+) -> Sampling:
+    """Return the sampling of a completion request, for a model that takes everything but what *parameters* say."""
+    rows = {name: BoundParameter(name=name, rule=Rule.MAPPED, target=name) for name in Sampling.__struct_fields__}
+    rows |= {row.name: row for row in parameters}
+    request = parse_json(msgspec.json.encode({"model": "m", "prompt": "Hi", **fields}), CompletionRequest)
+    return sampling(
+        request,
+        max_tokens=request.max_tokens,
+        max_tokens_name="max_tokens",
+        logprobs=None,
+        defaults=defaults or DefaultParameters(),
+        default_max_tokens=limit,
+        adapter=Fake(*rows.values()),
+    )
+
+
+def test_a_table_is_bound_to_what_the_model_declares():
+    """The first input that is declared is taken, with its type; without one the row says what happens."""
+    assert (
+        BoundParameter(name="max_tokens", rule=Rule.MAPPED, target="max_tokens", datatype="INT32"),
+        BoundParameter(name="seed", rule=Rule.MAPPED, target="random_seed", datatype="UINT64", note="a note"),
+        BoundParameter(name="top_p", rule=Rule.REFUSED),
+        BoundParameter(name="stop", rule=Rule.PROXY),
+    ) == bind(TABLE, CONFIG)
+
+
+@every_case(
+    "fields, expected",
+    [
+        ({}, []),
+        ({"temperature": 0.0}, [0.0]),
+        ({"temperature": 1.5}, [1.5]),
+    ],
+)
+def test_values_of_a_parameter(fields, expected):
+    """What is not asked for is nothing; zero is a value."""
+    bound = BoundParameter(name="temperature", rule=Rule.MAPPED, target="temperature", datatype="FP32")
+
+    assert expected == list(values_of(bound, Sampling(max_tokens=1, **fields)))
+
+
+@every_case("datatype", INTEGER_RANGES)
+def test_ranges_of_integers(datatype):
+    """Both ends fit, and what lies beyond is refused with OpenAI's words for it."""
+    low, high = INTEGER_RANGES[datatype]
+    check_range("seed", low, datatype)
+    check_range("seed", high, datatype)
+    for value, code in ((low - 1, "integer_below_min_value"), (high + 1, "integer_above_max_value")):
+        with pytest.raises(InvalidRequest) as caught:
+            check_range("seed", value, datatype)
+        assert ("seed", code) == (caught.value.param, caught.value.code)
+
+
+@every_case("value", [1e39, -1e39, math.inf, -math.inf, math.nan])
+def test_ranges_of_floats(value):
+    """What a float32 cannot hold is refused; what it can hold is not."""
+    check_range("temperature", 3.4e38, "FP32")
+    check_range("temperature", 1e39, None)
+    with pytest.raises(InvalidRequest):
+        check_range("temperature", value, "FP32")
+
+
+def test_what_a_client_leaves_out():
+    """First comes the client, then the model's defaults, then the service's."""
+    defaults = DefaultParameters(max_tokens=5, temperature=0.5, stop="x")
+
+    assert Sampling(max_tokens=16) == sampled({})
+    assert Sampling(max_tokens=5, temperature=0.5, stop=("x",)) == sampled({}, defaults=defaults)
+    found = sampled({"max_tokens": 7, "temperature": 0, "stop": []}, defaults=defaults)
+    assert Sampling(max_tokens=7, temperature=0.0) == found
+
+
+@every_case(
+    "stop, expected",
+    [(None, ()), ("a", ("a",)), (["a", "b"], ("a", "b")), ([], ()), (("a",), ("a",)), (list("abcd"), tuple("abcd"))],
+)
+def test_stop_strings(stop, expected):
+    """One or several, up to four."""
+    assert expected == stop_strings(stop)
+
+
+@every_case(
+    "stop, code", [("", "invalid_value"), (["a", ""], "invalid_value"), (list("abcde"), "array_above_max_length")]
+)
+def test_stop_strings_that_are_refused(stop, code):
+    """Empty ones would match everywhere, and OpenAI takes four."""
+    with pytest.raises(InvalidRequest) as caught:
+        stop_strings(stop)
+
+    assert ("stop", code) == (caught.value.param, caught.value.code)
+
+
+@every_case(
+    "name, value, neutral",
+    [
+        ("top_p", 0.5, 1), ("top_k", 5, -1), ("min_tokens", 1, 0), ("frequency_penalty", 0.5, 0),
+        ("presence_penalty", -0.5, 0), ("repetition_penalty", 1.5, 1), ("seed", 1, None),
+        ("temperature", 0.5, 1), ("top_k", 5, 0),
+    ],
+)  # fmt: skip
+def test_what_a_model_cannot_honour(name, value, neutral):
+    """A parameter without an input is refused by name, unless its value asks for what happens anyway."""
+    refused = BoundParameter(name=name, rule=Rule.REFUSED)
+    with pytest.raises(UnsupportedParameter) as caught:
+        sampled({name: value}, refused)
+
+    assert (name, "unsupported_parameter") == (caught.value.param, caught.value.code)
+    assert Sampling(max_tokens=16) == sampled({name: None}, refused)
+    if neutral is not None:
+        assert neutral == getattr(sampled({name: neutral}, refused), name)
+
+
+@every_case("bias, expected", [({}, ()), ({"5": 0}, ()), ({"5": 0.0, "6": -1}, ((6, -1.0),))])
+def test_a_bias_of_nothing(bias, expected):
+    """A bias of 0 changes nothing: it is never a reason to refuse, and not sent."""
+    assert expected == sampled({"logit_bias": bias}).logit_bias
+    if not expected:
+        assert () == sampled({"logit_bias": bias}, BoundParameter(name="logit_bias", rule=Rule.REFUSED)).logit_bias
+
+
+def test_a_parameter_that_an_adapter_does_not_mention():
+    """Silence is refusal: nothing is accepted and dropped."""
+    request = parse_json(b'{"model": "m", "prompt": "Hi", "seed": 3}', CompletionRequest)
+    with pytest.raises(UnsupportedParameter) as caught:
+        sampling(
+            request,
+            max_tokens=None,
+            max_tokens_name="max_tokens",
+            logprobs=None,
+            defaults=DefaultParameters(),
+            default_max_tokens=16,
+            adapter=Fake(),
+        )
+
+    assert "seed" == caught.value.param
+
+
+def test_a_minimum_above_the_limit():
+    """They contradict each other, also where the limit is the default."""
+    for fields in ({"min_tokens": 3, "max_tokens": 2}, {"min_tokens": 17}):
+        with pytest.raises(InvalidRequest) as caught:
+            sampled(fields)
+        assert "min_tokens" == caught.value.param
+    assert 2 == sampled({"min_tokens": 2, "max_tokens": 2}).min_tokens
+
+
+@every_case(
+    "fields, expected",
+    [
+        ({}, False),
+        ({"stream": True}, False),
+        ({"stream": True, "stream_options": None}, False),
+        ({"stream": True, "stream_options": {}}, False),
+        ({"stream": True, "stream_options": {"include_usage": False}}, False),
+        ({"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": True}}, True),
+    ],
+)
+def test_stream_options(fields, expected):
+    """Usage is wanted where it is asked for."""
+    request = parse_json(msgspec.json.encode({"model": "m", "prompt": "Hi", **fields}), CompletionRequest)
+
+    assert expected == bool(stream_options(request, always_usage=False).include_usage)
+
+
+@every_case("stream", [None, False])
+def test_stream_options_without_a_stream(stream):
+    """OpenAI refuses them."""
+    body = {"model": "m", "prompt": "Hi", "stream": stream, "stream_options": {"include_usage": True}}
+    with pytest.raises(InvalidRequest) as caught:
+        stream_options(parse_json(msgspec.json.encode(body), CompletionRequest), always_usage=False)
+
+    assert "stream_options" == caught.value.param
+
+
+@every_case(
+    "kind, refused, base",
+    [
+        (ChatRequest, CHAT_REFUSED, {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}),
+        (CompletionRequest, COMPLETIONS_REFUSED, {"model": "m", "prompt": "Hi"}),
+        (EmbeddingsRequest, EMBEDDINGS_REFUSED, {"model": "m", "input": "Hi"}),
+    ],
+)
+def test_every_refused_parameter_is_a_field_with_neutral_values(kind, refused, base):
+    """What stands in the table can be sent, passes with each of its neutral values and with null, and not otherwise."""
+    fields = {field.encode_name for field in msgspec.structs.fields(kind)}
+    assert set(refused) <= fields
+    for name, neutral in refused.items():
+        for value in (None, *neutral):
+            refuse(parse_json(msgspec.json.encode({**base, name: value}), kind), refused)
+        for value in ("something", 2, True, {"a": 1}, ["a"], 3.5):
+            if any(type(value) is type(item) and value == item for item in neutral):
+                continue
+            # By its type already, or by the table.
+            with pytest.raises(InvalidRequest) as caught:
+                refuse(parse_json(msgspec.json.encode({**base, name: value}), kind), refused)
+            assert name == str(caught.value.param).partition("[")[0].partition(".")[0]

@@ -1,0 +1,105 @@
+"""The small machines of the request surface: seeds, schemas of calls, schemas as text, vectors."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+
+import pytest
+
+from tests.cases import every_case
+from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.embeddings import _render
+from triton_openai.api.service import nth_seed
+from triton_openai.api.structured_output import guide_of
+from triton_openai.api.tools import calls_schema, plan
+from triton_openai.errors import InvalidRequest, UpstreamError
+from triton_openai.parsers.tools.schema import Parameters
+
+KINDS = frozenset({"json", "json_schema"})
+
+
+def tool(name: str, parameters: object = None) -> dict[str, object]:
+    """Return a tool as a client sends it."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@every_case("first", [0, 7, 2**63 - 1, 2**64 - 1, -5])
+def test_seeds_of_further_answers(first):
+    """The first is the client's; the others differ, are the same every time, and never leave what backends take."""
+    seeds = [nth_seed(first, number) for number in range(5)]
+
+    assert first == seeds[0]
+    assert 5 == len(set(seeds))
+    assert all(0 <= seed < 2**31 for seed in seeds[1:])
+
+
+def test_references_move_with_their_schema():
+    """Whatever a reference counts from its schema's root, the root itself too, is found again."""
+    schema = {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/$defs/X"}}, "$defs": {"X": {}}}
+    moved = calls_schema({"f": schema, "a/b": {"type": "object"}}, parallel=False)
+
+    assert ["#/$defs/tool0", "#/$defs/tool1"] == [
+        variant["properties"]["parameters"]["$ref"] for variant in moved["items"]["anyOf"]
+    ]
+    properties = moved["$defs"]["tool0"]["properties"]
+    assert ("#/$defs/tool0", "#/$defs/tool0/$defs/X") == (properties["a"]["$ref"], properties["b"]["$ref"])
+    assert {} == moved["$defs"]["tool0"]["$defs"]["X"]
+    assert 1 == moved["maxItems"]
+
+
+def test_odd_schemas_are_no_accident():
+    """A schema whose definitions are none, and one nested beyond reason, end in no traceback."""
+    calls_schema({"f": {"$defs": [1], "definitions": True}}, parallel=True)
+    nested: dict[str, object] = {}
+    for _ in range(3000):
+        nested = {"properties": nested}
+    deep = plan(tools=[tool("f", nested)], tool_choice="required", functions=None, function_call=None, parallel=None)
+    with pytest.raises(InvalidRequest):
+        deep.guide()
+
+
+def test_two_tools_of_one_name():
+    """Nobody could tell which is meant."""
+    with pytest.raises(InvalidRequest) as caught:
+        plan(tools=[tool("f"), tool("f")], tool_choice=None, functions=None, function_call=None, parallel=None)
+
+    assert "tools" == caught.value.param
+
+
+@every_case("text", ["not json", "[1]", '{}, "x": true', "5"])
+def test_a_schema_as_text_has_to_be_one(text):
+    """Text that is no JSON object never reaches a backend."""
+    request = CompletionRequest(model="m", prompt="Hi", guided_json=text)
+    with pytest.raises(InvalidRequest) as caught:
+        guide_of(request, KINDS)
+
+    assert "guided_json" == caught.value.param
+
+
+def test_a_schema_as_text():
+    """It means the same as the object."""
+    as_text = guide_of(CompletionRequest(model="m", prompt="Hi", guided_json='{"type":  "object"}'), KINDS)
+    as_object = guide_of(CompletionRequest(model="m", prompt="Hi", guided_json={"type": "object"}), KINDS)
+
+    assert as_text == as_object
+    assert as_text is not None
+    assert {"type": "object"} == json.loads(as_text.value)
+
+
+def test_alternatives_that_multiply():
+    """A schema that refers to itself thirtyfold costs a bounded number of looks, and leaves the type open."""
+    schema = {"properties": {"a": {"anyOf": [{"$ref": "#/properties/a"}] * 30}, "b": {"type": "integer"}}}
+    parameters = Parameters(schema)
+
+    assert frozenset() == parameters.types("a")
+    assert frozenset({"integer"}) == parameters.types("b")
+
+
+@every_case("value", [math.nan, math.inf, -math.inf])
+@every_case("as_text", [True, False])
+def test_vectors_hold_numbers(value, as_text):
+    """What is no number is an error, and never null or garbage for the client."""
+    with pytest.raises(UpstreamError):
+        _render(array("f", [0.5, value]).tobytes(), as_text)

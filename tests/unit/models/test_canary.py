@@ -1,0 +1,173 @@
+"""Models that leave their requests without an answer, in front of a Triton that calls them ready."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import Answer, Proxy, serving
+from tests.scrape import scrape
+from triton_openai.config import Settings, TritonSettings
+from triton_openai.models import canary as canary_module
+from triton_openai.models.canary import CANARY, Canary
+from triton_openai.telemetry.observation import Observation
+
+DEAD = "Error generating stream: EngineCore encountered an issue. See stack trace (above) for the root cause."
+EMBEDS = config_of("embedder", inputs=("text BYTES 1",), outputs=("embedding FP32 4",), backend="python")
+GAUGE = "triton_openai_model_not_answering"
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask again without a pause."""
+    monkeypatch.setattr(canary_module, "_INTERVAL", 0.01)
+
+
+@asynccontextmanager
+async def in_front_of(*configs: dict[str, Any]) -> AsyncIterator[tuple[Proxy, FakeTriton, Canary]]:
+    """Yield the service, its Triton, whose models fail, and what watches them."""
+    async with FakeTriton(*configs) as triton:
+        triton.failing, triton.failure = math.inf, DEAD
+        triton.responses = [{"text_output": "one", "embedding": [1.0] * 4}]
+        async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
+            await proxy.ready()
+            yield proxy, triton, proxy.client.server.app[CANARY]  # type: ignore[attr-defined]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait until something is *true*."""
+    async with asyncio.timeout(20):
+        while not true():  # noqa: ASYNC110 - what happens elsewhere sets no event here
+            await asyncio.sleep(0.01)
+
+
+async def ask(proxy: Proxy, model: str = "m", times: int = 1) -> Answer:
+    """Ask *times* times, one after the other; return the last answer."""
+    answers = [await proxy.post("/v1/completions", {"model": model, "prompt": "a secret"}) for _ in range(times)]
+    return answers[-1]
+
+
+async def test_a_model_that_does_not_answer() -> None:
+    """After three failures in a row it is asked; then readiness and metrics say so, until it answers."""
+    async with in_front_of(config_of("m")) as (proxy, triton, canary):
+        await ask(proxy, times=2)
+        assert 2 == len(triton.asked)
+        assert {"status": "ready"} == (await proxy.get("/health/ready")).json
+        assert 503 == (await ask(proxy)).status
+        await until(lambda: "m" in canary.not_answering)
+        answer = await proxy.get("/health/ready")
+        assert (503, "not ready", ["m"]) == (answer.status, answer.json["status"], answer.json["not_answering"])
+        assert "none of them answers" in answer.json["reason"]
+        assert 1 == (await scrape(proxy)).sum(GAUGE, model="m")
+        # Clients are still let through: they find out first when it is back.
+        assert 503 == (await ask(proxy)).status
+        asked = len(triton.asked)
+        await until(lambda: len(triton.asked) > asked)
+        _, small = triton.asked[-1]
+        assert "secret" not in str(small)
+        assert '"max_tokens":1' in small["sampling_parameters"].replace(" ", "")
+
+        triton.failing = 0
+        await until(lambda: not canary.not_answering)
+        assert {"status": "ready"} == (await proxy.get("/health/ready")).json
+        assert 0 == (await scrape(proxy)).sum(GAUGE, model="m")
+        # It is left in peace again.
+        assert not canary.asking
+
+
+async def test_another_model_that_answers_keeps_the_service_ready() -> None:
+    """One of two generating models is enough; an embedding model is none where there are others."""
+    async with in_front_of(config_of("m"), config_of("n"), EMBEDS) as (proxy, _, canary):
+        await ask(proxy, "m", times=3)
+        await until(lambda: "m" in canary.not_answering)
+        answer = await proxy.get("/health/ready")
+        assert (200, {"status": "ready", "not_answering": ["m"]}) == (answer.status, answer.json)
+
+        await ask(proxy, "n", times=3)
+        await until(lambda: {"m", "n"} <= set(canary.not_answering))
+        assert 503 == (await proxy.get("/health/ready")).status
+
+
+async def test_an_answer_in_between_is_enough() -> None:
+    """Only failures in a row count, and mistakes of clients say nothing."""
+    async with in_front_of(config_of("m")) as (proxy, triton, canary):
+        await ask(proxy, times=2)
+        triton.failing = 0
+        assert 200 == (await ask(proxy)).status
+        triton.failing = math.inf
+        await ask(proxy, times=2)
+        triton.failure = "Error generating stream: Requested sample logprobs of 50"
+        assert 400 == (await ask(proxy, times=3)).status
+        assert not canary.asking
+
+
+async def test_requests_that_fail_by_themselves() -> None:
+    """A model that answers the small request is not held to be silent."""
+    async with in_front_of(config_of("m")) as (proxy, triton, canary):
+        triton.failing = 3
+        assert 503 == (await ask(proxy, times=3)).status
+        await until(lambda: len(triton.asked) == 4)
+        await until(lambda: not canary.asking)
+        assert not canary.not_answering
+
+
+async def test_clients_that_waited_in_vain() -> None:
+    """A client that leaves without a token counts if it has waited for long."""
+    async with in_front_of(config_of("m")) as (_, _, canary):
+
+        def left(*, after: float, first: float | None = None) -> Observation:
+            observation = Observation(request_id="1", method="POST", path="/")
+            observation.identify("chat", model="m", adapter="a")
+            observation.answers = [Mock(first=first)]
+            observation.client_left = True
+            observation.ended = observation.began + after
+            return observation
+
+        for observation in (left(after=29), left(after=29), left(after=29), left(after=31), left(after=31)):
+            canary.ended(observation)
+        assert not canary.asking
+        canary.ended(left(after=31, first=time.monotonic()))
+        canary.ended(left(after=31))
+        assert not canary.asking
+        for _ in range(2):
+            canary.ended(left(after=31))
+        await until(lambda: "m" in canary.not_answering)
+
+
+async def test_a_triton_that_is_away_is_no_silent_model() -> None:
+    """That is told as what it is."""
+    async with in_front_of(config_of("m")) as (proxy, triton, canary):
+        await triton.__aexit__()
+        assert 503 == (await ask(proxy, times=4)).status
+        await until(lambda: not canary.asking)
+        answer = await proxy.get("/health/ready")
+        assert (503, {"status", "reason"}) == (answer.status, set(answer.json))
+
+
+async def test_a_model_that_goes() -> None:
+    """What is gone is not asked any more, and no longer shown."""
+    async with in_front_of(config_of("m"), config_of("n")) as (proxy, triton, canary):
+        await ask(proxy, times=3)
+        await until(lambda: "m" in canary.not_answering)
+        del triton.models["m"]
+        await proxy.models.catalog.renew()
+        await until(lambda: not canary.not_answering)
+        assert {"status": "ready"} == (await proxy.get("/health/ready")).json
+
+
+async def test_an_embedding_model_is_asked_for_a_vector() -> None:
+    """It has no tokens to ask for; without a generating model beside it, readiness follows it."""
+    async with in_front_of(EMBEDS) as (proxy, _, canary):
+        body = {"model": "embedder", "input": "a"}
+        answers = [await proxy.post("/v1/embeddings", body) for _ in range(3)]
+        assert {503} == {answer.status for answer in answers}
+        await until(lambda: "embedder" in canary.not_answering)
+        assert 503 == (await proxy.get("/health/ready")).status

@@ -1,0 +1,271 @@
+"""The gates of models: who runs, who is refused, who is waited for; in one process and in several of a service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.serving.test_shared import Workers
+from triton_openai.config.tree import ServerSettings
+from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
+from triton_openai.models.draining import Draining
+from triton_openai.models.gates import ModelGates
+from triton_openai.serving.admission import Admission
+from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.telemetry.observation import Observation
+
+
+class Process:
+    """The gates of one process, and the requests that run in it."""
+
+    def __init__(self, shared: SharedClient | None = None) -> None:
+        self.draining = Draining()
+        self.gates = ModelGates(self.draining, shared)
+        if shared is not None:
+            shared.listen(self.gates.apply)
+
+
+class Visitor:
+    """A request that stays until it is told to leave."""
+
+    def __init__(self, process: Process, model: str = "m") -> None:
+        self.told: ServiceError | None = None
+        self.inside = False
+        self._process = process
+        self._leave = asyncio.Event()
+        self.task = asyncio.create_task(self._visit(model))
+
+    async def _visit(self, model: str) -> None:
+        task = self._process.draining.enter()
+        try:
+            with self._process.gates.entered(model):
+                self.inside = True
+                await self._leave.wait()
+        except asyncio.CancelledError:
+            self.told = self._process.draining.reason()
+        except ServiceError as error:
+            self.told = error
+        finally:
+            self._process.draining.leave(task)
+            self.inside = False
+
+    def leave(self) -> None:
+        """End."""
+        self._leave.set()
+
+
+@pytest.fixture(params=["one process", "two processes"])
+async def pair(request):
+    """Who unloads, and where requests come; with one process it is the same."""
+    if request.param == "one process":
+        alone = Process()
+        return alone, alone
+    service = Workers()
+    return Process(service.start(0)), Process(service.start(1))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for *condition*; the deadline only ends a test that has failed already."""
+
+    async def wait() -> None:
+        while not condition():  # noqa: ASYNC110 - what happens in tasks sets no event here
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 10)
+
+
+async def unload(process: Process, *models: str, grace: float) -> None:
+    """Do what an unload does, but for asking Triton."""
+    async with process.gates.claim(models), process.gates.closed(models, grace):
+        pass
+
+
+async def test_what_runs_is_waited_for(pair):
+    """The gate is closed at once, and open again after what ran has ended and the model is gone."""
+    unloading, serving = pair
+    running, other = Visitor(serving), Visitor(serving, "other")
+    await until(lambda: running.inside and other.inside)
+    task = asyncio.create_task(unload(unloading, "m", grace=30))
+    await until(lambda: refused(serving, "m"))
+    late = Visitor(serving)
+    await late.task
+    assert isinstance(late.told, ModelUnloading)
+    assert not task.done()
+    assert not refused(serving, "other")
+
+    running.leave()
+    await asyncio.wait_for(task, 10)
+    assert running.told is None
+    assert not refused(serving, "m")
+    again = Visitor(serving)
+    await until(lambda: again.inside)
+    for visitor in (again, other):
+        visitor.leave()
+        await visitor.task
+
+
+def refused(process: Process, model: str) -> bool:
+    """Return whether requests for *model* are refused."""
+    try:
+        process.gates.check(model)
+    except ModelUnloading:
+        return True
+    return False
+
+
+async def test_what_runs_too_long_is_ended(pair):
+    """After the grace it is told why, wherever it runs; requests for other models know nothing of it."""
+    unloading, serving = pair
+    running, other = Visitor(serving), Visitor(serving, "other")
+    await until(lambda: running.inside and other.inside)
+    await asyncio.wait_for(unload(unloading, "m", grace=0.01), 10)
+    await running.task
+
+    assert isinstance(running.told, ModelUnloading)
+    assert other.inside
+    other.leave()
+    await other.task
+
+
+async def test_who_waits_is_turned_away(pair):
+    """A request in the queue does not wait for a model that will be gone; those for other models do."""
+    unloading, serving = pair
+    admission = Admission(ServerSettings(max_running_requests_per_model=1), lambda: 0.0, gates=serving.gates)
+    began, ended = [], []
+    leave = asyncio.Event()
+
+    async def ask(model: str) -> None:
+        try:
+            async with admission.enter(model, Observation(request_id="r", method="POST", path="/")):
+                began.append(model)
+                await leave.wait()
+        except ModelUnloading:
+            ended.append(model)
+
+    asked = [asyncio.create_task(ask(model)) for model in ("m", "other", "m", "m", "other")]
+    await until(lambda: admission.queued == 3)
+    task = asyncio.create_task(unload(unloading, "m", grace=30))
+    await until(lambda: len(ended) == 2)
+    assert (["m", "other"], ["m", "m"], 1) == (began, ended, admission.queued)
+    assert not task.done()
+    leave.set()
+    await asyncio.wait_for(asyncio.gather(task, *asked), 10)
+    assert ["m", "other", "other"] == began
+
+
+async def test_one_winner(pair):
+    """A model that is claimed cannot be claimed again, and a claim of several leaves nothing behind when it fails."""
+    unloading, serving = pair
+    async with unloading.gates.claim(["m"]):
+        with pytest.raises(ModelConflict) as caught:
+            async with serving.gates.claim(["a", "m"]):
+                pass
+        async with serving.gates.claim(["a"]):
+            pass
+    async with serving.gates.claim(["a", "m"]):
+        pass
+
+    assert "model_busy" == caught.value.code
+
+
+async def test_changes_are_seen():
+    """A process learns that another has changed what Triton has, before that goes on."""
+    service = Workers()
+    one, two, alone = Process(service.start(0)), Process(service.start(1)), Process()
+    before = two.gates.version
+    await one.gates.changed()
+    await alone.gates.changed()
+    assert (True, 0) == (two.gates.version != before, alone.gates.version)
+
+
+async def test_a_process_that_dies_while_it_unloads():
+    """The gates that it closed open again, and what it had claimed is free."""
+    service = Workers()
+    dying, serving = Process(service.start(0)), Process(service.start(1))
+    running = Visitor(serving)
+    await until(lambda: running.inside)
+    task = asyncio.create_task(unload(dying, "m", grace=600))
+    await until(lambda: refused(serving, "m"))
+    service.kill(0)
+    await until(lambda: not refused(serving, "m"))
+    running.leave()
+    await asyncio.wait_for(unload(serving, "m", grace=600), 10)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_process_that_dies_is_not_waited_for():
+    """What ran in it has ended with it."""
+    service = Workers()
+    unloading, dying = Process(service.start(0)), Process(service.start(1))
+    running = Visitor(dying)
+    await until(lambda: running.inside)
+    task = asyncio.create_task(unload(unloading, "m", grace=600))
+    await until(lambda: refused(dying, "m"))
+    assert not task.done()
+    service.kill(1)
+    await asyncio.wait_for(task, 10)
+    running.leave()
+    await running.task
+
+
+async def test_a_process_that_starts_while_a_model_is_unloaded():
+    """It takes no requests for the model either, until the end of that."""
+    service = Workers()
+    unloading, serving = Process(service.start(0)), Process(service.start(1))
+    running = Visitor(serving)
+    await until(lambda: running.inside)
+    task = asyncio.create_task(unload(unloading, "m", grace=600))
+    await until(lambda: refused(serving, "m"))
+    late = Process(service.start(2))
+    await until(lambda: refused(late, "m"))
+    running.leave()
+    await asyncio.wait_for(task, 10)
+    await until(lambda: not refused(late, "m"))
+
+
+async def test_a_process_that_hangs_holds_an_unload_up_no_longer_than_the_grace(monkeypatch):
+    """It has to be told, and is not waited for."""
+    monkeypatch.setattr("triton_openai.models.gates._FAREWELL_SECONDS", 0.01)
+    service = Workers()
+    unloading = Process(service.start(0))
+    Process(service.start(1))
+    service.hang(1)
+    await asyncio.wait_for(unload(unloading, "m", grace=0.01), 10)
+    await asyncio.wait_for(unloading.gates.changed(), 10)
+    assert not refused(unloading, "m")
+
+
+@given(steps=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.booleans()), max_size=40))
+@settings(deadline=None, max_examples=30)
+def test_an_unload_waits_for_what_runs(steps):
+    """Whatever comes and goes: an unload waits for exactly the requests on its model, in both processes."""
+
+    async def play() -> None:
+        service = Workers()
+        processes = [Process(service.start(index)) for index in range(2)]
+        inside: dict[str, list[Visitor]] = {"a": [], "b": []}
+        for model, index, comes in steps:
+            if comes:
+                inside[model].append(Visitor(processes[index], model))
+                await until(partial(getattr, inside[model][-1], "inside"))
+            elif inside[model]:
+                visitor = inside[model].pop()
+                visitor.leave()
+                await visitor.task
+        for model, visitors in inside.items():
+            task = asyncio.create_task(unload(processes[0], model, grace=600))
+            for visitor in visitors:
+                await asyncio.wait({task}, timeout=0)
+                assert not task.done()
+                visitor.leave()
+                await visitor.task
+            await asyncio.wait_for(task, 10)
+            assert not any(refused(process, model) for process in processes)
+
+    asyncio.run(play())

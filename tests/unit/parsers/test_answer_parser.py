@@ -1,0 +1,117 @@
+"""The parser of a choice: which stages it has, which ids its calls get, and when a call counts as cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from tests.cases import every_case
+from triton_openai.api.chat import make_parser
+from triton_openai.api.chat_response import message_of
+from triton_openai.api.tools import plan
+from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.choose import Parsers
+from triton_openai.parsers.tools.base import ToolParser
+from triton_openai.parsers.tools.events import Content, Event, ToolCallStart
+from triton_openai.parsers.tools.hermes import Hermes
+from triton_openai.parsers.tools.llama3_json import Llama3Json
+from triton_openai.parsers.tools.mistral import Mistral
+from triton_openai.parsers.tools.pythonic import Pythonic
+
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+NAMED = {"type": "function", "function": {"name": "now"}}
+CALL = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
+
+
+@every_case("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_forced_calls_have_ids_of_the_family(choice: Any) -> None:
+    """Mistral's templates take nine letters and digits, also for calls that the backend was held to."""
+    wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+    text = '[{"name": "now", "parameters": {}}]' if choice == "required" else "{}"
+    lengths = []
+    for tools in (Mistral, Hermes, None):
+        parser = make_parser(Parsers(tools=tools), wanted, "")
+        assert parser is not None
+        (start, *_) = parser.feed(text)
+        assert isinstance(start, ToolCallStart)
+        lengths.append(len(start.id))
+
+    assert lengths == [9, 29, 29]
+
+
+OWN: dict[type[ToolParser] | None, str] = {
+    Hermes: CALL,
+    Mistral: '[TOOL_CALLS][{"name": "now", "arguments": {"a": 1}}]',
+    Pythonic: "[now(a=1)]",
+    Llama3Json: '<|python_tag|>{"name": "now", "parameters": {"a": 1}}',
+    None: '{"name": "now", "parameters": {"a": 1}}',
+}
+
+
+@every_case("tools", OWN)
+@every_case("size", [1, 5, 1000])
+def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, size: int) -> None:
+    """A backend that did not hold the model to the schema may have let it write calls as it learned to."""
+    own, array, arguments = OWN[tools], '[{"name": "now", "parameters": {"a": 1}}]', ' {"a": 1}'
+    for choice, texts in (("required", (own, f"\n{array}")), (NAMED, (own, arguments) if tools else (arguments,))):
+        wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+        for text in texts:
+            parser = make_parser(Parsers(tools=tools), wanted, "")
+            assert parser is not None
+            events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
+            message = message_of(events + parser.flush(), wanted, "reasoning")
+            assert isinstance(message.tool_calls, list), text
+            (call,) = message.tool_calls
+            assert ("now", {"a": 1}) == (call.function.name, json.loads(call.function.arguments))
+            assert (None, False) == (message.content, parser.cut)
+
+
+@every_case("choice", ["required", NAMED])
+@every_case("text", ["Now.", "[now]", '[{"name": "then", "parameters": {}}]', "  [", "<tool_call>then"])
+def test_a_forced_call_that_is_none(choice: Any, text: str) -> None:
+    """The text is content, as the model wrote it."""
+    wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+    parser = make_parser(Parsers(tools=Hermes), wanted, "")
+    assert parser is not None
+    message = message_of(
+        [event for character in text for event in parser.feed(character)] + parser.flush(), wanted, "both"
+    )
+
+    assert (text.strip(), msgspec.UNSET) == ((message.content or "").strip(), message.tool_calls)
+
+
+@every_case(
+    "text,parallel,cut",
+    [
+        (CALL, True, False),
+        (CALL[:-15], True, True),
+        (CALL[:-12], True, False),
+        (CALL + CALL[:-15], True, True),
+        # The call that was cut is not passed on.
+        (CALL + CALL[:-15], False, False),
+        ("no call", True, False),
+    ],
+)
+def test_a_cut_call(text: str, parallel: bool, cut: bool) -> None:
+    """A call is cut when the text ends before its arguments do, not when only markup behind them is missing."""
+    parser = AnswerParser(None, Hermes({"now": {}}), parallel=parallel)
+    parser.feed(text)
+    parser.flush()
+
+    assert cut is parser.cut
+
+
+def test_a_third_partys_parser() -> None:
+    """A parser that knows nothing of cuts is believed to have found whole calls."""
+
+    class Plain(ToolParser):
+        def feed(self, text: str) -> list[Event]:
+            return [Content(text)]
+
+    parser = AnswerParser(None, Plain())
+    parser.feed("x")
+    parser.flush()
+
+    assert not parser.cut

@@ -1,0 +1,227 @@
+"""History templates: openai_trtllm's Liquid over ``items``, and what keeps it within bounds."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from triton_openai.app import create_app
+from triton_openai.config import ModelSettings, Settings
+from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
+from triton_openai.prompts.history import HistoryTemplate, load
+from triton_openai.prompts.messages import (
+    AssistantMessage,
+    ContentPart,
+    DeveloperMessage,
+    FunctionMessage,
+    Message,
+    MessageFunctionCall,
+    MessageToolCall,
+    Rendering,
+    SystemMessage,
+    ToolMessage,
+    UserMessage,
+)
+from triton_openai.prompts.prompter import Prompter
+
+# With what openai_trtllm's own templates use: trimmed tags, capture, case with several values, names where there are.
+NAMED = """\
+{% for item in items -%}
+[{{ item.identity }}{% if item.name %} ({{ item.name }}){% endif %}] {{ item.content }}
+{% endfor -%}
+[Assistant]"""
+RENAMED = """\
+{% for item in items -%}
+{%- capture who -%}
+    {%- case item.identity -%}
+        {%- when "System", "Tool" -%}
+            Room
+        {%- when "User" -%}
+            <guest>
+        {%- else -%}
+            <host>
+    {%- endcase -%}
+{%- endcapture -%}
+
+{{- who }}: {{ item.content }}
+{% endfor -%}
+<host>:"""
+CHAT: list[Message] = [
+    SystemMessage(content="be kind", name="house rules"),
+    SystemMessage(content="be brief"),
+    AssistantMessage(content="yes?", name="unseen"),
+    ToolMessage(content="21 °C", tool_call_id="t1"),
+    UserMessage(content="who  are\nyou? ", name="Ann"),
+    UserMessage(content="so?"),
+]
+
+
+def prompter(text: str) -> Prompter:
+    """Return a prompter without a tokenizer."""
+    return Prompter.resolve(history_template=text)
+
+
+@every_case(
+    "template, expected",
+    [
+        (
+            NAMED,
+            "[System (house rules)] be kind\n[System] be brief\n[Assistant] yes?\n[Tool] 21 °C\n"
+            "[User (Ann)] who  are\nyou? \n[User] so?\n[Assistant]",
+        ),
+        (
+            RENAMED,
+            "Room: be kind\nRoom: be brief\n<host>: yes?\nRoom: 21 °C\n<guest>: who  are\nyou? \n<guest>: so?\n<host>:",
+        ),
+        (
+            "{% for item in items %}<|{{ item.identity | downcase }}|>{{ item.content | strip }}"
+            "{% unless forloop.last %}<|sep|>{% endunless %}{% endfor %}",
+            "<|system|>be kind<|sep|><|system|>be brief<|sep|><|assistant|>yes?<|sep|><|tool|>21 °C<|sep|>"
+            "<|user|>who  are\nyou?<|sep|><|user|>so?",
+        ),
+        ("{{ items | map: 'identity' | uniq | join: ',' }}", "System,Assistant,Tool,User"),
+        (
+            "{% assign last = items | last %}{% if last.identity == 'User' and items.size > 2 %}{{ last.content }}"
+            "{% elsif last %}no{% endif %}",
+            "so?",
+        ),
+    ],
+)
+def test_prompts(template: str, expected: str) -> None:
+    """A template over items gives the prompt that openai_trtllm gives."""
+    assert expected == prompter(template).render(CHAT)
+
+
+def test_a_file_with_its_last_newline(tmp_path: Path) -> None:
+    """The file's text is the template, and nothing of it is trimmed."""
+    file = tmp_path / "history.liquid"
+    file.write_bytes("{% for item in items %}é {{ item.content }}\r\n{% endfor %}A:\n".encode())
+    found = Prompter.resolve(history_template_file=file)
+
+    assert "é Hi\r\nA:\n" == found.render([UserMessage(content="Hi")])
+    assert f"Liquid {file} (history_template_file)" == found.provenance.chat_template
+    assert "Liquid (history_template)" == prompter("A").provenance.chat_template
+
+
+def test_other_roles_and_contents() -> None:
+    """A developer is a system, a function a tool, parts are lines, and no content is an empty text."""
+    text = "{% for item in items %}{{ item.identity }}={{ item.content }};{% endfor %}"
+    messages: list[Message] = [
+        DeveloperMessage(content="a"),
+        FunctionMessage(content="b", name="f"),
+        UserMessage(content=[ContentPart(type="text", text="c"), ContentPart(type="text", text="d")]),
+        AssistantMessage(content=None, refusal="no"),
+        AssistantMessage(content=None),
+    ]
+
+    assert "System=a;Tool=b;User=c\nd;Assistant=no;Assistant=;" == prompter(text).render(messages)
+
+
+@every_case(
+    "asked, param",
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"documents": [{"text": "d"}]}, "documents"),
+        ({"variables": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ],
+)
+def test_what_it_cannot_express(asked: dict[str, Any], param: str) -> None:
+    """What a history template has no place for is refused by name."""
+    with pytest.raises(UnsupportedParameter) as caught:
+        prompter(NAMED).render(CHAT, Rendering(**asked))
+
+    assert param == caught.value.param
+
+
+def test_tool_calls() -> None:
+    """A message that called a tool has no place either."""
+    call = AssistantMessage(tool_calls=[MessageToolCall(function=MessageFunctionCall(name="f", arguments="{}"))])
+    with pytest.raises(UnsupportedParameter) as caught:
+        prompter(NAMED).render([UserMessage(content="Hi"), call])
+
+    assert "messages[1].tool_calls" == caught.value.param
+
+
+@given(st.lists(st.text(), min_size=1, max_size=5))
+@example(["a\r\nb\rc\n"])
+def test_contents_are_never_templates(texts: list[str]) -> None:
+    """Whatever messages hold, Liquid or not, goes into the prompt as it is."""
+    kept = "{% capture kept %}{{ item.content }}{% endcapture %}{{ kept }}"
+    template = prompter(f"{{% for item in items %}}{kept}\0{{{{ item.content }}}}\0{{% endfor %}}")
+    hostile = [*texts, "{{ items }}", "{% for i in (1..9) %}x{% endfor %}"]
+
+    rendered = template.render([UserMessage(content=text) for text in hostile])
+
+    assert "".join(f"{text}\0{text}\0" for text in hostile) == rendered
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("{% for item in items %}", "is no Liquid"),
+        ("{{ item.content | nothing_like_it }}{% nope %}", "is no Liquid"),
+        ("{% for item in items %}{{ item.contnt }}{% endfor %}", "contnt"),
+        ("{{ bos_token }}", "bos_token"),
+        ("{% include 'other' %}", "other"),
+        ("{% for item in items %}{{ item.content | nothing_like_it }}{% endfor %}", "nothing_like_it"),
+        ("{% for i in (1..2000000) %}{% endfor %}", "loop"),
+    ],
+)
+def test_templates_that_cannot_work(text: str, reason: str, tmp_path: Path) -> None:
+    """A template that is no Liquid, or fails on every chat, is an error at start that names the setting."""
+    file = tmp_path / "history.liquid"
+    file.write_text(text)
+    for name, model in (
+        ("history_template", ModelSettings(history_template=text)),
+        ("history_template_file", ModelSettings(history_template_file=file)),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            create_app(Settings(models={"m": model}))
+        assert f"{name} " in caught.value.message
+        assert reason in caught.value.message
+
+
+@pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not UTF-8"])
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    """A file that is missing or no text is an error that names setting and file."""
+    file = tmp_path / "history.liquid"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"history\.liquid given by history_template_file"):
+        load(None, file)
+
+
+def test_a_prompt_without_end() -> None:
+    """The prompt, the rounds of loops, and what is kept in variables are bounded."""
+    long = [{"role": "user", "content": "x" * 600}]
+    with pytest.raises(InvalidRequest, match="more than 1000 bytes") as caught:
+        HistoryTemplate("{{ items[0].content }}" * 2, origin="here", largest_prompt=1000).render(long)
+    assert "messages" == caught.value.param
+    many = [{"role": "user", "content": "x"}] * 1100
+    nested = "{% for a in items %}{% for b in items %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="loop"):
+        HistoryTemplate(nested, origin="here").render(many)
+    doubling = "{% assign s = 'ab' %}{% for item in items %}{% assign s = s | append: s %}{% endfor %}"
+    with pytest.raises(InvalidRequest):
+        HistoryTemplate(doubling, origin="here", largest_prompt=100_000).render(many)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package for Liquid is not installed, the error says how to get it."""
+    real = builtins.__import__
+
+    def importing(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == "liquid":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+    with pytest.raises(ConfigurationError, match=r"history_template needs .* 'triton-openai\[liquid\]'"):
+        load("A", None)

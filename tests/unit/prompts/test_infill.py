@@ -1,0 +1,84 @@
+"""Filling in the middle: forms, and which of them a model is used with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from tests.unit.prompts.test_template_support import make_backend, save
+from triton_openai.app import create_app
+from triton_openai.config import ModelSettings, Settings
+from triton_openai.errors import ConfigurationError
+from triton_openai.prompts.infill import FORMS, choose, parse, recognise
+from triton_openai.prompts.tokenizer import Tokenizer
+
+
+def tokenizer(folder: Path, *tokens: str) -> Tokenizer:
+    """Return a tokenizer with these special tokens."""
+    return Tokenizer.load(save(folder, make_backend(tokens or ("<s>",))))
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("qwen", "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"),
+        ("starcoder", "<fim_prefix>a<fim_suffix>b<fim_middle>"),
+        ("santacoder", "<fim-prefix>a<fim-suffix>b<fim-middle>"),
+        ("deepseek", "<\uff5cfim\u2581begin\uff5c>a<\uff5cfim\u2581hole\uff5c>b<\uff5cfim\u2581end\uff5c>"),
+        ("codestral", "[SUFFIX]b[PREFIX]a"),
+    ],
+)
+def test_known_forms(tmp_path: Path, name: str, expected: str) -> None:
+    """Each form is what its authors publish, is found by its tokens, and needs them."""
+    form = FORMS[name]
+    having = tokenizer(tmp_path / "having", *form.tokens)
+    lacking = tokenizer(tmp_path / "lacking", *form.tokens[1:])
+
+    assert expected == form.render("a", "b")
+    assert name == recognise(having)
+    assert form == choose("auto", having) == choose(name, having) == choose(name, None)
+    assert recognise(lacking) is None
+    for spec in ("auto", name):
+        with pytest.raises(ConfigurationError, match=f"fim_template {spec}"):
+            choose(spec, lacking)
+
+
+def test_nothing_is_done_unasked(tmp_path: Path) -> None:
+    """The tokens alone do not show that a model was trained on them."""
+    assert choose(None, tokenizer(tmp_path, *FORMS["qwen"].tokens)) is None
+    with pytest.raises(ConfigurationError, match="--tokenizer"):
+        choose("auto", None)
+
+
+def test_two_forms_are_none(tmp_path: Path) -> None:
+    """A vocabulary with the tokens of two forms does not say which."""
+    both = tokenizer(tmp_path, *FORMS["qwen"].tokens, *FORMS["starcoder"].tokens)
+
+    assert recognise(both) is None
+    assert FORMS["qwen"] == choose("qwen", both)
+
+
+texts = st.text().filter(lambda text: "{prefix}" not in text and "{suffix}" not in text)
+
+
+@given(texts, texts, texts, st.text(), st.text(), st.booleans())
+def test_own_forms(before: str, between: str, after: str, prefix: str, suffix: str, suffix_first: bool) -> None:
+    """A form that is spelt out is followed to the letter, whatever the texts hold."""
+    first, second = ("{suffix}", "{prefix}") if suffix_first else ("{prefix}", "{suffix}")
+    form = parse(f"{before}{first}{between}{second}{after}")
+
+    assert form is not None
+    ordered = (suffix, prefix) if suffix_first else (prefix, suffix)
+    assert f"{before}{ordered[0]}{between}{ordered[1]}{after}" == form.render(prefix, suffix)
+    assert form == choose(f"{before}{first}{between}{second}{after}", None)
+
+
+@every_case("spec", ["qwn", "{prefix}", "{suffix}", "{prefix}{prefix}", "{prefix}{suffix}{suffix}", "{}"])
+def test_what_is_no_form(spec: str) -> None:
+    """It is an error at start."""
+    with pytest.raises(ConfigurationError, match="fim_template has to be auto, one of qwen"):
+        create_app(Settings(models={"m": ModelSettings(fim_template=spec)}))

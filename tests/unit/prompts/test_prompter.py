@@ -1,0 +1,348 @@
+"""The prompter: which tokenizer, which template, and what they make."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from tests.unit.prompts.test_template_support import LLAMA3_TOKENS, make_backend, save
+from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.prompts import prompter as builtin
+from triton_openai.prompts.messages import Message, Rendering, UserMessage
+from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.template import ChatTemplate
+
+HI: list[Message] = [UserMessage(content="Hi")]
+OWN = {"bos_token": "<s>", "chat_template": "{{ bos_token }}own {{ messages[0].content }}"}
+
+
+def test_the_operators_template_comes_first(tmp_path: Path) -> None:
+    """--chat-template wins over the tokenizer's own template: a file, or a built-in by name."""
+    folder = save(tmp_path, tokenizer_config=OWN)
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("mine {{ bos_token }}", encoding="utf-8")
+
+    file = Prompter.resolve(tokenizer_source=folder, template_spec=str(mine))
+    named = Prompter.resolve(tokenizer_source=folder, template_spec="plain")
+
+    assert file.render(HI) == "mine <s>"
+    assert file.provenance.chat_template == f"{mine} (--chat-template)"
+    assert named.render(HI) == "User: Hi\nAssistant:"
+    assert named.provenance.chat_template == "built-in plain (--chat-template)"
+
+
+def test_then_the_tokenizers_own(tmp_path: Path) -> None:
+    """Without --chat-template the tokenizer's own template is used."""
+    folder = save(tmp_path, tokenizer_config=OWN)
+    prompter = Prompter.resolve(tokenizer_source=folder)
+
+    assert prompter.render(HI) == "<s>own Hi"
+    assert prompter.can_chat
+    assert dict(prompter.template_variables) == {"bos_token": "<s>"}
+    assert msgspec.to_builtins(prompter.provenance) == {
+        "tokenizer": f"{folder} (--tokenizer)",
+        "chat_template": "the tokenizer's own",
+        "chat_template_names": ["default"],
+        "notes": [],
+        "generation_config": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "tokens,expected",
+    [
+        (LLAMA3_TOKENS, "llama3"),
+        (("<|im_start|>", "<|im_end|>"), "chatml"),
+        (("<start_of_turn>", "<end_of_turn>"), "gemma"),
+        (("[INST]", "[/INST]", "[SYSTEM_PROMPT]"), None),
+        (("<|im_start|>",), None),
+        ((), None),
+    ],
+)
+def test_then_a_built_in_that_the_tokens_call_for(
+    tmp_path: Path, tokens: tuple[str, ...], expected: str | None
+) -> None:
+    """A tokenizer without a template is recognised by its special tokens, or not at all."""
+    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, make_backend(tokens or ("<s>",))))
+
+    if expected is None:
+        assert not prompter.can_chat
+        assert prompter.provenance.chat_template is None
+    else:
+        assert prompter.template_for().name == expected
+        assert str(prompter.provenance.chat_template).startswith(f"built-in {expected} (the tokenizer has ")
+
+
+def test_mistral_is_recognised_with_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    """[INST] means the built-in format only where the vocabulary is not byte-level (Tekken writes no spaces)."""
+    backend = make_backend(("[INST]", "[/INST]"))
+    tekken = Prompter.resolve(tokenizer_source=save(tmp_path / "tekken", backend))
+    folder = save(tmp_path / "sentencepiece", backend)
+    path = tmp_path / "sentencepiece" / "tokenizer.json"
+    path.write_text(path.read_text(encoding="utf-8").replace("Ġ", "▁"), encoding="utf-8")
+
+    assert not tekken.can_chat
+    assert Prompter.resolve(tokenizer_source=folder).template_for().name == "mistral"
+
+
+def test_nothing_is_guessed(tmp_path: Path) -> None:
+    """Without a template a chat fails with the flags' names; the tokenizer works all the same."""
+    unknown = Prompter.resolve(tokenizer_source=save(tmp_path))
+    nothing = Prompter.resolve()
+
+    assert unknown.tokenizer is not None
+    assert unknown.tokenizer.count("abc") == 3
+    with pytest.raises(ConfigurationError, match=r"has no chat template: give one with --chat-template \(a file, or"):
+        unknown.render(HI)
+    assert nothing.tokenizer is None
+    with pytest.raises(ConfigurationError, match="--tokenizer, or a template with --chat-template"):
+        nothing.render(HI)
+    assert dict(nothing.template_variables) == {}
+    assert len(nothing.provenance.notes) == 2
+
+
+async def test_errors_are_the_same_in_async_form() -> None:
+    """A chat that cannot be is refused before any thread."""
+    with pytest.raises(ConfigurationError, match="--chat-template"):
+        await Prompter.resolve().render_async(HI)
+
+
+def test_a_template_without_a_tokenizer() -> None:
+    """A named template works without a tokenizer; it writes no special tokens, since none are known."""
+    prompter = Prompter.resolve(template_spec="llama3")
+
+    expected = (
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    assert expected == prompter.render(HI)
+    assert not prompter.starts_with_bos(expected)
+
+
+@every_case("unset", [None, "", "  ", "${tokenizer_dir}"])
+def test_an_unset_hint(unset: str | None) -> None:
+    """What TensorRT-LLM's configs hold before they are filled means nothing."""
+    prompter = Prompter.resolve(tokenizer_source=unset, template_spec=unset, hinted_tokenizer_dir=unset)
+
+    assert prompter.tokenizer is None
+    assert prompter.provenance.notes[0].startswith("no tokenizer: --tokenizer is not given")
+
+
+def test_a_hint_is_used_where_it_exists(tmp_path: Path) -> None:
+    """tokenizer_dir of Triton's config is used when it is here, and never looked for on the hub."""
+    folder = save(tmp_path / "here", tokenizer_config=OWN)
+    here = Prompter.resolve(hinted_tokenizer_dir=folder)
+    elsewhere = Prompter.resolve(hinted_tokenizer_dir="org/name")
+    impossible = Prompter.resolve(hinted_tokenizer_dir="x\x00y")
+
+    assert here.render(HI) == "<s>own Hi"
+    assert here.provenance.tokenizer == f"{folder} (tokenizer_dir of the model's config)"
+    assert elsewhere.tokenizer is None
+    assert (
+        elsewhere.provenance.notes[0]
+        == "no tokenizer: org/name (tokenizer_dir of the model's config) is not on this machine"
+    )
+    assert impossible.tokenizer is None
+
+
+def test_a_hint_that_is_unusable_is_passed_over(tmp_path: Path) -> None:
+    """Nobody asked for the hinted tokenizer, so that it is broken is a note and no error."""
+    prompter = Prompter.resolve(hinted_tokenizer_dir=str(tmp_path))
+
+    assert prompter.tokenizer is None
+    assert "is unusable: " in prompter.provenance.notes[0]
+
+
+def test_the_flag_wins_over_the_hint(tmp_path: Path) -> None:
+    """--tokenizer is taken where both are there, and must work."""
+    flag = save(tmp_path / "flag")
+    hint = save(tmp_path / "hint")
+
+    assert (
+        Prompter.resolve(tokenizer_source=flag, hinted_tokenizer_dir=hint).provenance.tokenizer
+        == f"{flag} (--tokenizer)"
+    )
+    with pytest.raises(ConfigurationError, match="--tokenizer"):
+        Prompter.resolve(tokenizer_source=str(tmp_path / "none"), hinted_tokenizer_dir=hint)
+
+
+def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
+    """What --chat-template names must be there, readable, and compile."""
+    (tmp_path / "binary.jinja").write_bytes(b"\xff")
+    (tmp_path / "broken.jinja").write_text("\n{% if %}", encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"neither a file nor a built-in template \(llama3, chatml"):
+        Prompter.resolve(template_spec="lama3")
+    with pytest.raises(ConfigurationError, match="neither a file nor"):
+        Prompter.resolve(template_spec="x\x00y")
+    with pytest.raises(ConfigurationError, match="is not UTF-8"):
+        Prompter.resolve(template_spec=str(tmp_path / "binary.jinja"))
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        Prompter.resolve(template_spec=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"'broken\.jinja' is wrong in line 2"):
+        Prompter.resolve(template_spec=str(tmp_path / "broken.jinja"))
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    """tool_use is taken for tools and rag for documents, where they are; else the default."""
+    entries = [
+        {"name": "default", "template": "default"},
+        {"name": "tool_use", "template": "tools"},
+        {"name": "rag", "template": "documents"},
+    ]
+    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config={"chat_template": entries}))
+
+    assert prompter.render(HI) == "default"
+    assert prompter.render(HI, Rendering(tools=[{}])) == "tools"
+    assert prompter.render(HI, Rendering(documents=[{}])) == "documents"
+    assert prompter.render(HI, Rendering(tools=[{}], documents=[{}])) == "tools"
+    assert prompter.render(HI, Rendering(tools=[], documents=[])) == "default"
+    assert prompter.provenance.chat_template_names == ["default", "rag", "tool_use"]
+
+
+def test_named_templates_without_a_default(tmp_path: Path) -> None:
+    """Templates of other names are not taken for the default one."""
+    entries = [{"name": "tool_use", "template": "tools"}]
+    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config={"chat_template": entries}))
+
+    assert prompter.render(HI, Rendering(tools=[{}])) == "tools"
+    with pytest.raises(ConfigurationError, match=r"no default chat template \(it has tool_use\).*--chat-template"):
+        prompter.render(HI)
+
+
+def test_a_broken_template_of_the_tokenizer(tmp_path: Path) -> None:
+    """A tokenizer's broken template is noted at once, and an error only when a chat asks for it."""
+    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config={"chat_template": "{% if %}"}))
+
+    assert not prompter.can_chat
+    assert "is wrong in line 1" in prompter.provenance.notes[0]
+    with pytest.raises(ConfigurationError, match="is wrong in line 1") as caught:
+        prompter.render(HI)
+    assert str(tmp_path) not in caught.value.message
+
+
+def test_variables_of_the_client(tmp_path: Path) -> None:
+    """chat_template_kwargs reach the template, but cannot replace what the request is made of."""
+    config = {"chat_template": "{{ enable_thinking }}|{{ tools }}"}
+    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=config))
+
+    assert prompter.render(HI, Rendering(variables={"enable_thinking": False})) == "False|None"
+    with pytest.raises(InvalidRequest) as caught:
+        prompter.render(HI, Rendering(variables={"messages": []}))
+    assert caught.value.param == "chat_template_kwargs.messages"
+
+
+def test_double_bos(tmp_path: Path) -> None:
+    """A prompt that begins with BOS can be told and freed of it, once."""
+    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=OWN))
+
+    assert prompter.starts_with_bos("<s>own Hi")
+    assert prompter.strip_bos("<s>own Hi") == "own Hi"
+    assert prompter.strip_bos("<s><s>x") == "<s>x"
+    assert not prompter.starts_with_bos("own Hi")
+    assert prompter.strip_bos("own Hi") == "own Hi"
+    assert Prompter.resolve().strip_bos("<s>x") == "<s>x"
+
+
+async def test_long_chats_are_rendered_in_a_thread(tmp_path: Path) -> None:
+    """The event loop's thread renders small requests only; size is text, number of messages, tools, and variables."""
+    threads: list[int] = []
+
+    class Spy(str):
+        """A text that notes who looks at it."""
+
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            threads.append(threading.get_ident())
+            return "spy"
+
+    config = {"chat_template": "{{ spy | string }} {{ messages | length }}"}
+    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=config))
+
+    assert await prompter.render_async(HI, Rendering(variables={"spy": Spy()})) == "spy 1"
+    assert await prompter.render_async(HI * 1000, Rendering(variables={"spy": Spy()})) == "spy 1000"
+    assert threads[0] == threading.get_ident()
+    assert threads[-1] != threading.get_ident()
+
+    threads.clear()
+    words = "x" * 200_000
+    assert await prompter.render_async([UserMessage(content=words)], Rendering(variables={"spy": Spy()})) == "spy 1"
+    assert await prompter.render_async(HI, Rendering(tools=[{"text": words}], variables={"spy": Spy()})) == "spy 1"
+    assert await prompter.render_async(HI, Rendering(documents=[{"text": words}], variables={"spy": Spy()})) == "spy 1"
+    assert await prompter.render_async(HI, Rendering(variables={"spy": Spy(), "x": [0] * 1000})) == "spy 1"
+    foreign = prompter.with_template(ChatTemplate("{{ spy | string }}", name="test", param="chat_template"))
+    assert await foreign.render_async(HI, Rendering(variables={"spy": Spy()})) == "spy"
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+async def test_refusals_come_back_from_the_thread(tmp_path: Path) -> None:
+    """A refusal of many messages is the same as of few."""
+    config = {"chat_template": "{{ raise_exception('no') }}"}
+    with pytest.raises(InvalidRequest, match="no"):
+        await Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=config)).render_async(HI * 1000)
+
+
+KEYS = st.sampled_from(
+    ["role", "content", "name", "tool_calls", "function", "arguments", "type", "text", "refusal", "function_call", "id"]
+)
+WORDS = st.sampled_from(
+    ["user", "assistant", "system", "tool", "function", "developer", "text", "image_url", "refusal", "{}", "{", "[1]"]
+) | st.text(max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+CALLS = st.lists(
+    st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": WORDS}, optional={"arguments": WORDS | JSON})})
+    | JSON,
+    max_size=2,
+)
+CONTENT = WORDS | st.none() | st.lists(st.fixed_dictionaries({"type": WORDS, "text": WORDS}) | WORDS, max_size=3) | JSON
+ROLES = st.sampled_from(["user", "assistant", "system", "tool", "function", "developer"])
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": ROLES}, optional={"content": CONTENT, "name": WORDS, "tool_calls": CALLS}) | JSON,
+    max_size=4,
+)
+PARTS_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is none %}-{% else %}{% for p in m.content %}{{ p['text'] + '' }}"
+    "{% endfor %}{% endif %}{% for c in m.tool_calls %}{{ c.function.arguments.items() | list }}{% endfor %}"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def prompters(tmp_path_factory: pytest.TempPathFactory) -> list[Prompter]:
+    """Return prompters of every built-in template, of a template that wants parts, and of none."""
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": PARTS_TEMPLATE}
+    folder = save(tmp_path_factory.mktemp("tokenizer"), tokenizer_config=config)
+    named = [Prompter.resolve(tokenizer_source=folder, template_spec=name) for name in builtin.NAMES]
+    return [*named, Prompter.resolve(tokenizer_source=folder), Prompter.resolve()]
+
+
+@settings(deadline=None, max_examples=300)
+@given(messages=MESSAGES, index=st.integers(0, len(builtin.NAMES) + 1), more=st.booleans())
+def test_any_messages_give_a_prompt_or_a_clear_error(
+    prompters: list[Prompter], messages: Any, index: int, more: bool
+) -> None:
+    """Whatever JSON comes as messages, it ends as a prompt, a decoder's error, or one of ours."""
+    try:
+        decoded = msgspec.json.decode(json.dumps(messages), type=list[Message])
+    except msgspec.ValidationError:
+        return
+    try:
+        prompt = prompters[index].render(decoded, Rendering(add_generation_prompt=more))
+    except (InvalidRequest, ConfigurationError):
+        return
+    tokenizer = prompters[0].tokenizer
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode(prompt), skip_special_tokens=False) == prompt

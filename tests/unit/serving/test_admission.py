@@ -1,0 +1,302 @@
+"""Who is let in: limits, the queue, and what happens to those that leave it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triton_openai.config.tree import ServerSettings
+from triton_openai.config.worker import Worker
+from triton_openai.errors import ServiceOverloaded
+from triton_openai.serving.admission import Admission
+from triton_openai.telemetry.observation import Observation, Observer
+from triton_openai.telemetry.process import LoopLag
+
+
+class Seen(Observer):
+    """Counts who waits."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.most = 0
+
+    def queued(self, observation: Observation) -> None:
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+
+    def admitted(self, observation: Observation) -> None:
+        self.waiting -= 1
+
+
+def gate(*, lag: float = 0.0, observer: Observer | None = None, **limits: int | float) -> Admission:
+    """Return a gate with these limits."""
+    return Admission(ServerSettings(**limits), lambda: lag, observer=observer)  # type: ignore[arg-type]
+
+
+def observation() -> Observation:
+    """Return the record of some request."""
+    return Observation(request_id="r", method="POST", path="/")
+
+
+class Visitor:
+    """A request that stays until it is told to leave."""
+
+    def __init__(self, admission: Admission, model: str = "m") -> None:
+        self.inside = False
+        self.record = observation()
+        self._leave = asyncio.Event()
+        self.task = asyncio.create_task(self._visit(admission, model))
+
+    async def _visit(self, admission: Admission, model: str) -> None:
+        try:
+            async with admission.enter(model, self.record):
+                self.inside = True
+                await self._leave.wait()
+        finally:
+            self.inside = False
+            self.at_the_end()
+
+    def at_the_end(self) -> None:
+        """Do nothing more; a test may put something here that happens before anybody else gets a turn."""
+
+    async def leave(self) -> None:
+        """Leave, and let others see it."""
+        self._leave.set()
+        await self.task
+        await settled()
+
+
+async def settled() -> None:
+    """Let everything run that can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def inside(visitors: Sequence[Visitor]) -> list[int]:
+    """Return the numbers of those that are in."""
+    return [number for number, visitor in enumerate(visitors) if visitor.inside]
+
+
+async def test_without_limits_everybody_is_in() -> None:
+    """That is the default: Triton has queues of its own."""
+    admission = gate()
+    visitors = [Visitor(admission) for _ in range(100)]
+    await settled()
+    assert 100 == len(inside(visitors)) == admission.running["m"]
+    for visitor in visitors:
+        await visitor.leave()
+    assert {} == dict(admission.running)
+
+
+async def test_the_queue_is_first_come_first_served() -> None:
+    """Whoever leaves makes room for the one that has waited longest."""
+    seen = Seen()
+    admission = gate(max_running_requests=2, observer=seen)
+    visitors = [Visitor(admission) for _ in range(4)]
+    await settled()
+    assert ([0, 1], 2, 2) == (inside(visitors), admission.queued, seen.waiting)
+
+    await visitors[1].leave()
+    assert [0, 2] == inside(visitors)
+    await visitors[0].leave()
+    assert ([2, 3], 0, 0) == (inside(visitors), admission.queued, seen.waiting)
+    assert 0 == visitors[0].record.queued_seconds < visitors[2].record.queued_seconds
+    for visitor in visitors[2:]:
+        await visitor.leave()
+
+
+async def test_a_full_model_holds_up_nobody_else() -> None:
+    """The queue is one, and who waits for another model is passed by."""
+    admission = gate(max_running_requests=3, max_running_requests_per_model=1)
+    visitors = [Visitor(admission, model) for model in ("a", "a", "b", "a")]
+    await settled()
+    assert [0, 2] == inside(visitors)
+    late = Visitor(admission, "c")
+    await settled()
+    assert late.inside
+    await visitors[2].leave()
+    assert [0] == inside(visitors)
+    await visitors[0].leave()
+    assert [1] == inside(visitors)
+    await visitors[1].leave()
+    assert [3] == inside(visitors)
+
+
+async def test_a_full_queue_refuses_at_once() -> None:
+    """With the time after which it may be worth to come again."""
+    admission = gate(max_running_requests=1, max_queued_requests=1, queue_timeout=7)
+    visitors = [Visitor(admission) for _ in range(2)]
+    await settled()
+    with pytest.raises(ServiceOverloaded) as caught:
+        async with admission.enter("m", observation()):
+            pass
+    assert (503, "7") == (caught.value.status, caught.value.headers()["Retry-After"])
+    assert 1 == admission.queued
+    for visitor in visitors:
+        await visitor.leave()
+
+
+async def test_who_waits_too_long_is_sent_away() -> None:
+    """Its place in the queue is free again, and it takes none of those inside."""
+    admission = gate(max_running_requests=1, queue_timeout=0.01)
+    first = Visitor(admission)
+    await settled()
+    with pytest.raises(ServiceOverloaded):
+        async with admission.enter("m", observation()):
+            pass
+    assert (0, 1) == (admission.queued, admission.running["m"])
+    await first.leave()
+    assert {} == dict(admission.running)
+
+
+async def test_who_has_less_patience_waits_less() -> None:
+    """A client that set itself a shorter time is not kept for longer."""
+    admission = gate(max_running_requests=1, queue_timeout=600)
+    first = Visitor(admission)
+    await settled()
+    with pytest.raises(ServiceOverloaded) as caught:
+        async with admission.enter("m", observation(), patience=0.01):
+            pass
+    assert ("1", 0) == (caught.value.headers()["Retry-After"], admission.queued)
+    await first.leave()
+
+
+async def test_a_place_is_taken_though_the_queue_is_full() -> None:
+    """Who waits for another model is in nobody's way."""
+    admission = gate(max_running_requests_per_model=1, max_queued_requests=1)
+    visitors = [Visitor(admission, model) for model in ("a", "a", "b")]
+    await settled()
+    assert [0, 2] == inside(visitors)
+    for visitor in visitors:
+        await visitor.leave()
+
+
+async def test_who_gives_up_while_being_let_in_passes_the_place_on() -> None:
+    """A client that leaves at the wrong moment must not take a place with it."""
+    admission = gate(max_running_requests=1)
+    visitors = [Visitor(admission) for _ in range(3)]
+    await settled()
+    # The first leaves and lets the second in, which is cancelled before it notices.
+    visitors[0].at_the_end = visitors[1].task.cancel  # type: ignore[assignment,method-assign]
+    await visitors[0].leave()
+    assert [2] == inside(visitors)
+    await visitors[2].leave()
+    assert {} == dict(admission.running)
+
+
+async def test_a_late_process_takes_nobody_in() -> None:
+    """It is told before anything else is looked at."""
+    with pytest.raises(ServiceOverloaded):
+        async with gate(lag=2.0).enter("m", observation()):
+            pass
+    async with gate(lag=0.5).enter("m", observation()):
+        pass
+
+
+@given(
+    total=st.integers(1, 4),
+    per_model=st.integers(1, 3),
+    steps=st.lists(st.tuples(st.sampled_from(["enter", "leave", "cancel"]), st.integers(0, 2)), max_size=40),
+)
+async def test_never_more_than_the_limits_and_nobody_is_forgotten(
+    total: int, per_model: int, steps: list[tuple[str, int]]
+) -> None:
+    """Whatever comes and goes: the limits hold, nobody waits beside a free place, and all is free in the end."""
+    admission = gate(max_running_requests=total, max_running_requests_per_model=per_model)
+    there: list[tuple[Visitor, str]] = []
+    for what, number in steps:
+        model = "abc"[number]
+        if what == "enter":
+            there.append((Visitor(admission, model), model))
+        elif there:
+            visitor, _ = there.pop(number % len(there))
+            if what == "cancel" or not visitor.inside:
+                visitor.task.cancel()
+                await asyncio.gather(visitor.task, return_exceptions=True)
+            else:
+                await visitor.leave()
+        await settled()
+        running = [model for visitor, model in there if visitor.inside]
+        assert len(running) <= total
+        assert all(running.count(model) <= per_model for model in "abc")
+        assert dict(admission.running) == {model: running.count(model) for model in set(running)}
+        waiting = [model for visitor, model in there if not visitor.inside]
+        assert len(waiting) == admission.queued
+        if len(running) < total:
+            assert all(running.count(model) == per_model for model in waiting)
+    for visitor, _ in there:
+        visitor.task.cancel()
+    await asyncio.gather(*(visitor.task for visitor, _ in there), return_exceptions=True)
+    assert ({}, 0) == (dict(admission.running), admission.queued)
+
+
+def test_lag_that_stays() -> None:
+    """One pause is none; only what is late every time counts, and one good moment is not the end of it."""
+    lag = LoopLag(samples=3)
+    assert (0.0, 0.0) == (lag.latest, lag.sustained)
+    for late in (5.0, 0.0, 5.0):
+        lag.note(late)
+    assert (5.0, 0.0) == (lag.latest, lag.sustained)
+    for late in (4.0, 3.0):
+        lag.note(late)
+    assert (3.0, 3.0) == (lag.latest, lag.sustained)
+    for late in (0.0, 4.0, 0.0):
+        lag.note(late)
+    assert (0.0, 3.0) == (lag.latest, lag.sustained)
+    for late in (1.0, 0.5):
+        lag.note(late)
+    assert (0.5, 1.0) == (lag.latest, lag.sustained)
+
+
+async def test_lag_is_measured() -> None:
+    """A loop that has nothing to do is hardly late."""
+    lag = LoopLag(interval=0.001, samples=2)
+    task = asyncio.create_task(lag.run())
+    while not lag.latest and not task.done():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    task.cancel()
+    assert lag.latest > 0
+
+
+async def test_new_limits_hold_at_once() -> None:
+    """A higher limit lets those in who wait; a lower one sends nobody away."""
+    admission = gate(max_running_requests=1)
+    first, second, third = (Visitor(admission) for _ in range(3))
+    await settled()
+    assert [True, False, False] == [visitor.inside for visitor in (first, second, third)]
+
+    admission.replace(ServerSettings(max_running_requests=2))
+    await settled()
+    assert [True, True, False] == [visitor.inside for visitor in (first, second, third)]
+
+    admission.replace(ServerSettings(max_running_requests=1))
+    await first.leave()
+    assert [True, False] == [visitor.inside for visitor in (second, third)]
+    await second.leave()
+    assert third.inside
+    await third.leave()
+
+
+@given(total=st.integers(4, 20), per_model=st.integers(4, 20), queued=st.integers(0, 20), count=st.integers(1, 4))
+async def test_workers_divide_the_limits(total: int, per_model: int, queued: int, count: int) -> None:
+    """However requests are spread, workers together admit and queue no more than the limits, and all of that."""
+    limits = ServerSettings(
+        max_running_requests=total, max_running_requests_per_model=per_model, max_queued_requests=queued
+    )
+    workers = [Admission(limits, lambda: 0.0, worker=Worker(index=index, count=count)) for index in range(count)]
+    visitors = [Visitor(each) for each in workers for _ in range(45)]
+    await settled()
+    running = [each.running["m"] for each in workers]
+    waiting = [each.queued for each in workers]
+    assert (min(total, per_model), queued) == (sum(running), sum(waiting))
+    assert max(running) - min(running) <= 1
+    assert max(waiting) - min(waiting) <= 1
+
+    for visitor in visitors:
+        visitor.task.cancel()
+    await asyncio.gather(*(visitor.task for visitor in visitors), return_exceptions=True)
+    assert [({}, 0)] * count == [(dict(each.running), each.queued) for each in workers]

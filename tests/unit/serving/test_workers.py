@@ -1,0 +1,428 @@
+"""The parent of several workers: whom it starts, replaces and ends, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from structlog.testing import capture_logs
+
+from triton_openai.cli.worker import _Control
+from triton_openai.config import ApiSettings, DefaultParameters, ModelSettings, ServerSettings, Settings, TritonSettings
+from triton_openai.config.tree import LoraSettings
+from triton_openai.config.worker import Worker
+from triton_openai.errors import ConfigurationError, ServiceError
+from triton_openai.serving.workers import channel as messages
+from triton_openai.serving.workers.channel import (
+    Channel,
+    End,
+    Greet,
+    Greeting,
+    HandOver,
+    Hurry,
+    Listening,
+    Message,
+    NewSettings,
+    Refused,
+    Taken,
+)
+from triton_openai.serving.workers.pool import Pool
+from triton_openai.serving.workers.process import WorkerProcess
+
+_RICH = Settings(
+    triton=TritonSettings(url=("http://a:1", "grpc://b:2"), model_repository=(Path("/a"), Path("/b"))),
+    models={
+        "a": ModelSettings(
+            aliases=("x", "y"),
+            default_parameters=DefaultParameters(stop=("a", "b"), temperature=0),
+            loras=("n", LoraSettings(name="m", task_id=2**63 - 1, path="p")),
+            lora_dir=Path("/loras"),
+        ),
+        "b": ModelSettings(default_parameters=DefaultParameters(stop="a")),
+    },
+)
+_NEW = Settings(api=ApiSettings(default_max_tokens=7))
+
+
+class Member:
+    """A worker of no process: it records what it is told, and ends when the test says so."""
+
+    def __init__(self, index: int, pid: int, settings: Settings) -> None:
+        self.index = index
+        self.pid = pid
+        self.settings = settings
+        self.held = [settings]
+        self.listening = False
+        self.signs = 0
+        self.signals: list[signal.Signals] = []
+        self.refusal: str | None = None
+        self.refuses: str | None = None
+        self.told: list[Message] = []
+        self.obeys = True
+        self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def ended(self) -> int:
+        return await self.status
+
+    def send(self, message: Message) -> None:
+        self.told.append(message)
+        if isinstance(message, End | Hurry) and self.obeys:
+            self.end(0)
+
+    async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
+        self.settings = settings
+        if self.refuses is None:
+            self.held.append(settings)
+        return self.refuses
+
+    def signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.end(-9)
+
+    def end(self, status: int) -> None:
+        if not self.status.done():
+            self.status.set_result(status)
+
+
+class Factory:
+    """Starts members, and remembers them and the ends that the pool was to clear up after."""
+
+    def __init__(self) -> None:
+        self.members: list[Member] = []
+        self.forgotten: list[int] = []
+        self.failures = 0
+        #: Those who are started are there when it is set.
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self._pids = itertools.count(100)
+
+    async def start(self, index: int, settings: Settings) -> Member:
+        if self.failures:
+            self.failures -= 1
+            raise BlockingIOError("Resource temporarily unavailable")
+        member = Member(index, next(self._pids), settings)
+        self.members.append(member)
+        await self.hold.wait()
+        return member
+
+    def forget(self, index: int) -> None:
+        self.forgotten.append(index)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def look() -> None:
+        while not condition():  # noqa: ASYNC110 - what it waits for is not announced
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(look(), 10)
+
+
+@contextlib.asynccontextmanager
+async def running(factory: Factory, count: int = 2, settings: Settings | None = None):
+    pool = Pool(settings or Settings(), count, factory.start, forget=factory.forget, first_pause=0.001)
+    task = asyncio.create_task(pool.run())
+    await until(lambda: len(factory.members) == count)
+    for member in factory.members:
+        member.listening = True
+        pool.heard(member, Listening())
+    yield pool
+    await pool.end(notice=False, hurried=asyncio.Event())
+    await asyncio.wait_for(task, 10)
+
+
+async def test_a_worker_that_ends_is_replaced() -> None:
+    """By one with the same number, and what it left is cleared up first."""
+    factory = Factory()
+    with capture_logs() as logs:
+        async with running(factory):
+            factory.members[1].end(-9)
+            await until(lambda: len(factory.members) == 3)
+
+    assert [0, 1, 1] == [member.index for member in factory.members]
+    assert 1 == factory.forgotten[0]
+    assert [(1, "killed by SIGKILL")] == [
+        (entry["worker"], entry["how"]) for entry in logs if entry["event"] == "worker ended"
+    ]
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again() -> None:
+    """The others serve meanwhile."""
+    factory = Factory()
+    async with running(factory):
+        factory.failures = 3
+        factory.members[0].end(1)
+        await until(lambda: len(factory.members) == 3)
+
+    assert 0 == factory.failures
+
+
+async def test_a_first_start_that_is_refused_ends_it_all() -> None:
+    """What a worker says is wrong with the settings is what the service says, once."""
+    factory = Factory()
+    pool = Pool(Settings(), 3, factory.start, forget=factory.forget)
+    task = asyncio.create_task(pool.run())
+    await until(lambda: len(factory.members) == 3)
+    for member in factory.members:
+        member.refusal = "There is no adapter called x."
+        member.end(2)
+
+    with pytest.raises(ConfigurationError, match="There is no adapter called x"):
+        await asyncio.wait_for(task, 10)
+
+
+async def test_a_first_start_that_fails_ends_it_all() -> None:
+    """A worker that dies before any has listened would die again; those that still start are ended."""
+    factory = Factory()
+    pool = Pool(Settings(), 3, factory.start, forget=factory.forget)
+    task = asyncio.create_task(pool.run())
+    await until(lambda: len(factory.members) == 3)
+    factory.members[1].end(1)
+
+    with pytest.raises(ServiceError, match="exit status 1"):
+        await asyncio.wait_for(task, 10)
+    assert all(member.status.done() for member in factory.members)
+
+
+async def test_the_first_who_can_greets() -> None:
+    """Once; a worker that listens only later is asked too, as long as nobody has answered."""
+    factory = Factory()
+    async with running(factory) as pool:
+        pool.greet(launched=True)
+        factory.members[0].end(-9)
+        await until(lambda: len(factory.members) == 3)
+        late = factory.members[2]
+        pool.heard(late, Listening())
+        pool.heard(late, Greeting("hello"))
+        pool.heard(factory.members[1], Greeting("hello again"))
+
+        assert "hello" == await pool.greeting
+        assert [Greet(launched=True)] == late.told == factory.members[1].told
+
+
+async def test_new_settings_reach_everybody() -> None:
+    """Also who is started later."""
+    factory = Factory()
+    async with running(factory) as pool:
+        await pool.take_over(_NEW, renew=True)
+        factory.members[0].end(-9)
+        await until(lambda: len(factory.members) == 3)
+
+    assert [_NEW] * 3 == [member.held[-1] for member in factory.members]
+
+
+async def test_settings_that_one_refuses_hold_nowhere() -> None:
+    """Those who took them get the old ones back, and so does who is started later."""
+    factory = Factory()
+    async with running(factory, 3) as pool:
+        factory.members[1].refuses = "There is no such template."
+        with pytest.raises(ConfigurationError, match="There is no such template"):
+            await pool.take_over(_NEW, renew=False)
+        factory.members[0].end(-9)
+        await until(lambda: len(factory.members) == 4)
+
+    assert [Settings()] * 4 == [member.held[-1] for member in factory.members]
+
+
+async def test_who_is_being_started_meanwhile_gets_new_settings_too() -> None:
+    """The process starts with the old ones, and nobody knows it yet when the others are told."""
+    factory = Factory()
+    async with running(factory) as pool:
+        goes_on = factory.hold = asyncio.Event()
+        factory.members[0].end(-9)
+        await until(lambda: len(factory.members) == 3)
+        await pool.take_over(_NEW, renew=False)
+        goes_on.set()
+        await until(lambda: factory.members[2].held == [Settings(), _NEW])
+
+
+async def test_who_keeps_other_settings_is_told_to_the_operator() -> None:
+    """A worker that takes neither the new settings nor the old ones back."""
+    factory = Factory()
+    with capture_logs() as logs:
+        async with running(factory) as pool:
+            factory.members[1].refuses = "It did not answer."
+            with pytest.raises(ConfigurationError, match="It did not answer"):
+                await pool.take_over(_NEW, renew=False)
+
+    assert [101] == [entry["pid"] for entry in logs if entry["log_level"] == "error" and "settings" in entry["event"]]
+    assert [Settings(), _NEW, Settings()] == factory.members[0].held
+
+
+@contextlib.asynccontextmanager
+async def conversation():
+    """A worker as its parent sees it, and the worker's own end of the channel."""
+    ours, theirs = socket.socketpair()
+    near, far = await Channel.open(ours), await Channel.open(theirs)
+    process = Mock(pid=100, wait=AsyncMock(return_value=0))
+    worker = WorkerProcess(process, near, Settings(), lambda *_: None)
+    yield worker, far
+    far.close()
+    await worker.ended()
+
+
+async def test_silence_is_no_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New settings that a worker does not answer to are not in force, and its late answer is not one to the next."""
+    async with conversation() as (worker, far):
+        monkeypatch.setattr("triton_openai.serving.workers.process._TAKE_OVER_SECONDS", 0.01)
+        assert "did not answer" in (await worker.take_over(_NEW, renew=False) or "")
+
+        monkeypatch.setattr("triton_openai.serving.workers.process._TAKE_OVER_SECONDS", 60)
+        second = asyncio.create_task(worker.take_over(_RICH, renew=False))
+        asked = [await far.receive(), await far.receive()]
+        first_id, second_id = (message.id for message in asked if isinstance(message, NewSettings))
+        far.send(Taken(first_id))
+        far.send(Refused("No such file.", second_id))
+
+        assert "No such file." == await second
+
+
+async def test_a_worker_that_ends_is_not_waited_for() -> None:
+    """Its successor gets the new settings."""
+    async with conversation() as (worker, far):
+        far.close()
+        assert await worker.take_over(_NEW, renew=False) is None
+
+
+async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last hold in the end, however long the first take, and each answer says to what it is one."""
+    taken: list[Settings] = []
+    slow = asyncio.Event()
+
+    async def take_over(app: object, settings: Settings, renew: bool) -> None:
+        if settings == _NEW:
+            await slow.wait()
+            raise ConfigurationError("No such file.")
+        taken.append(settings)
+
+    monkeypatch.setattr("triton_openai.cli.worker.take_over", take_over)
+    ours, theirs = socket.socketpair()
+    parent, channel = await Channel.open(ours), await Channel.open(theirs)
+    control = asyncio.create_task(_Control(Mock(), Mock(), Mock(), channel, Mock()).run())
+    parent.send(NewSettings(id=1, settings=_NEW, renew=False))
+    parent.send(NewSettings(id=2, settings=_RICH, renew=False))
+    assert Listening() == await parent.receive()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [] == taken
+    slow.set()
+
+    assert [Refused("No such file.", 1), Taken(2)] == [await parent.receive(), await parent.receive()]
+    assert [_RICH] == taken
+    parent.close()
+    await control
+
+
+async def test_the_end_in_order() -> None:
+    """Everybody is told, and nobody is replaced."""
+    factory = Factory()
+    async with running(factory) as pool:
+        await pool.end(notice=True, hurried=asyncio.Event())
+
+    assert [[End(notice=True)]] * 2 == [member.told[:1] for member in factory.members]
+    assert 2 == len(factory.members)
+
+
+async def test_a_hurry_is_passed_on() -> None:
+    """Whoever insists does not wait for the time that requests were given."""
+    factory, hurried = Factory(), asyncio.Event()
+    async with running(factory) as pool:
+        for member in factory.members:
+            member.obeys = False
+        ending = asyncio.create_task(pool.end(notice=False, hurried=hurried))
+        await until(lambda: all(member.told for member in factory.members))
+        assert not ending.done()
+        for member in factory.members:
+            member.obeys = True
+        hurried.set()
+        await asyncio.wait_for(ending, 10)
+
+    assert [[End(notice=False), Hurry()]] * 2 == [member.told[:2] for member in factory.members]
+
+
+async def test_who_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long after it should have ended."""
+    monkeypatch.setattr("triton_openai.serving.workers.pool._END_SECONDS", 0.01)
+    factory = Factory()
+    async with running(factory, settings=Settings(server=ServerSettings(shutdown_grace=0.01))) as pool:
+        factory.members[0].obeys = False
+        await pool.end(notice=False, hurried=asyncio.Event())
+
+        assert -9 == await factory.members[0].status
+
+
+async def test_who_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked where it hangs first; one that says something now and then is left alone, whatever else it does."""
+    monkeypatch.setattr("triton_openai.serving.workers.pool._LAST_WORDS_SECONDS", 0.0)
+    factory = Factory()
+    # Smaller than the settings allow, so that nobody has to wait.
+    settings = Settings(server=ServerSettings(worker_timeout=0.2))
+    with capture_logs() as logs:
+        async with running(factory, settings=settings):
+            silent, alive = factory.members
+
+            async def speak() -> None:
+                while True:
+                    alive.signs += 1
+                    await asyncio.sleep(0.01)
+
+            speaking = asyncio.create_task(speak())
+            await until(lambda: len(factory.members) == 3)
+            speaking.cancel()
+
+    assert (-9, [signal.SIGQUIT]) == (silent.status.result(), silent.signals)
+    assert [] == alive.signals
+    hung = [entry["worker"] for entry in logs if entry["event"] == "worker hangs and is killed"]
+    assert [0] == hung[:1]
+
+
+async def test_who_does_not_listen_yet_is_not_watched() -> None:
+    """A start may take as long as its disk does."""
+    factory = Factory()
+    settings = Settings(server=ServerSettings(worker_timeout=0.02))
+    pool = Pool(settings, 1, factory.start, forget=factory.forget)
+    task = asyncio.create_task(pool.run())
+    await until(lambda: factory.members)
+    await asyncio.sleep(0.1)
+    assert [] == factory.members[0].signals
+    await pool.end(notice=False, hurried=asyncio.Event())
+    await asyncio.wait_for(task, 10)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        HandOver(
+            worker=Worker(index=1, count=2, directory=Path("/run/x")),
+            settings=Settings(),
+            sockets=(3, 4),
+            address="http://[::1]:9",
+        ),
+        NewSettings(id=1, settings=_NEW, renew=True),
+        NewSettings(id=2, settings=_RICH, renew=False),
+        Refused("No."),
+        Refused("No.", 2),
+        End(notice=True),
+        Hurry(),
+        Greeting("äöü\n" * 100_000),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+async def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+    """Whole, in whatever pieces they come."""
+    reader = asyncio.StreamReader()
+    sent = messages.encode(message)
+    for start in range(0, len(sent), 50_000):
+        reader.feed_data(sent[start : start + 50_000])
+    reader.feed_eof()
+    channel = messages.Channel(reader, None)  # type: ignore[arg-type]
+
+    assert [message, None] == [await channel.receive(), await channel.receive()]

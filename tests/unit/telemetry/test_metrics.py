@@ -1,0 +1,449 @@
+"""Counting requests: what of a record goes where, and that nobody can make up labels."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import floats, lists
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.registry import Collector
+from prometheus_client.values import MutexValue
+
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import serving
+from tests.scrape import Scrape, scrape
+from tests.unit.telemetry.fake_answer import FakeAnswer
+from triton_openai.config import MetricsSettings, ModelSettings, Settings, TritonSettings
+from triton_openai.config.worker import Worker
+from triton_openai.errors import (
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    ServiceError,
+    UpstreamError,
+    UpstreamUnavailable,
+)
+from triton_openai.generation import FinishReason, Usage
+from triton_openai.telemetry.exposition import prefers_openmetrics
+from triton_openai.telemetry.metrics import (
+    INSTRUMENTS,
+    INTER_TOKEN_LATENCY,
+    PROVIDER,
+    LatencyHistogram,
+    Metrics,
+    SharedMetrics,
+    metrics_folder,
+    outcome_of,
+    reserve,
+    share_between_workers,
+)
+from triton_openai.telemetry.observation import LATENCY_BOUNDS, InterTokenLatency, Observation
+
+SERVED = {"model": "m", "adapter": "a"}
+
+
+def observed(metrics: Metrics, *answers: FakeAnswer, operation: str = "chat", **fields: Any) -> Observation:
+    """Have *metrics* see a request for the model ``m`` from beginning to end."""
+    observation = Observation(request_id="r", method="POST", path="/v1/chat/completions")
+    observation.began = 0.0
+    metrics.started(observation)
+    observation.identify(operation, model=fields.pop("model", "m"), adapter="a")
+    metrics.identified(observation)
+    observation.answers = answers
+    observation.status, observation.ended = 200, 2.0
+    for name, value in fields.items():
+        setattr(observation, name, value)
+    metrics.ended(observation)
+    return observation
+
+
+def shown(metrics: Metrics) -> Scrape:
+    """Return what *metrics* have counted."""
+    return Scrape(generate_latest(metrics.registry).decode())
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    """The metrics of a process alone."""
+    return Metrics(Worker())
+
+
+def test_an_answer(metrics: Metrics) -> None:
+    """Everything that its record tells is counted, in the buckets of the conventions."""
+    answer = FakeAnswer(
+        sent=0.2,
+        first=0.3,
+        ended=1.3,
+        finish_reason=FinishReason.STOP,
+        usage=Usage(prompt_tokens=7, completion_tokens=11),
+        steps=11,
+    )
+    observed(metrics, answer, queued_seconds=0.1)
+    found = shown(metrics)
+    gen_ai = {
+        "gen_ai_operation_name": "chat",
+        "gen_ai_provider_name": PROVIDER,
+        "gen_ai_request_model": "m",
+        "adapter": "a",
+    }
+
+    assert (
+        1
+        == found.sum("triton_openai_requests_total", operation="chat", status="200", outcome="answered", **SERVED)
+        == found.sum("triton_openai_requests_total")
+    )
+    assert (7, 11) == tuple(
+        found.sum("triton_openai_tokens_total", type=kind, **SERVED) for kind in ("input", "output")
+    )
+    assert 1 == found.sum("triton_openai_answers_finished_total", reason="stop", **SERVED)
+    assert 2.0 == found.sum("gen_ai_server_request_duration_seconds_sum", error_type="", **gen_ai)
+    assert 0.3 == found.sum("gen_ai_server_time_to_first_token_seconds_sum", **gen_ai)
+    assert 0.1 == found.sum("gen_ai_server_time_per_output_token_seconds_sum", **gen_ai)
+    assert 0.1 == found.sum("triton_openai_queue_seconds_sum", **SERVED)
+    assert pytest.approx(0.1) == found.sum("triton_openai_preparation_seconds_sum", **SERVED)
+    # The bucket's bound belongs to it.
+    per_token = "gen_ai_server_time_per_output_token_seconds_bucket"
+    assert (0, 1) == (found.sum(per_token, le="0.075"), found.sum(per_token, le="0.1"))
+    first = "gen_ai_server_time_to_first_token_seconds_bucket"
+    assert (0, 1) == (found.sum(first, le="0.25"), found.sum(first, le="0.5"))
+    assert 0 == found.sum("triton_openai_errors_total")
+
+
+def test_several_answers(metrics: Metrics) -> None:
+    """A prompt counts once for all of its answers, and each answer for itself."""
+    usage = Usage(prompt_tokens=5, completion_tokens=3)
+    answers = [FakeAnswer(first=one, ended=one + 1, usage=usage, finish_reason=FinishReason.LENGTH) for one in (1, 2)]
+    observed(metrics, *answers, *answers, n=2)
+    found = shown(metrics)
+
+    assert (10, 12) == tuple(found.sum("triton_openai_tokens_total", type=kind) for kind in ("input", "output"))
+    assert (1, 10) == tuple(found.sum(f"triton_openai_input_tokens_{what}") for what in ("count", "sum"))
+    assert (4, 12) == tuple(found.sum(f"triton_openai_output_tokens_{what}") for what in ("count", "sum"))
+    assert 4 == found.sum("triton_openai_answers_finished_total", reason="length")
+    assert (1, 1.0) == tuple(
+        found.sum(f"gen_ai_server_time_to_first_token_seconds_{what}") for what in ("count", "sum")
+    )
+    assert 4 == found.sum("gen_ai_server_time_per_output_token_seconds_count")
+
+
+def test_no_time_between_tokens(metrics: Metrics) -> None:
+    """An answer in one piece, or of one token, has no time between tokens."""
+    for steps, tokens in ((1, 9), (2, 1), (0, 0)):
+        usage = Usage(prompt_tokens=1, completion_tokens=tokens)
+        observed(metrics, FakeAnswer(first=1.0, ended=1.0, usage=usage, steps=steps))
+
+    assert 0 == shown(metrics).sum("gen_ai_server_time_per_output_token_seconds_count")
+
+
+@given(latencies=lists(lists(floats(0.0005, 100)), max_size=3))
+def test_latencies_are_observations(latencies: list[list[float]]) -> None:
+    """The histograms of whole answers add up to what the library makes of single observations."""
+    one_by_one = Histogram(
+        INTER_TOKEN_LATENCY.name, INTER_TOKEN_LATENCY.help, ("model", "adapter"), registry=None, buckets=LATENCY_BOUNDS
+    )
+    added = LatencyHistogram(INTER_TOKEN_LATENCY, CollectorRegistry())
+    for answer in latencies:
+        counted, now = InterTokenLatency(), 0.0
+        counted.arrived(now)
+        one_by_one.labels("m", "a")
+        for latency in answer:
+            one_by_one.labels("m", "a").observe((now + latency) - now)
+            now += latency
+            counted.arrived(now)
+        added.add(("m", "a"), counted)
+
+    def values(histogram: Collector) -> list[tuple[str, dict[str, str], Any]]:
+        (metric,) = histogram.collect()
+        return [(one.name, one.labels, pytest.approx(one.value)) for one in metric.samples if "created" not in one.name]
+
+    assert values(one_by_one) == values(added)
+
+
+def test_latencies_of_all_answers(metrics: Metrics) -> None:
+    """Those of failed answers count too."""
+    latency = InterTokenLatency()
+    # Two tokens arrive together at 1.5.
+    for now in (1.0, 1.5, 1.5, 1.5625, 5.5625):
+        latency.arrived(now)
+    failed = FakeAnswer(inter_token_latency=latency, error=UpstreamError("x"))
+    observed(metrics, FakeAnswer(inter_token_latency=latency), failed, FakeAnswer(), n=3)
+    found = shown(metrics)
+
+    name = "triton_openai_time_between_tokens_seconds"
+    assert (6, 9.125) == tuple(found.sum(f"{name}_{what}", **SERVED) for what in ("count", "sum"))
+    assert [0, 2, 4, 6] == [found.sum(f"{name}_bucket", le=le, **SERVED) for le in ("0.05", "0.1", "0.5", "5.0")]
+
+
+def test_an_answer_that_was_cut_off(metrics: Metrics) -> None:
+    """What was generated for a client that left counts; the request is nobody's success."""
+    observed(
+        metrics,
+        FakeAnswer(sent=0.1, first=0.5, ended=1.5, partial=Usage(prompt_tokens=4, completion_tokens=6)),
+        client_left=True,
+    )
+    found = shown(metrics)
+
+    # The status was sent, and nobody was there to get the answer.
+    assert 1 == found.sum("triton_openai_requests_total", status="499", outcome="cancelled")
+    assert (4, 6) == tuple(found.sum("triton_openai_tokens_total", type=kind) for kind in ("input", "output"))
+    assert 0 == found.sum("triton_openai_output_tokens_count") == found.sum("triton_openai_errors_total")
+    assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", error_type="cancelled")
+
+
+def test_embeddings(metrics: Metrics) -> None:
+    """They have input tokens and nothing else to count."""
+    observed(metrics, operation="embeddings", input_tokens=12)
+    found = shown(metrics)
+
+    assert 12 == found.sum("triton_openai_tokens_total") == found.sum("triton_openai_tokens_total", type="input")
+    assert 0 == found.sum("triton_openai_answers_finished_total")
+
+
+def test_outcomes() -> None:
+    """Each request has one, and each error its code."""
+    for error, outcome in (
+        (None, "answered"),
+        (InvalidRequest("x"), "invalid"),
+        (ModelNotFound("x"), "invalid"),
+        (Overloaded("x"), "refused"),
+        (UpstreamError("x"), "failed"),
+        (UpstreamUnavailable("x"), "failed"),
+        (ServiceError("x"), "failed"),
+    ):
+        metrics = Metrics(Worker())
+        observation = observed(metrics, error=error, status=200 if error is None else error.status)
+        found, requests = shown(metrics), "triton_openai_requests_total"
+
+        assert outcome == outcome_of(observation)
+        assert 1 == found.sum(requests, outcome=outcome) == found.sum(requests)
+        if error is not None:
+            assert 1 == found.sum("triton_openai_errors_total", code=error.code or "", outcome=outcome)
+            assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", error_type=error.code or "")
+
+
+def test_an_error_after_the_status(metrics: Metrics) -> None:
+    """A stream that fails has a good status and is a failure all the same."""
+    observed(metrics, error=UpstreamError("x"), status=200)
+
+    assert 1 == shown(metrics).sum("triton_openai_requests_total", status="200", outcome="failed")
+
+
+def test_running_and_queued(metrics: Metrics) -> None:
+    """A request runs or waits, never both, and leaves nothing behind, whatever order its end takes."""
+
+    def state() -> tuple[float, float]:
+        found = shown(metrics)
+        return found.sum("triton_openai_requests_running", **SERVED), found.sum(
+            "triton_openai_requests_queued", **SERVED
+        )
+
+    observation = Observation(request_id="r", method="POST", path="/")
+    metrics.started(observation)
+    observation.identify("chat", model="m", adapter="a")
+    metrics.identified(observation)
+    metrics.identified(observation)
+    assert (1, 0) == state()
+    metrics.queued(observation)
+    assert (0, 1) == state()
+    metrics.admitted(observation)
+    metrics.admitted(observation)
+    assert (1, 0) == state()
+    metrics.queued(observation)
+    metrics.ended(observation)
+    assert (0, 0) == state()
+    metrics.admitted(observation)
+    assert (0, 0) == state()
+
+
+def test_labels_are_bounded(metrics: Metrics) -> None:
+    """Ten thousand made-up names and paths make one series."""
+    for number in range(10_000):
+        observation = Observation(request_id=str(number), method="POST", path=f"/v1/{number}")
+        metrics.started(observation)
+        observation.status, observation.error, observation.ended = 404, ModelNotFound(f"model-{number}"), 1.0
+        metrics.ended(observation)
+    found = shown(metrics)
+
+    assert 10_000 == found.sum("triton_openai_requests_total", operation="other", model="", status="404")
+    assert 1 == len([sample for sample in found.samples() if sample.name == "triton_openai_requests_total"])
+    assert not any("model-" in str(sample.labels) for sample in found.samples())
+
+
+def test_two_services_in_one_process() -> None:
+    """They do not count for each other."""
+    one, other = Metrics(Worker()), Metrics(Worker())
+    observed(one)
+
+    assert (1, 0) == tuple(shown(each).sum("triton_openai_requests_total") for each in (one, other))
+
+
+def test_files_of_workers(tmp_path: Path) -> None:
+    """One that is still empty, as a worker leaves it that is killed at the wrong moment, is passed over."""
+    (tmp_path / "counter_0.db").touch()
+    (tmp_path / "gauge_livesum_0.db").touch()
+    file = MmapedDict(str(tmp_path / "counter_1.db"))
+    file.write_value(mmap_key("a", "a_total", [], [], "Help."), 3.0, 0.0)
+    file.close()
+    found = {metric.name: metric.samples for metric in SharedMetrics(tmp_path).collect()}
+
+    assert ["a"] == list(found)
+    assert [3.0] == [sample.value for sample in found["a"]]
+
+
+def test_files_of_workers_have_no_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To fill one on a file system that is full by then would end the worker, and the one that takes its place."""
+    monkeypatch.setattr("prometheus_client.values.ValueClass", MutexValue)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
+    assert share_between_workers(Worker(index=1, count=2, directory=tmp_path))
+    files = {path.name: path.stat() for path in metrics_folder(tmp_path).iterdir()}
+
+    assert {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"} == files.keys()
+    assert all(found.st_size <= found.st_blocks * 512 for found in files.values())
+
+
+def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrape has the counts of all workers, and the gauges of those that live; one that replaces another goes on."""
+    monkeypatch.setattr("prometheus_client.values.ValueClass", MutexValue)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
+    latency = InterTokenLatency()
+    for now in (1.0, 1.5, 4.5):
+        latency.arrived(now)
+    running = Observation(request_id="r", method="POST", path="/")
+    running.identify("chat", model="m", adapter="a")
+    for index in (0, 1, 1):
+        worker = Metrics(Worker(index=index, count=2, directory=tmp_path))
+        observed(worker, FakeAnswer(inter_token_latency=latency))
+        worker.identified(running)
+    found = Scrape(generate_latest(SharedMetrics(metrics_folder(tmp_path))).decode())
+
+    assert 3 == found.sum("triton_openai_requests_total", **SERVED)
+    assert 2 == found.sum("triton_openai_requests_running", **SERVED)
+    assert 1 == found.sum("triton_openai_workers_replaced_total")
+    name = "triton_openai_time_between_tokens_seconds"
+    assert (6, 10.5) == tuple(found.sum(f"{name}_{what}", **SERVED) for what in ("count", "sum"))
+    assert [0, 3, 6] == [found.sum(f"{name}_bucket", le=le, **SERVED) for le in ("0.4", "1.0", "5.0")]
+
+
+def test_files_have_their_place_on_the_disk(tmp_path: Path) -> None:
+    """Who counts into a hole of a file is killed when the disk is full by then; and what is reserved counts nothing."""
+    reserve(tmp_path, 0)
+    file = tmp_path / "counter_0.db"
+    assert 512 * file.stat().st_blocks >= file.stat().st_size > 0
+    assert not list(SharedMetrics(tmp_path).collect())
+
+    values = MmapedDict(str(file))
+    values.write_value(mmap_key("requests", "requests_total", [], [], "Requests."), 2.0, 0.0)
+    values.close()
+    # The one that takes a dead worker's place goes on with them.
+    reserve(tmp_path, 0)
+    assert [2.0] == [sample.value for metric in SharedMetrics(tmp_path).collect() for sample in metric.samples]
+
+
+def test_the_table_of_instruments() -> None:
+    """Names are unique, have their unit or kind at the end, and buckets rise."""
+    found = [one.name for one in INSTRUMENTS]
+    assert len(found) == len(set(found))
+    for one in INSTRUMENTS:
+        assert one.help.endswith(".")
+        assert one.name.endswith("_total") == (one.kind == "counter")
+        assert bool(one.buckets) == (one.kind == "histogram")
+        assert all(low < high for low, high in itertools.pairwise(one.buckets))
+
+
+def test_negotiation() -> None:
+    """The client chooses the format."""
+    for accept, wanted in (
+        ("", False),
+        ("*/*", False),
+        ("text/plain", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;version=1.0.0;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", True),
+        ("text/plain;q=0.9, application/openmetrics-text;q=0.5", False),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;version=nonsense", True),
+        ("application/openmetrics-text;q=much", False),
+        (";;,=,q=", False),
+    ):
+        assert wanted == prefers_openmetrics(accept), accept
+
+
+async def test_both_formats() -> None:
+    """Both say the same, each by its own rules; a service that has answered nothing has its gauges too."""
+    async with (
+        FakeTriton(config_of("m")) as triton,
+        serving(Settings(metrics=MetricsSettings(vllm_names=True), triton=TritonSettings(url=(triton.url,)))) as proxy,
+    ):
+        await proxy.ready()
+        plain = await scrape(proxy)
+        async with proxy.client.get("/metrics", headers={"Accept": "application/openmetrics-text"}) as response:
+            kind, text = response.headers["Content-Type"], await response.text()
+
+    assert "application/openmetrics-text; version=1.0.0; charset=utf-8" == kind
+    assert plain.families.keys() >= {"triton_openai_triton_up", "vllm:num_requests_running", "process_open_fds"}
+    assert {"triton_openai_requests_running", "vllm:num_requests_waiting"} <= {
+        family.name for family in openmetrics_families(text)
+    }
+    assert 0 == plain.sum("triton_openai_requests_running", **{**SERVED, "adapter": "vllm"})
+    assert {"model", "adapter"} == plain.label_names("triton_openai_requests_running")
+    assert 1 == plain.sum("triton_openai_triton_up") == plain.sum("triton_openai_models_served")
+    assert "_created" not in plain.text + text
+
+
+async def test_names_of_one_model_are_one_series_to_others() -> None:
+    """What reads vLLM's names may take one series for all that there is: aliases count for their model in them."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.responses = [{"text_output": "one"}]
+        settings = Settings(
+            metrics=MetricsSettings(vllm_names=True),
+            triton=TritonSettings(url=(triton.url,)),
+            models={"m": ModelSettings(aliases=("a", "b"))},
+        )
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            for name in ("a", "b", "m"):
+                assert 200 == (await proxy.post("/v1/completions", {"model": name, "prompt": "x"})).status
+            found = await scrape(proxy)
+
+    lines = found.text.splitlines()
+    assert ['vllm:num_requests_running{model_name="m"} 0.0'] == [
+        line for line in lines if line.startswith("vllm:num_requests_running")
+    ]
+    assert 3 == found.sum("vllm:e2e_request_latency_seconds_count", model_name="m")
+    assert 3 == found.sum("vllm:e2e_request_latency_seconds_bucket", model_name="m", le="+Inf")
+    assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", gen_ai_request_model="a")
+
+
+async def test_models_that_nobody_wants_now_are_not_broken_ones() -> None:
+    """A model that was unloaded, or never loaded, is no reason to wake somebody up."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.waiting = {"gone": "unloaded", "never": "", "broken": "no such backend"}
+        async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
+            await proxy.ready()
+            found = await scrape(proxy)
+
+    states = ("ready", "not_ready", "unloaded")
+    assert [1, 1, 2] == [found.sum("triton_openai_triton_models", state=state) for state in states]
+
+
+async def test_metrics_can_be_turned_off() -> None:
+    """Then there is no such path."""
+    settings = Settings(metrics=MetricsSettings(enabled=False), triton=TritonSettings(url=("http://127.0.0.1:1",)))
+    async with serving(settings) as proxy:
+        answer = await proxy.get("/metrics")
+
+    assert (404, "not_found") == (answer.status, answer.error["code"])
+
+
+async def test_triton_that_is_away() -> None:
+    """It is seen, and the rest goes on."""
+    async with serving(Settings(triton=TritonSettings(url=("http://127.0.0.1:1",)))) as proxy:
+        await proxy.ready()
+        found = await scrape(proxy)
+
+    assert 0 == found.sum("triton_openai_triton_up") == found.sum("triton_openai_models_served")

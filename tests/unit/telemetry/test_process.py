@@ -1,0 +1,50 @@
+"""The limit of open files."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import structlog
+
+from triton_openai.telemetry.process import DescriptorWatch
+
+_PROGRAM = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, {given})
+from triton_openai.cli.serve import raise_limit
+raise_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize("given, found", [((128, 900), "900 900"), ((700, 700), "700 700")])
+def test_the_limit_is_raised_as_far_as_it_may_be(given: tuple[int, int], found: str) -> None:
+    """In a process of its own, which nobody else shares the limit with."""
+    program = _PROGRAM.format(given=given)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+
+    assert found == done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "limit, number, warns",
+    [(1000, 949, False), (1000, 950, True), (64, 55, False), (64, 56, True), (resource.RLIM_INFINITY, 10**6, False)],
+)
+def test_a_word_before_there_are_none(limit: int, number: int, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when few are left, and not for every client that finds it so."""
+    now = 0.0
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    watch = DescriptorWatch(lambda: now)
+    with structlog.testing.capture_logs() as lines:
+        watch.taken(3)
+        watch.taken(number)
+        now = 59.0
+        watch.taken(number)
+        assert warns == len(lines)
+        now = 60.0
+        watch.taken(number)
+
+    assert 2 * warns == len(lines)

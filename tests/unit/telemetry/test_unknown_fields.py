@@ -1,0 +1,67 @@
+"""Request fields that nobody knows: who is told of them, and that clients cannot make much of it."""
+
+from __future__ import annotations
+
+import structlog
+
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import serving
+from tests.scrape import scrape
+from triton_openai.api.bodies import unknown_fields
+from triton_openai.api.completions import CompletionRequest
+from triton_openai.config import Settings, TritonSettings
+from triton_openai.telemetry.access_log import UnknownFields
+from triton_openai.telemetry.observation import Observation
+
+COUNTED = "triton_openai_unknown_fields_total"
+
+
+async def test_a_mistyped_parameter_is_found() -> None:
+    """The log names it once, with what was meant, and every request counts; the answer is as without it."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.responses = [{"text_output": "one"}]
+        async with serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy:
+            await proxy.ready()
+            body = {"model": "m", "prompt": "Hi", "repetition_penality": 1.2, "user": "me", "nobody_wants": None}
+            with structlog.testing.capture_logs() as logs:
+                for _ in range(3):
+                    assert 200 == (await proxy.post("/v1/completions", body)).status
+                nobody = await proxy.post("/v1/completions", {**body, "model": "x", "top_kk": 1})
+            found = await scrape(proxy)
+
+    assert 404 == nobody.status
+    told = [line for line in logs if line["event"] == "unknown request field is ignored"]
+    assert [("m", "repetition_penality", "repetition_penalty", "warning")] == [
+        (line["model"], line["field"], line["similar"], line["log_level"]) for line in told
+    ]
+    assert 3 == found.sum(COUNTED, model="m", field="repetition_penality") == found.sum(COUNTED)
+
+
+def test_names_that_clients_make_up_are_bounded() -> None:
+    """They are labels of metrics and stand in the log: only so many, and only what looks like a name."""
+    counted: list[str] = []
+    unknown = UnknownFields(lambda model, adapter, name: counted.append(name))
+
+    def request(*names: str) -> None:
+        observation = Observation(request_id="1", method="POST", path="/")
+        observation.identify("chat", model="m", adapter="a")
+        observation.unknown_fields = names
+        unknown.ended(observation)
+
+    with structlog.testing.capture_logs() as logs:
+        request("sk-secret key", "x" * 41, "ünï", "", "1a")
+        assert ["other"] == counted
+        for number in range(1000):
+            request(f"name_{number}")
+        request("name_5")
+
+    assert 101 == len(set(counted)) == len(logs)
+    assert 1 + 1000 + 1 == len(counted)
+    assert "name_5" == counted[-1]
+
+
+def test_few_names_of_a_request_are_looked_at() -> None:
+    """A body may hold thousands."""
+    body = b"{%s}" % b",".join(b'"n%d":1' % number for number in range(5000))
+
+    assert [f"n{number}" for number in range(16)] == unknown_fields(body, CompletionRequest)

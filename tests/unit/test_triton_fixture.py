@@ -1,0 +1,82 @@
+"""What the tests do when the Triton that they share ends by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[2]
+TESTS = """
+import pytest
+from tests import triton_fixture
+
+ends = {ends}
+runs = 0
+
+
+class Server:
+    http_url = "http://127.0.0.1:1"
+
+    def wait(self, timeout):
+        pass
+
+    def poll(self):
+        return 6 if runs in ends else None
+
+    def log_tail(self):
+        return "its last words"
+
+    def start(self):
+        pass
+
+
+triton_fixture._SHARED.append(Server())
+
+
+@pytest.fixture
+def triton_found_again():
+    print("found again")
+
+
+def test_one():
+    global runs
+    runs += 1
+    assert runs == {passes}
+"""
+
+
+def run(folder: Path, ends: tuple[int, ...], passes: int) -> str:
+    """Return what a run prints in which Triton ends in the runs *ends* of a test that passes in the run *passes*."""
+    file = folder / "test_it.py"
+    file.write_text(TESTS.format(ends=ends, passes=passes))
+    command = [sys.executable, "-m", "pytest", "-p", "tests.triton_fixture", "-p", "no:cacheprovider", "-rP", file.name]
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(_ROOT)}
+    done = subprocess.run(
+        [*command, "--rootdir=."], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_test_is_run_once_more(tmp_path: Path) -> None:
+    """The second result counts; a third run there is not."""
+    once = run(tmp_path, ends=(1,), passes=2)
+    assert "1 passed" in once
+    assert "Triton ended by itself 1 times; 1 tests were run again" in once
+    assert "passed when run again: test_it.py::test_one" in once
+    assert "status 6" in once
+    assert "found again" in once
+
+    twice = run(tmp_path, ends=(1, 2), passes=3)
+    assert "1 failed" in twice
+    assert "Triton ended by itself 2 times; 1 tests were run again" in twice
+    assert "failed when run again: test_it.py::test_one" in twice
+
+
+def test_other_failures_stand(tmp_path: Path) -> None:
+    """A test that fails while Triton runs is not run again."""
+    output = run(tmp_path, ends=(), passes=2)
+
+    assert "1 failed" in output
+    assert "ended by itself" not in output

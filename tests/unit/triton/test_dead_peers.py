@@ -1,0 +1,188 @@
+"""Connections to Triton whose other end is gone without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from tests.cases import every_case
+from triton_openai.errors import ServiceError, UpstreamTimeout, UpstreamUnavailable
+from triton_openai.triton.client import TritonClient
+from triton_openai.triton.connection import ConnectionSettings
+from triton_openai.triton.grpc import GrpcClient
+from triton_openai.triton.http import HttpClient
+from triton_openai.triton.http_stream import ConnectionPool, HttpStream
+from triton_openai.triton.tensors import InferRequest
+
+REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"
+
+
+@asynccontextmanager
+async def pooled() -> AsyncIterator[tuple[ConnectionPool, asyncio.Queue[asyncio.StreamWriter]]]:
+    """Yield a pool of connections to a server that says nothing, and the server's ends of them."""
+    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+    gone = asyncio.Event()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.put_nowait(writer)
+        await gone.wait()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    pool = ConnectionPool("127.0.0.1", port, ssl_context=None, connect_timeout=5)
+    try:
+        yield pool, accepted
+    finally:
+        pool.close()
+        gone.set()
+        server.close()
+        await server.wait_closed()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the options are Linux's")
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_the_kernel_watches_each_connection(run):
+    """Within half a minute it knows that nobody is there: that of TCP itself is 15 minutes, or never."""
+
+    async def look() -> dict[str, int]:
+        async with pooled() as (pool, accepted):
+            connection = await pool.acquire()
+            await accepted.get()
+            assert connection._transport is not None
+            found = connection._transport.get_extra_info("socket")
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            options = {name: found.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names}
+            options["SO_KEEPALIVE"] = found.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            connection.close()
+            return options
+
+    options = run(look())
+
+    assert 1 == options["SO_KEEPALIVE"]
+    assert 30 == options["TCP_KEEPIDLE"] + options["TCP_KEEPINTVL"] * options["TCP_KEEPCNT"]
+    assert 30_000 == options["TCP_USER_TIMEOUT"]
+
+
+@every_case("code, left", [("upstream_silent", False), ("upstream_timeout", True)])
+async def test_silence_on_one_connection_is_held_against_the_idle_ones(code: str, left: bool) -> None:
+    """They go the same way: the next request takes a fresh one. A request that is merely long says nothing of them."""
+    async with pooled() as (pool, accepted):
+        one, other = await pool.acquire(), await pool.acquire()
+        await accepted.get()
+        (await accepted.get()).write(ANSWER)
+        other.send(REQUEST)
+        await other.take()
+        other.finish()
+        one.send(REQUEST)
+
+        HttpStream(pool, one, REQUEST, "m").abort(UpstreamTimeout("Too long.", code=code))
+
+        last = await pool.acquire()
+        last.close()
+        assert (last is other) is left
+
+
+@contextlib.contextmanager
+def stopped() -> Iterator[str]:
+    """Yield the address of a server that is stopped: the kernel takes connections for it, and nobody ever answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@every_case("transport", ["http", "grpc"])
+@every_case("how", ["abort", "close", "cancel"])
+async def test_a_stream_to_a_server_that_is_stopped(transport: str, how: str) -> None:
+    """It ends when it is told to, also while its request could not even be sent."""
+    settings = ConnectionSettings(connect_timeout=60)
+    with stopped() as address:
+        url = f"{transport}://{address}"
+        client: TritonClient = HttpClient(url, settings) if transport == "http" else GrpcClient(url, settings)
+        stream = await client.stream(InferRequest(model="m", id="r", inputs=()))
+        reading = asyncio.ensure_future(stream.read())
+        await asyncio.wait({reading}, timeout=0.05)
+        if how == "abort":
+            stream.abort(UpstreamTimeout("Silent.", code="upstream_silent"))
+        elif how == "cancel":
+            reading.cancel()
+        else:
+            stream.close()
+        await asyncio.wait({reading}, timeout=10)
+        assert reading.done()
+        (result,) = await asyncio.gather(reading, return_exceptions=True)
+        # Who closes a stream reads it no more.
+        assert how == "close" or isinstance(result, UpstreamTimeout if how == "abort" else asyncio.CancelledError)
+        stream.close()
+        await asyncio.wait_for(client.close(), 10)
+
+
+async def test_a_server_that_is_stopped_is_connected_to_for_a_while() -> None:
+    """Over gRPC too, where a connection is one when the server has greeted."""
+    with stopped() as address:
+        client = GrpcClient(f"grpc://{address}", ConnectionSettings(connect_timeout=0.2, control_timeout=60))
+        with pytest.raises(UpstreamUnavailable):
+            await asyncio.wait_for(client.live(), 15)
+        await client.close()
+
+
+async def test_a_connection_that_is_lost_at_once(monkeypatch):
+    """A server that ends may take a connection and close it before it can be used: there is nobody to ask."""
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def connect_and_lose(*arguments, **options):
+        transport, protocol = await connect(*arguments, **options)
+        transport.abort()
+        return transport, protocol
+
+    monkeypatch.setattr(loop, "create_connection", connect_and_lose)
+    async with pooled() as (pool, _):
+        with pytest.raises(UpstreamUnavailable):
+            await pool.acquire()
+
+
+async def test_a_server_that_speaks_first(monkeypatch):
+    """It does not speak HTTP: its connection is closed, and nothing is told of a mistake of ours."""
+    complaints: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    connect = loop.create_connection
+
+    async def connect_and_wait(*arguments, **options):
+        transport, protocol = await connect(*arguments, **options)
+        (await accepted.get()).write(b"SSH-2.0\r\n")
+        with contextlib.suppress(ServiceError):
+            await protocol.take()
+        return transport, protocol
+
+    monkeypatch.setattr(loop, "create_connection", connect_and_wait)
+    async with pooled() as (pool, accepted):
+        with pytest.raises(UpstreamUnavailable):
+            await pool.acquire()
+
+    assert not complaints
+
+
+@every_case("cancelled", [True, False])
+async def test_a_call_that_ends_after_its_client_is_closed(cancelled: bool) -> None:
+    """It ends as calls do."""
+    with stopped() as address:
+        client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60))
+        call = asyncio.ensure_future(client.live())
+        await asyncio.wait({call}, timeout=0.05)
+        await client.close()
+        if cancelled:
+            call.cancel()
+        (result,) = await asyncio.wait_for(asyncio.gather(call, return_exceptions=True), 10)
+
+    assert isinstance(result, asyncio.CancelledError if cancelled else ServiceError)

@@ -1,0 +1,860 @@
+"""
+Both transports against servers that do exactly what a test says: one suite for what they share, then what is peculiar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import msgspec
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from triton_openai.errors import (
+    ContextLengthExceeded,
+    ModelNotFound,
+    NotImplementedUpstream,
+    RequestRefused,
+    ServiceError,
+    UpstreamError,
+    UpstreamTimeout,
+    UpstreamUnavailable,
+)
+from triton_openai.triton.client import ResponseStream, TritonClient
+from triton_openai.triton.connection import ConnectionSettings
+from triton_openai.triton.grpc import GrpcClient
+from triton_openai.triton.http import HttpClient
+from triton_openai.triton.tensors import InferRequest, Tensor
+
+REQUEST = InferRequest(
+    model="team/m",
+    id="id-1",
+    inputs=(Tensor("text_input", "BYTES", (1, 1), ("é",)), Tensor("max_tokens", "INT32", (1, 1), (9,))),
+    outputs=("text_output",),
+    stream=True,
+)
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What a server does with one streamed request: *texts* as responses, then perhaps an *error*, then the *end*:
+    ``"end"`` in good order, ``"cut"`` the connection, ``"hang"`` until the client goes.
+    """
+
+    texts: Sequence[str] = ()
+    error: str | None = None
+    end: str = "end"
+
+
+class FakeTriton:
+    """What both fakes have in common."""
+
+    def __init__(self) -> None:
+        self.reply = Reply()
+        self.requests: list[dict[str, Any]] = []
+        self.left = asyncio.Event()
+        self.sent = 0
+
+    url: str
+    client: TritonClient
+
+    async def start(self) -> None:
+        """Listen on a free port."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """Close everything."""
+        raise NotImplementedError
+
+
+def chunk(data: bytes) -> bytes:
+    """Return *data* as one chunk of a chunked body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(text: str) -> bytes:
+    """Return a response as an event of ``generate_stream``."""
+    values = {"id": "id-1", "model_name": "team/m", "model_version": "1", "text_output": text, "number": [1, 2]}
+    return b"data: " + json.dumps(values, ensure_ascii=False).encode() + b"\n\n"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+LAST = b"0\r\n\r\n"
+
+
+def plain(body: bytes, status: bytes = b"200 OK", extra: bytes = b"", kind: bytes = b"application/json") -> bytes:
+    """Return a whole HTTP answer."""
+    head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n" % (status, kind, len(body), extra)
+    return head + body
+
+
+Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+class FakeHttp(FakeTriton):
+    """An HTTP server on bare sockets, so that bytes can be cut anywhere and connections can be dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Instead of `reply`: raw bytes, or a script that writes.
+        self.raw: bytes | Script | None = None
+        self.connections = 0
+        self.close_after = False
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self.client = HttpClient(self.url, ConnectionSettings(connect_timeout=5))
+
+    async def stop(self) -> None:
+        await self.client.close()
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                lines = head.decode().split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+                body = await reader.readexactly(int(headers.get("content-length", "0")))
+                self.requests.append({"line": lines[0], "headers": headers, "body": body})
+                gone = asyncio.create_task(reader.read(1)) if self.reply.end == "hang" else None
+                await self._answer(writer)
+                if gone is not None:
+                    await gone
+                    self.left.set()
+                    return
+                if self.close_after or self.reply.end == "cut":
+                    writer.close()
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left.set()
+        finally:
+            writer.close()
+
+    async def _answer(self, writer: asyncio.StreamWriter) -> None:
+        if isinstance(self.raw, bytes):
+            writer.write(self.raw)
+        elif self.raw is not None:
+            await self.raw(writer)
+        else:
+            reply = self.reply
+            if reply.error is not None and not reply.texts:
+                # A failure before the first response: the status is not to be relied on.
+                writer.write(plain(json.dumps({"error": reply.error}).encode(), b"400 Bad Request"))
+                return
+            writer.write(HEAD)
+            for text in reply.texts:
+                data = event(text)
+                writer.write(chunk(data))
+                await writer.drain()
+                self.sent += len(data)
+            if reply.error is not None:
+                writer.write(chunk(b"data: " + json.dumps({"error": reply.error}).encode() + b"\n\n"))
+            if reply.end == "end":
+                writer.write(LAST)
+        await writer.drain()
+
+
+class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Triton's gRPC service in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Instead of `reply`.
+        self.script: Callable[[Any, Any], AsyncIterator[Any]] | None = None
+        self.status: tuple[grpc.StatusCode, str] | None = None
+        # Of a single call; without a text it has no outputs.
+        self.answer: str | None = "one"
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        self.url = f"grpc://127.0.0.1:{port}"
+        self.client = GrpcClient(self.url, ConnectionSettings(connect_timeout=5))
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self._server.stop(None)
+
+    async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        async for request in requests:
+            self.requests.append(
+                {"id": request.id, "model": request.model_name, "raw": list(request.raw_input_contents)}
+            )
+            try:
+                async for answer in (self.script or self._replies)(request, context):
+                    yield answer
+            except asyncio.CancelledError:
+                self.left.set()
+                raise
+        if self.status is not None:
+            await context.abort(*self.status)
+
+    async def _replies(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        reply = self.reply
+        for text in reply.texts:
+            yield stream_response(text)
+            self.sent += len(text.encode())
+        if reply.error is not None:
+            yield service_pb2.ModelStreamInferResponse(error_message=reply.error)
+        if reply.end == "hang":
+            await asyncio.Event().wait()
+        if reply.end == "cut":
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.requests.append({"id": request.id, "model": request.model_name, "raw": list(request.raw_input_contents)})
+        if self.status is not None:
+            await context.abort(*self.status)
+        return stream_response(self.answer).infer_response
+
+    async def RepositoryIndex(self, request: Any, context: Any) -> Any:  # noqa: N802
+        if self.status is not None:
+            await context.abort(*self.status)
+        answer = service_pb2.RepositoryIndexResponse()
+        answer.models.add(name="a", version="1", state="READY")
+        answer.models.add(name="b", state="UNAVAILABLE", reason="unloaded")
+        return answer
+
+    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ServerLiveResponse(live=True)
+
+
+def stream_response(text: str | None) -> Any:
+    """Return a response with one text, or with none at all, as a final flag comes alone."""
+    answer = service_pb2.ModelStreamInferResponse()
+    answer.infer_response.model_name = "team/m"
+    answer.infer_response.parameters["triton_final_response"].bool_param = text is None
+    if text is not None:
+        output = answer.infer_response.outputs.add()
+        output.name, output.datatype = "text_output", "BYTES"
+        output.shape.append(1)
+        answer.infer_response.raw_output_contents.append(Tensor("t", "BYTES", (1,), (text,)).raw())
+    return answer
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[FakeHttp]:
+    server = FakeHttp()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def grpc_server() -> AsyncIterator[FakeGrpc]:
+    server = FakeGrpc()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture(params=[FakeHttp, FakeGrpc], ids=["http", "grpc"])
+async def triton(request: pytest.FixtureRequest) -> AsyncIterator[FakeTriton]:
+    server = request.param()
+    await server.start()
+    yield server
+    await server.stop()
+
+
+async def texts_of(stream: ResponseStream) -> list[str]:
+    """Read a stream to its end."""
+    found: list[str] = []
+    while responses := await stream.read():
+        found += [text for response in responses for text in response.texts("text_output")]
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for *condition*; the deadline only ends a test that has failed already."""
+
+    async def wait() -> None:
+        while not condition():  # noqa: ASYNC110 - what happens elsewhere sets no event here
+            await asyncio.sleep(0.005)
+
+    await asyncio.wait_for(wait(), 10)
+
+
+async def outcome(client: TritonClient, request: InferRequest = REQUEST) -> tuple[list[str], ServiceError | None]:
+    """Return the texts of a stream and the error that ended it, if one did."""
+    stream = await client.stream(request)
+    found: list[str] = []
+    try:
+        while responses := await stream.read():
+            found += [text for response in responses for text in response.texts("text_output")]
+    except ServiceError as error:
+        return found, error
+    finally:
+        stream.close()
+    return found, None
+
+
+# What both transports do.
+
+
+@pytest.mark.parametrize(
+    "texts", [["one"], ["one", " two", "", "é😀\n\n"], ["x" * 5_000_000, "y"], [str(n) for n in range(500)]]
+)
+async def test_responses_come_in_order(triton, texts):
+    """Every response arrives once, whole and in order; then reads are empty for good."""
+    triton.reply = Reply(texts=texts)
+    stream = await triton.client.stream(REQUEST)
+
+    assert texts == await texts_of(stream)
+    assert () == tuple(await stream.read())
+    stream.close()
+    stream.close()
+
+
+async def test_no_response_at_all(triton):
+    """A stream that ends without a response is empty and no error: what that means is for others to say."""
+    assert [] == await texts_of(await triton.client.stream(REQUEST))
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        ("Request for unknown model: 'team/m' is not found", ModelNotFound),
+        ("[request id: id-1] Prompt length (5) exceeds maximum input length (4).", ContextLengthExceeded),
+        ("Error generating stream: no", RequestRefused),
+        ("Error generating stream: ", UpstreamError),
+        ("something", UpstreamError),
+    ],
+)
+async def test_a_failure_before_the_first_response(triton, text, kind):
+    """It is classified by its text, whatever the status says."""
+    triton.reply = Reply(error=text)
+    found, error = await outcome(triton.client)
+
+    assert ([], kind) == (found, type(error))
+
+
+async def test_a_failure_after_responses(triton):
+    """The responses before it are returned first."""
+    triton.reply = Reply(texts=["one", "two"], error="something")
+    found, error = await outcome(triton.client)
+
+    assert (["one", "two"], UpstreamError) == (found, type(error))
+    assert "The model failed: something" == str(error)
+
+
+@pytest.mark.parametrize("texts", [[], ["one"], ["one", "two"]])
+async def test_a_connection_that_breaks(triton, texts):
+    """An answer that stops in the middle is an error, never a short answer."""
+    triton.reply = Reply(texts=texts, end="cut")
+    found, error = await outcome(triton.client)
+
+    assert (texts, "upstream_disconnected") == (found, error.code if error else None)
+
+
+async def test_closing_tells_the_server(triton):
+    """Closing a stream that goes on cancels the work, and reading it afterwards gives nothing."""
+    triton.reply = Reply(texts=["one"], end="hang")
+    stream = await triton.client.stream(REQUEST)
+    await stream.read()
+
+    stream.close()
+
+    await asyncio.wait_for(triton.left.wait(), 10)
+    assert () == tuple(await stream.read())
+    stream.close()
+
+
+@pytest.mark.parametrize("texts", [[], ["one"]])
+async def test_aborting_ends_a_read(triton, texts):
+    """A read that waits ends with the error that abort was given, and the server is told."""
+    triton.reply = Reply(texts=texts, end="hang")
+    stream = await triton.client.stream(REQUEST)
+    if texts:
+        await stream.read()
+    reading = asyncio.create_task(stream.read())
+    await until(lambda: bool(triton.requests))
+
+    stream.abort(UpstreamTimeout("too late", code="upstream_silent"))
+
+    with pytest.raises(UpstreamTimeout, match="too late"):
+        await reading
+    await asyncio.wait_for(triton.left.wait(), 10)
+    stream.close()
+
+
+async def test_aborting_between_reads(triton):
+    """An abort that comes while nobody reads is what the next read raises."""
+    triton.reply = Reply(texts=["one"], end="hang")
+    stream = await triton.client.stream(REQUEST)
+    await stream.read()
+
+    stream.abort(UpstreamTimeout("too late"))
+
+    with pytest.raises(UpstreamTimeout, match="too late"):
+        await stream.read()
+    stream.close()
+
+
+async def test_a_reader_that_is_cancelled(triton):
+    """Cancelling the reading task is a cancellation, and closing then tells the server."""
+    triton.reply = Reply(texts=["one"], end="hang")
+    stream = await triton.client.stream(REQUEST)
+    await stream.read()
+    reading = asyncio.create_task(stream.read())
+    await asyncio.sleep(0)
+    reading.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    stream.close()
+    await asyncio.wait_for(triton.left.wait(), 10)
+
+
+async def test_nobody_listens(triton):
+    """A Triton that cannot be connected to is unavailable for every call, with a hint when to try again."""
+    await triton.stop()
+    client = type(triton.client)(triton.url, ConnectionSettings(connect_timeout=0.5))
+    calls = [
+        client.live(),
+        client.repository_index(),
+        client.model_config("m"),
+        client.infer(REQUEST),
+        outcome(client),
+    ]
+
+    for call in calls:
+        try:
+            result = await call
+            error = result[1]
+        except ServiceError as raised:
+            error = raised
+        assert UpstreamUnavailable is type(error)
+        assert error.retry_after
+        assert "127.0.0.1" not in error.message
+    await client.close()
+    await triton.start()
+
+
+async def test_a_slow_reader_holds_the_server_back(triton):
+    """What nobody reads is not collected here: the server has to wait."""
+    texts = ["x" * 100_000] * 1000
+    triton.reply = Reply(texts=texts)
+    stream = await triton.client.stream(REQUEST)
+    await stream.read()
+    before = -1
+    while triton.sent != before:
+        before = triton.sent
+        await asyncio.sleep(0.1)
+
+    assert before < 30_000_000
+    rest = await texts_of(stream)
+    assert set(texts) == set(rest)
+    assert triton.sent >= 100_000_000
+
+
+async def test_many_streams_at_once(triton):
+    """Streams do not mix."""
+    triton.reply = Reply(texts=["one", "two"])
+
+    found = await asyncio.gather(*(outcome(triton.client) for _ in range(50)))
+
+    assert [(["one", "two"], None)] * 50 == found
+
+
+# HTTP alone.
+
+
+async def test_the_request_over_http(http):
+    """The body is what generate wants, the path has the name quoted, and the connection is used again."""
+    http.reply = Reply(texts=["one"])
+    for _ in range(3):
+        await outcome(http.client)
+
+    request = http.requests[0]
+    assert "POST /v2/models/team%2Fm/generate_stream HTTP/1.1" == request["line"]
+    assert {"id": "id-1", "text_input": "é", "max_tokens": 9} == json.loads(request["body"])
+    assert http.url.removeprefix("http://") == request["headers"]["host"]
+    assert (3, 1) == (len(http.requests), http.connections)
+
+
+BODY = HEAD + chunk(event("one")) + chunk(event("é\n") + event("")) + chunk(b'data: {"a":1}\n\n') + LAST
+
+
+async def test_bytes_cut_anywhere(http):
+    """However the answer falls into packets, it is the same answer, and the connection stays usable."""
+    cut = 0
+
+    async def halves(writer: asyncio.StreamWriter) -> None:
+        writer.write(BODY[:cut])
+        for _ in range(4):
+            await asyncio.sleep(0)
+        writer.write(BODY[cut:])
+
+    http.raw = halves
+    for cut in range(1, len(BODY)):  # noqa: B007 - the script reads it
+        assert (["one", "é\n", ""], None) == await outcome(http.client)
+    assert 1 == http.connections
+
+
+async def test_single_bytes(http):
+    """An answer that comes byte by byte is the same answer."""
+
+    async def singly(writer: asyncio.StreamWriter) -> None:
+        for index in range(len(BODY)):
+            writer.write(BODY[index : index + 1])
+            await asyncio.sleep(0)
+
+    http.raw = singly
+    assert (["one", "é\n", ""], None) == await outcome(http.client)
+
+
+async def test_a_body_cut_at_every_byte(http):
+    """Wherever the connection breaks, it is an error: no short answer is taken for a whole one."""
+    http.close_after = True
+    for cut in range(len(BODY)):
+        http.raw = BODY[:cut]
+        found, error = await outcome(http.client)
+
+        assert error is not None, BODY[:cut]
+        assert "upstream_disconnected" == error.code
+        assert found == ["one", "é\n", ""][: len(found)]
+
+
+@pytest.mark.parametrize(
+    "data, expected",
+    [
+        (b'data: {"text_output":"a","p":NaN}\n\n', ["a"]),
+        (b'data: {"text_output":"a","p":[NaN,Infinity,-Infinity]}\n\n', ["a"]),
+        (b'data: {"text_output":"a\xff\xf0"}\n\n', ["a\ufffd\ufffd"]),
+        (b'data:{"text_output":"a"}\n\n', ["a"]),
+        (b': comment\n\ndata: {"text_output":"a"}\n\n', ["a"]),
+        (b'data: {"text_output":[]}\n\n', []),
+        (b'data: {"text_output":["a","b"]}\n\n', ["a", "b"]),
+        (b'data: {"text_output":"a\\u0000\\u2028"}\n\n', ["a\0\u2028"]),
+        (b'data: {"model_name":"m","error":"a field of that name","text_output":"a"}\n\n', ["a"]),
+    ],
+)
+async def test_what_triton_writes_unchecked(http, data, expected):
+    """NaN, bytes that are no text and other liberties of its JSON are read."""
+    http.raw = HEAD + chunk(data) + LAST
+
+    assert (expected, None) == await outcome(http.client)
+
+
+async def test_numbers_that_are_none(http):
+    """NaN stays NaN."""
+    http.raw = HEAD + chunk(b'data: {"p":[NaN,1.5]}\n\n') + LAST
+    stream = await http.client.stream(msgspec.structs.replace(REQUEST, outputs=("p",)))
+    (response,) = await stream.read()
+
+    values = response.numbers("p")
+    assert math.isnan(values[0])
+    assert 1.5 == values[1]
+    stream.close()
+
+
+@pytest.mark.parametrize("data", [b"data: {\n\n", b"data: {]}\n\n", b'data: {"a" 1}\n\n'])
+async def test_an_event_that_is_no_json(http, data):
+    """It is the upstream's fault, and no traceback."""
+    http.raw = HEAD + chunk(event("one")) + chunk(data) + LAST
+    found, error = await outcome(http.client)
+
+    assert UpstreamError is type(error)
+    assert found in ([], ["one"])
+
+
+@pytest.mark.parametrize(
+    "raw, kind",
+    [
+        # A refusal before inference: JSON with a status.
+        (plain(b'{"error":"Request for unknown model: \'m\' is not found"}', b"404 Not Found"), ModelNotFound),
+        (plain(b'{"error":"unknown"}', b"503 Service Unavailable"), UpstreamUnavailable),
+        (plain(b'{"error":"unknown"}', b"501 Not Implemented"), NotImplementedUpstream),
+        (plain(b'{"error":"unknown"}', b"500 Internal Server Error"), UpstreamError),
+        # An error under a good status, as a body or as the first event.
+        (plain(b'{"error":"Error generating stream: no"}'), RequestRefused),
+        (
+            HEAD.replace(b"200 OK", b"400 Bad Request")
+            + chunk(b'data: {"error":"Error generating stream: no"}\n\n')
+            + LAST,
+            RequestRefused,
+        ),
+        # What is no Triton: a balancer's page, an empty body, something else altogether.
+        (plain(b"<html>Bad Gateway</html>", b"502 Bad Gateway", kind=b"text/html"), UpstreamError),
+        (plain(b"", b"503 Service Unavailable"), UpstreamUnavailable),
+        (plain(b"[1]", b"500 Internal Server Error"), UpstreamError),
+        (plain(b'{"error":{"code":1}}', b"500 Internal Server Error"), UpstreamError),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", UpstreamError),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+            UpstreamError,
+        ),
+    ],
+)
+async def test_answers_that_are_errors(http, raw, kind):
+    """Whatever form an error has, it is an error of ours."""
+    http.close_after = True
+    http.raw = raw
+    found, error = await outcome(http.client)
+
+    assert error is not None
+    assert ([], kind) == (found, type(error))
+    assert "\n" not in error.message
+    assert len(error.message) < 600
+
+
+async def test_an_error_body_in_pieces(http):
+    """An error is read to its end before it is classified."""
+    body = b'{"error":"Prompt length (9) exceeds maximum input length (4)."}'
+
+    async def slowly(writer: asyncio.StreamWriter) -> None:
+        writer.write(
+            b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+        )
+        for byte in body:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0)
+
+    http.raw = slowly
+    _, error = await outcome(http.client)
+
+    assert ContextLengthExceeded is type(error)
+
+
+async def test_a_stale_connection_is_replaced(http):
+    """A kept connection that the server has closed costs nobody anything: the request goes over a new one."""
+    http.reply = Reply(texts=["one"])
+    http.close_after = True
+
+    for _ in range(5):
+        assert (["one"], None) == await outcome(http.client)
+    assert (5, 5) == (len(http.requests), http.connections)
+
+
+async def test_a_connection_that_dies_with_the_request(http):
+    """A kept connection that breaks before a byte of the answer has come is tried once more, on a new one."""
+    http.reply = Reply(texts=["one"])
+    assert (["one"], None) == await outcome(http.client)
+    http.raw = b""
+    http.close_after = True
+    _, error = await outcome(http.client)
+
+    assert "upstream_disconnected" == (error.code if error else None)
+    assert (3, 2) == (len(http.requests), http.connections)
+
+
+async def test_connections_that_the_server_wants_closed(http):
+    """``Connection: close`` is obeyed."""
+    http.raw = HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + chunk(event("one")) + LAST
+    http.close_after = True
+    for _ in range(3):
+        assert (["one"], None) == await outcome(http.client)
+
+    assert 3 == http.connections
+
+
+async def test_a_stream_without_a_length(http):
+    """A body that ends with its connection is whole where nothing else tells its length."""
+    http.raw = HEAD.replace(b"Transfer-Encoding: chunked\r\n", b"Connection: close\r\n") + event("one") + event("two")
+    http.close_after = True
+    found, _ = await outcome(http.client)
+
+    assert ["one", "two"] == found
+
+
+async def test_events_without_the_outputs_asked_for_are_no_responses(http):
+    """Over gRPC such a response has no outputs and is passed over; alone it is no answer."""
+    flag = b'data: {"model_name":"team/m","model_version":"1","sequence_end":false}\n\n'
+    for texts in (["one", "two"], []):
+        http.raw = HEAD + chunk(flag + b"".join(event(text) + flag for text in texts)) + LAST
+        stream = await http.client.stream(REQUEST)
+        responses = await stream.read()
+        assert texts == [text for response in responses for text in response.texts("text_output") or [None]]
+        assert [] == list(await stream.read())
+
+
+async def test_closing_early_does_not_spoil_the_pool(http):
+    """A stream that was closed before its end leaves no half-read answer to the next one."""
+    http.reply = Reply(texts=["one", "two"])
+    stream = await http.client.stream(REQUEST)
+    await stream.read()
+    stream.close()
+
+    assert (["one", "two"], None) == await outcome(http.client)
+
+
+@pytest.mark.parametrize(
+    "raw, kind",
+    [
+        (plain(b'{"error":"Request for unknown model: \'m\' is not found"}', b"404 Not Found"), ModelNotFound),
+        (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamError),
+        (plain(b"{}"), UpstreamError),
+        (plain(b"\xff\xfe"), UpstreamError),
+        (plain(b""), UpstreamError),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", UpstreamError),
+        (b"garbage\r\n\r\n", UpstreamError),
+    ],
+)
+async def test_control_calls_that_fail(http, raw, kind):
+    """An index or a config that is none is an error of ours."""
+    http.close_after = True
+    http.raw = raw
+    for call in (http.client.repository_index(), http.client.model_config("m"), http.client.server_info()):
+        with pytest.raises(ServiceError) as caught:
+            await call
+        assert kind is type(caught.value)
+
+
+async def test_infer_over_http(http):
+    """Binary tensors go and come."""
+    raw = Tensor("t", "BYTES", (1,), ("é",)).raw()
+    header = (
+        b'{"outputs":[{"name":"text_output","datatype":"BYTES","shape":[1],"parameters":{"binary_data_size":%d}}]}'
+        % len(raw)
+    )
+    http.raw = plain(header + raw, extra=b"Inference-Header-Content-Length: %d\r\n" % len(header))
+    response = await http.client.infer(REQUEST)
+
+    assert ["é"] == list(response.texts("text_output"))
+    assert "POST /v2/models/team%2Fm/infer HTTP/1.1" == http.requests[0]["line"]
+    http.raw = plain(header + raw[:-1], extra=b"Inference-Header-Content-Length: %d\r\n" % len(header))
+    with pytest.raises(UpstreamError, match="malformed"):
+        await http.client.infer(REQUEST)
+    http.raw = plain(header + raw, extra=b"Inference-Header-Content-Length: nonsense\r\n")
+    with pytest.raises(UpstreamError):
+        await http.client.infer(REQUEST)
+
+
+# gRPC alone.
+
+
+async def test_the_request_over_grpc(grpc_server):
+    """Id, model and raw contents arrive."""
+    grpc_server.reply = Reply(texts=["one"])
+    await outcome(grpc_server.client)
+
+    raw = [tensor.raw() for tensor in REQUEST.inputs]
+    assert [{"id": "id-1", "model": "team/m", "raw": raw}] == grpc_server.requests
+
+
+async def test_flags_alone_are_no_responses(grpc_server):
+    """A final flag without outputs is passed over, in the middle and at the end."""
+
+    async def script(request: Any, context: Any) -> AsyncIterator[Any]:
+        for text in (None, "one", None, "two", None):
+            yield stream_response(text)
+
+    grpc_server.script = script
+    assert (["one", "two"], None) == await outcome(grpc_server.client)
+
+
+async def test_an_error_is_the_end(grpc_server):
+    """What comes after an error (a BLS model sends its flag there) is not waited for."""
+
+    async def script(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield stream_response("one")
+        yield service_pb2.ModelStreamInferResponse(error_message="something")
+        await asyncio.Event().wait()
+
+    grpc_server.script = script
+    found, error = await outcome(grpc_server.client)
+
+    assert (["one"], "The model failed: something") == (found, str(error))
+    await asyncio.wait_for(grpc_server.left.wait(), 10)
+
+
+@pytest.mark.parametrize(
+    "code, details, kind",
+    [
+        (grpc.StatusCode.INTERNAL, "Error generating stream: no", RequestRefused),
+        (grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'm' is not found", ModelNotFound),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "GRPC server is shutting down and has stopped accepting new requests.",
+            UpstreamUnavailable,
+        ),
+        (grpc.StatusCode.UNAVAILABLE, "who knows", UpstreamUnavailable),
+        (grpc.StatusCode.CANCELLED, "", UpstreamError),
+        (grpc.StatusCode.UNIMPLEMENTED, "", NotImplementedUpstream),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max", UpstreamError),
+        (grpc.StatusCode.UNKNOWN, "", UpstreamError),
+    ],
+)
+@pytest.mark.parametrize("texts", [[], ["one"]])
+async def test_a_call_that_ends_with_a_status(grpc_server, code, details, kind, texts):
+    """A status at the end of a call is an error, after the responses before it, in streams and in single calls."""
+    grpc_server.reply = Reply(texts=texts)
+    grpc_server.status = (code, details)
+    found, error = await outcome(grpc_server.client)
+
+    assert (texts, kind) == (found, type(error))
+    with pytest.raises(kind):
+        await grpc_server.client.infer(REQUEST)
+    with pytest.raises(kind):
+        await grpc_server.client.repository_index()
+
+
+async def test_control_calls_over_grpc(grpc_server):
+    """Liveness and the index are read."""
+    assert await grpc_server.client.live()
+    index = await grpc_server.client.repository_index()
+
+    assert [("a", True, ""), ("b", False, "unloaded")] == [(entry.name, entry.ready, entry.reason) for entry in index]
+    response = await grpc_server.client.infer(REQUEST)
+    assert ["one"] == list(response.texts("text_output"))
+
+
+async def test_an_answer_without_outputs(http, grpc_server):
+    """Triton says OK for a model that ended without a response: that is no empty answer."""
+    header = b'{"model_name":"m","model_version":"1","outputs":[]}'
+    http.raw = plain(header, extra=b"Inference-Header-Content-Length: %d\r\n" % len(header))
+    grpc_server.answer = None
+
+    for client in (http.client, grpc_server.client):
+        with pytest.raises(UpstreamError, match="ended without an answer"):
+            await client.infer(REQUEST)
+
+
+async def test_a_call_that_cannot_be_stopped_is_read_out(grpc_server):
+    """Where cancelling would end nothing (and could crash Triton 24.10) the rest is read and dropped."""
+    go_on = asyncio.Event()
+
+    async def script(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield stream_response("one")
+        await go_on.wait()
+        for _ in range(100):
+            yield stream_response("more")
+            grpc_server.sent += 1
+
+    grpc_server.script = script
+    stream = await grpc_server.client.stream(msgspec.structs.replace(REQUEST, cancellable=False))
+    await stream.read()
+    stream.close()
+    stream.close()
+    go_on.set()
+
+    await until(lambda: grpc_server.sent == 100)
+    assert not grpc_server.left.is_set()
+    assert () == tuple(await stream.read())
+
+
+async def test_closing_the_client_ends_what_is_read_out(grpc_server):
+    """Nothing keeps the service from ending."""
+    grpc_server.reply = Reply(texts=["one"], end="hang")
+    stream = await grpc_server.client.stream(msgspec.structs.replace(REQUEST, cancellable=False))
+    await stream.read()
+    stream.close()
+
+    await grpc_server.client.close()
+
+    await asyncio.wait_for(grpc_server.left.wait(), 10)

@@ -1,0 +1,170 @@
+"""Addresses at which something else than the Triton that was meant listens: each is told what to write instead."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import structlog
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tritonclient.grpc import service_pb2_grpc
+
+from tests.cases import every_case
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.tls_fixture import Authority
+from triton_openai.app import create_app
+from triton_openai.config import Settings
+from triton_openai.config.tree import TritonSettings
+from triton_openai.errors import ServiceError
+from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.wrong_port import explain
+
+
+class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Triton's gRPC service, of which nothing is implemented."""
+
+
+@asynccontextmanager
+async def grpc_port(pem: bytes | None = None) -> AsyncIterator[str]:
+    """Yield host and port of a gRPC server."""
+    server = grpc.aio.server()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Servicer(), server)
+    if pem is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(pem, pem)]))
+    await server.start()
+    yield f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+@asynccontextmanager
+async def http_port(app: web.Application | None = None, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """Yield host and port of a web server."""
+    async with TestServer(app or web.Application(), skip_url_asserts=True) as server:
+        if tls is None:
+            yield f"127.0.0.1:{server.port}"
+            return
+        runner = web.AppRunner(web.Application())
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def another_of_us(tmp_path: Path) -> AsyncIterator[str]:
+    """Yield host and port of another triton-openai, which finds no Triton."""
+    settings = Settings(triton=TritonSettings(url=("http://127.0.0.1:1",)))
+    async with http_port(create_app(settings)) as address:
+        yield address
+
+
+@asynccontextmanager
+async def plain_grpc(tmp_path: Path) -> AsyncIterator[str]:
+    """Yield host and port of a gRPC server without TLS."""
+    async with grpc_port() as address:
+        yield address
+
+
+@asynccontextmanager
+async def plain_http(tmp_path: Path) -> AsyncIterator[str]:
+    """Yield host and port of a web server without TLS."""
+    async with http_port() as address:
+        yield address
+
+
+@asynccontextmanager
+async def tls_grpc(tmp_path: Path) -> AsyncIterator[str]:
+    """Yield host and port of a gRPC server with TLS."""
+    async with grpc_port(Authority(tmp_path).issue("server").read_bytes()) as address:
+        yield address
+
+
+@asynccontextmanager
+async def tls_http(tmp_path: Path) -> AsyncIterator[str]:
+    """Yield host and port of a web server with TLS."""
+    authority = Authority(tmp_path)
+    async with http_port(tls=authority.server(authority.issue("server"))) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    "scheme, listening, looks, write",
+    [
+        ("http", plain_grpc, "looks like a gRPC port", "grpc://"),
+        ("http", tls_http, "wants TLS", "https://"),
+        ("http", another_of_us, "looks like another triton-openai", "http://HOST:8000"),
+        ("http", plain_http, "answers HTTP, but does not look like a Triton", "8000 by default"),
+        ("https", plain_http, "does not use TLS", "http://"),
+        ("https", plain_grpc, "looks like a gRPC port", "grpc://"),
+        ("https", another_of_us, "looks like another triton-openai", "http://HOST:8000"),
+        ("grpc", plain_http, "looks like an HTTP port", "http://"),
+        ("grpc", tls_grpc, "wants TLS", "grpcs://"),
+        ("grpc", another_of_us, "looks like another triton-openai", "grpc://HOST:8001"),
+        ("grpcs", plain_grpc, "does not use TLS", "grpc://"),
+        ("grpcs", plain_http, "looks like an HTTP port", "http://"),
+    ],
+)
+async def test_each_mistake_is_named(
+    tmp_path: Path, scheme: str, listening: Callable[[Path], AbstractAsyncContextManager[str]], looks: str, write: str
+) -> None:
+    """Discovery fails with what the address looks like, and what to write instead."""
+    async with listening(tmp_path) as address:
+        endpoint = Endpoint([f"{scheme}://{address}"], connect_timeout=5)
+        try:
+            with pytest.raises(ServiceError) as caught:
+                await endpoint.repository_index()
+        finally:
+            await endpoint.close()
+
+    assert f"{scheme}://{address} {looks}" in caught.value.reason
+    assert (f"write {write}{address}" if write.endswith("//") else write) in caught.value.reason
+
+
+@pytest.mark.parametrize("scheme, listening", [("grpc", plain_grpc), ("grpcs", tls_grpc), ("https", tls_http)])
+async def test_what_is_right_is_not_named(
+    tmp_path: Path, scheme: str, listening: Callable[[Path], AbstractAsyncContextManager[str]]
+) -> None:
+    """A server of the right kind may fail for other reasons."""
+    async with listening(tmp_path) as address:
+        assert None is await explain(f"{scheme}://{address}", timeout=5)
+
+
+@every_case("answer", [b"", b"\x00", b"HTTP/1.1", b"HTTP/1.1 401 No\r\n\r\n", b"\xff" * 100_000])
+async def test_servers_of_other_kinds(answer: bytes) -> None:
+    """Nothing is said of what is not known, whatever it sends; and of nobody."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        for scheme in ("http", "https", "grpcs"):
+            url = f"{scheme}://127.0.0.1:{port}"
+            said = await explain(url, timeout=5)
+            assert said is None or (answer.startswith(b"HTTP/") and scheme != "http")
+    assert None is await explain(f"http://127.0.0.1:{port}", timeout=5)
+
+
+async def test_a_grpc_address_beside_a_good_one() -> None:
+    """Discovery needs HTTP only; the log says at once that streams will fail."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.version = "2.51.0"
+        url = triton.url.replace("http://", "grpc://")
+        endpoint = Endpoint([triton.url, url], connect_timeout=5)
+        with structlog.testing.capture_logs() as lines:
+            for _ in range(2):
+                await endpoint.server_info()
+                await endpoint.grpc_checked()
+        await endpoint.close()
+
+    assert ["Triton does not answer at its gRPC address"] == [line["event"] for line in lines]
+    assert f"{url} looks like an HTTP port" in lines[0]["reason"]

@@ -1,0 +1,126 @@
+"""A Triton that was started here is watched, started again when it ends, and stopped with the service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from triton_openai.errors import ConfigurationError
+from triton_openai.tritonserver.supervisor import Supervisor
+
+
+class Server:
+    """A server of no process: it records what is asked of it, and ends or fails to start when told so."""
+
+    def __init__(self, *, failing_starts: tuple[int, ...] = (), blocks: bool = False) -> None:
+        self.calls: list[str] = []
+        self.status: int | None = None
+        self._failing_starts = failing_starts
+        self._killed = None if not blocks else threading.Event()
+
+    def start(self, timeout: float = 0) -> None:
+        self.calls.append("start")
+        if self._killed is not None:
+            self._killed.wait(10)
+            raise ConfigurationError("It was killed.")
+        if self.calls.count("start") in self._failing_starts:
+            raise ConfigurationError("It does not start.")
+        self.status = None
+
+    def stop(self, timeout: float = 0) -> None:
+        self.calls.append("stop")
+
+    def kill(self) -> None:
+        if self._killed is not None:
+            self._killed.set()
+
+    def poll(self) -> int | None:
+        return self.status
+
+    def log_tail(self, lines: int = 0) -> str:
+        return "the end"
+
+    @property
+    def log_path(self) -> Path:
+        return Path("/somewhere/its.log")
+
+
+def _supervisor(server: Server) -> Supervisor:
+    return Supervisor(server, poll_interval=0.005, first_pause=0.005, longest_pause=0.02)
+
+
+async def _until(condition) -> None:
+    async def look() -> None:
+        while not condition():  # noqa: ASYNC110 - what it waits for happens in threads
+            await asyncio.sleep(0.002)
+
+    await asyncio.wait_for(look(), 30)
+
+
+@contextlib.asynccontextmanager
+async def _running(supervisor: Supervisor):
+    task = asyncio.create_task(supervisor.run())
+    yield task
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_it_is_said_where_its_log_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not write to the service's own, and the folder is a new one with each service."""
+    said: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        "triton_openai.tritonserver.supervisor.log",
+        SimpleNamespace(info=lambda event, **fields: said.append((event, fields))),
+    )
+    supervisor = _supervisor(Server())
+    async with _running(supervisor):
+        await asyncio.wait_for(supervisor.started.wait(), 30)
+
+    assert [("triton runs", {"its_log": "/somewhere/its.log"})] == said
+
+
+async def test_it_is_stopped_with_the_service() -> None:
+    """Cancelling ends the server in order."""
+    server = Server()
+    supervisor = _supervisor(server)
+    async with _running(supervisor):
+        await asyncio.wait_for(supervisor.started.wait(), 30)
+
+    assert ["start", "stop"] == server.calls
+
+
+async def test_it_is_started_again() -> None:
+    """A server that ends is started again, as often as it takes."""
+    server = Server(failing_starts=(2, 3))
+    supervisor = _supervisor(server)
+    async with _running(supervisor):
+        await asyncio.wait_for(supervisor.started.wait(), 30)
+        server.status = -9
+        await _until(lambda: server.status is None)
+
+    assert ["start"] * 4 + ["stop"] == server.calls
+
+
+async def test_a_first_start_that_fails_is_the_operators() -> None:
+    """The first failure is reported and not tried again, and nothing is left behind."""
+    server = Server(failing_starts=(1,))
+
+    with pytest.raises(ConfigurationError, match="It does not start"):
+        await _supervisor(server).run()
+
+    assert ["start", "stop"] == server.calls
+
+
+async def test_it_can_be_stopped_while_it_starts() -> None:
+    """A server that takes its time to start does not hold up the end of the service."""
+    server = Server(blocks=True)
+    async with _running(_supervisor(server)):
+        await _until(lambda: server.calls)
+
+    assert ["start", "stop"] == server.calls

@@ -1,0 +1,110 @@
+"""
+CORS: which web pages' scripts may ask, and what of an answer they may read.
+
+Source: the Fetch standard's CORS protocol. Preflights are answered here, before anybody is asked for a key, because
+browsers send none with them. Nothing of this keeps anybody out who is not a browser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+
+from aiohttp import hdrs, web
+
+from triton_openai.config import AccessSettings
+from triton_openai.errors import OriginNotAllowed
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+#: What scripts may read beside the few headers that they always may.
+EXPOSED = (
+    "x-request-id",
+    "retry-after",
+    "x-should-retry",
+    *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+)
+# The port of an origin, which has none where it is the default one.
+_PORT = re.compile(r"(:[0-9]+)?\Z")
+# Seconds for which a browser may remember the answer to a preflight.
+_MAX_AGE = 600
+
+
+class Cors:
+    """The origins that are let in, and what they may do."""
+
+    def __init__(self, settings: AccessSettings) -> None:
+        self.replace(settings)
+
+    def replace(self, settings: AccessSettings) -> None:
+        """Take new *settings*."""
+        self._origins = frozenset(settings.cors_allow_origin)
+        self._anybody = "*" in self._origins
+        self._methods = ", ".join(settings.cors_allow_method)
+        self._headers = ", ".join(settings.cors_allow_header)
+        self._credentials = settings.cors_allow_credentials
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is any origin at all."""
+        return bool(self._origins)
+
+    def _allows(self, origin: str) -> bool:
+        return origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
+
+    def answer(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Tell the browser in *response* that the page may read it, if it may."""
+        origin = request.headers.get(hdrs.ORIGIN)
+        headers = response.headers
+        if self._anybody:
+            if origin is not None:
+                headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*"
+        else:
+            # Also without an origin: a cache must not give this answer to a page of another one.
+            headers[hdrs.VARY] = f"{headers[hdrs.VARY]}, Origin" if hdrs.VARY in headers else "Origin"
+            if origin is None or not self._allows(origin):
+                return
+            headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+            if self._credentials:
+                headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
+        if origin is not None:
+            headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = ", ".join(EXPOSED)
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """
+        Return the answer when *request* is a browser's question whether a page may ask.
+
+        Raises :class:`OriginNotAllowed` for a page of another origin.
+        """
+        origin = request.headers.get(hdrs.ORIGIN)
+        asked = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        if not self._origins or request.method != hdrs.METH_OPTIONS or origin is None or not asked:
+            return None
+        if not self._anybody and not self._allows(origin):
+            raise OriginNotAllowed("Web pages of this origin may not ask (--cors-allow-origin).")
+        # What is asked for, because * is no answer for the header Authorization.
+        allowed = self._headers or request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+        headers = {
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: self._methods,
+            hdrs.ACCESS_CONTROL_MAX_AGE: str(_MAX_AGE),
+            hdrs.VARY: "Access-Control-Request-Headers",
+        }
+        if allowed:
+            headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = allowed
+        return web.Response(status=204, headers=headers)
+
+
+CORS: web.AppKey[Cors] = web.AppKey("cors", Cors)
+
+
+@web.middleware
+async def answer_preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer what browsers ask before they let a page ask."""
+    answer = request.app[CORS].preflight(request)
+    return await handler(request) if answer is None else answer
+
+
+async def add_cors_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell browsers about every answer, streams and errors included."""
+    cors = request.app[CORS]
+    if cors.enabled:
+        cors.answer(request, response)

@@ -1,0 +1,212 @@
+"""What a request shows to be let in: its API key, in any of the headers that clients use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+from aiohttp import web
+from msgspec import Meta
+from multidict import CIMultiDictProxy
+
+from triton_openai.access.rate_limits import RateLimit
+from triton_openai.config import AccessSettings
+from triton_openai.errors import ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
+
+# The characters of a name that stand in logs and messages.
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._@ -]{1,64}$")]
+_KeyText = Annotated[str, Meta(pattern=r"^[!-~]{1,4096}$")]
+_Digest = Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")]
+_Limit = Annotated[int, Meta(ge=1, le=2**53)]
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What the holder of a key may do; ``models`` are names with ``*`` in them or not, and ``None`` all models.
+
+    ``manage`` is whether they may be loaded and unloaded, and Triton be managed in other ways, where the service lets
+    anybody do that.
+    """
+
+    name: str
+    models: tuple[str, ...] | None = None
+    manage: bool = True
+    limit: RateLimit = RateLimit()
+
+    def allows(self, model: str) -> bool:
+        """Return whether the key opens the model that clients call *model*."""
+        return self.models is None or any(fnmatchcase(model, pattern) for pattern in self.models)
+
+    def check_may_manage(self) -> None:
+        """Raise :class:`ManagementDisabled` where the key is not for loading models and the like."""
+        if not self.manage:
+            raise ManagementDisabled(f"The key '{self.name}' may not load and unload models.")
+
+    def check_opens_everything(self) -> None:
+        """Raise :class:`KeyNotSufficient` where the key opens certain models: for it there are no others."""
+        if self.models is not None:
+            raise KeyNotSufficient("This is about all models or the whole server, and the key opens certain models.")
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: _Name
+    key: _KeyText | tuple[_KeyText, ...] | None = None
+    sha256: _Digest | tuple[_Digest, ...] | None = None
+    models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
+    manage: bool = True
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrent_requests: _Limit | None = None
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    keys: tuple[_Entry, ...]
+
+
+class Keyring:
+    """All keys at one moment, by their SHA-256 digests."""
+
+    def __init__(self, keys: Iterable[tuple[bytes, ApiKey]]) -> None:
+        self._keys: dict[bytes, ApiKey] = {}
+        for digest, key in keys:
+            other = self._keys.get(digest)
+            if other is not None:
+                raise ConfigurationError(f"The API keys '{other.name}' and '{key.name}' are the same key.")
+            self._keys[digest] = key
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the keys, each once."""
+        return list(dict.fromkeys(key.name for key in self._keys.values()))
+
+    def encode(self) -> bytes:
+        """Return the keys as :meth:`decode` takes them: their digests, not themselves."""
+        return msgspec.msgpack.encode(list(self._keys.items()))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Keyring:
+        """Return the keys of *data*. Raises :class:`msgspec.MsgspecError`."""
+        return cls(msgspec.msgpack.decode(data, type=list[tuple[bytes, ApiKey]]))
+
+    def find(self, presented: str) -> ApiKey | None:
+        """
+        Return the key that *presented* is, if it is one.
+
+        It is looked up by its digest. The time that takes may depend on the digest, and a digest tells nothing about
+        which keys are close to *presented*.
+        """
+        return self._keys.get(sha256(presented))
+
+
+def sha256(key: str) -> bytes:
+    """Return the digest under which *key* is known."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(settings: AccessSettings) -> Keyring | None:
+    """
+    Return the keys of *settings* and of the file they name; ``None`` when they ask for none.
+
+    Raises :class:`ConfigurationError`, whose message names the entry that is wrong and never a key.
+    """
+    if not settings.api_key and settings.api_keys_file is None:
+        return None
+    keys = list(_from_settings(settings.api_key))
+    if settings.api_keys_file is not None:
+        keys += _from_file(settings.api_keys_file)
+    if not keys:
+        raise ConfigurationError(f"{settings.api_keys_file} has no API key: nobody could ask.")
+    return Keyring(keys)
+
+
+def _from_settings(given: Iterable[str]) -> Iterable[tuple[bytes, ApiKey]]:
+    for text in given:
+        name, named, key = text.rpartition(":")
+        digest = sha256(key)
+        # Enough to tell keys apart, too little to know one from.
+        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")
+
+
+def _from_file(file: Path) -> Iterable[tuple[bytes, ApiKey]]:
+    names = set[str]()
+    for entry in _read(file).keys:
+        where = f"The API key '{entry.name}' in {file}"
+        if entry.name in names:
+            raise ConfigurationError(f"{where} is there twice; one name may have several keys, in a list.")
+        names.add(entry.name)
+        digests = [*map(sha256, _several(entry.key)), *map(bytes.fromhex, _several(entry.sha256))]
+        if not digests:
+            raise ConfigurationError(f"{where} has neither a key nor a sha256.")
+        limit = RateLimit(
+            requests_per_minute=entry.requests_per_minute,
+            tokens_per_minute=entry.tokens_per_minute,
+            concurrent_requests=entry.concurrent_requests,
+        )
+        for digest in digests:
+            yield digest, ApiKey(name=entry.name, models=entry.models, manage=entry.manage, limit=limit)
+
+
+def _several(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value or ()
+
+
+def _read(file: Path) -> _File:
+    # Errors are raised without their causes: YAML's show the lines that they are about.
+    try:
+        content: Mapping[str, Any] = yaml.safe_load(file.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"The file of API keys {file} cannot be read: {error.strerror or error}.") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+        raise ConfigurationError(f"The file of API keys {file} is not valid YAML{line}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError):
+        raise ConfigurationError(f"The file of API keys {file} is not valid YAML.") from None
+    try:
+        return msgspec.convert(content, _File)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"The file of API keys {file} is not accepted: {error}.") from None
+
+
+# Azure's and Anthropic's clients have headers of their own.
+_PLAIN_HEADERS = ("api-key", "x-api-key")
+#: Where a key can stand, in lower case.
+KEY_HEADERS = ("authorization", *_PLAIN_HEADERS)
+
+
+def presented(headers: CIMultiDictProxy[str]) -> Iterator[str]:
+    """Yield the keys that a request shows, one for each header at most."""
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        yield token.strip()
+    for name in _PLAIN_HEADERS:
+        key = headers.get(name, "").strip()
+        if key:
+            yield key
+
+
+def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
+    """Return the first key of *ring* that is shown. Raises :class:`InvalidApiKey`."""
+    shown = False
+    for key in presented(headers):
+        shown = True
+        found = ring.find(key)
+        if found is not None:
+            return found
+    if shown:
+        raise InvalidApiKey("Incorrect API key provided.")
+    raise InvalidApiKey(
+        "You didn't provide an API key. Send it in the header Authorization, as 'Bearer KEY', or in api-key or "
+        "x-api-key."
+    )
+
+
+#: The key that let the request in; there is none where keys are not asked for.
+KEY: web.RequestKey[ApiKey] = web.RequestKey("api_key", ApiKey)

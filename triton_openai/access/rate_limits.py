@@ -1,0 +1,253 @@
+"""
+Rate limits of API keys: requests and tokens per minute, and concurrent requests.
+
+:class:`RateLimits` counts in the memory of one process. In a service of several workers their parent counts for all of
+them, see :mod:`triton_openai.serving.workers.shared`. A request is charged the tokens that were counted, and an
+estimate where nobody counts: a limit that never applies is none. The estimate is charged only, and shown nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from triton_openai.errors import RateLimited
+from triton_openai.generation import Usage
+from triton_openai.prompts.token_counts import tokens_in_bytes
+from triton_openai.telemetry.observation import Answer, Observation
+
+#: Seconds in which limits "per minute" are counted.
+WINDOW = 60
+# A minute that begins within a tick ends within the one that is 60 later.
+_TICKS = WINDOW + 1
+
+
+class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """What one key may use; ``None`` is as much as it likes."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any limit."""
+        return (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests) != (None, None, None)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request is refused: the arguments of :class:`RateLimited`. ``wait`` is in seconds."""
+
+    message: str
+    kind: str
+    wait: float
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Whether a request is admitted (``refusal`` is None), and the headers that say what the key has left."""
+
+    headers: dict[str, str]
+    refusal: Refusal | None = None
+
+
+class LimitStore(Protocol):
+    """Where requests of keys are counted."""
+
+    async def admit(self, name: str, limit: RateLimit) -> Decision:
+        """Count a request of the key *name* in, if *limit* allows it. Raises :class:`ServiceError`."""
+        ...
+
+    def leave(self, name: str, tokens: int) -> None:
+        """Count a request out that was admitted, and the *tokens* that it used in. Does not block."""
+        ...
+
+
+class Window(msgspec.Struct, frozen=True):
+    """The ticks of the last minute that have counts, oldest first."""
+
+    now: float
+    ticks: list[tuple[int, int]]
+
+    @property
+    def used(self) -> int:
+        """What was counted in the last minute."""
+        return sum([count for _, count in self.ticks])
+
+    @property
+    def empty_in(self) -> float:
+        """Seconds until nothing of it counts any more."""
+        return self._left(self.ticks[-1][0]) if self.ticks else 0.0
+
+    @property
+    def full_in(self) -> float:
+        """Seconds until what is counted now counts no more."""
+        return self._left(int(self.now))
+
+    def below_in(self, limit: int) -> float:
+        """Return the seconds until there are fewer than *limit*."""
+        used = self.used
+        wait = 0.0
+        for tick, count in self.ticks:
+            if used < limit:
+                break
+            used -= count
+            wait = self._left(tick)
+        return wait
+
+    def _left(self, tick: int) -> float:
+        return max(0.0, tick + _TICKS - self.now)
+
+
+class _Minute:
+    """Counts of the last minute, in whole seconds of a clock."""
+
+    def __init__(self) -> None:
+        self._ticks: deque[tuple[int, int]] = deque()
+
+    def add(self, now: float, number: int) -> None:
+        """Count *number*."""
+        tick = int(now)
+        if self._ticks and self._ticks[-1][0] == tick:
+            number += self._ticks.pop()[1]
+        self._ticks.append((tick, number))
+
+    def window(self, now: float) -> Window:
+        """Return what still counts."""
+        while self._ticks and self._ticks[0][0] < int(now) - WINDOW:
+            self._ticks.popleft()
+        return Window(now, list(self._ticks))
+
+
+class _Account:
+    """The counts of one key."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.requests = _Minute()
+        self.tokens = _Minute()
+
+
+class RateLimits:
+    """Counts the requests of all keys. *clock* returns seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts: dict[str, _Account] = {}
+
+    async def admit(self, name: str, limit: RateLimit) -> Decision:
+        """See :class:`LimitStore`."""
+        return self.decide(name, limit)
+
+    def decide(self, name: str, limit: RateLimit) -> Decision:
+        """Count a request of the key *name* in, if *limit* allows it."""
+        account, now = self._accounts.setdefault(name, _Account()), self._clock()
+        requests = account.requests.window(now) if limit.requests_per_minute is not None else None
+        tokens = account.tokens.window(now) if limit.tokens_per_minute is not None else None
+        refusal = _refusal(name, limit, requests, tokens, account.running)
+        if refusal is None:
+            account.running += 1
+            if requests is not None:
+                account.requests.add(now, 1)
+        return Decision(_headers(limit, requests, tokens, admitted=refusal is None), refusal)
+
+    def leave(self, name: str, tokens: int) -> None:
+        """See :class:`LimitStore`."""
+        account = self._accounts[name]
+        account.running -= 1
+        if tokens:
+            account.tokens.add(self._clock(), tokens)
+
+
+class Ticket:
+    """One request that was admitted by *store*, or refused; ``headers`` say what is left."""
+
+    def __init__(self, store: LimitStore, name: str, decision: Decision) -> None:
+        self._store = store
+        self._name = name
+        self._open = decision.refusal is None
+        self.headers: Mapping[str, str] = decision.headers
+        refusal = decision.refusal
+        self.refusal = None if refusal is None else RateLimited(refusal.message, kind=refusal.kind, wait=refusal.wait)
+
+    def close(self, tokens: int) -> None:
+        """Count the request out, once, and the *tokens* that it used in."""
+        if self._open:
+            self._open = False
+            self._store.leave(self._name, tokens)
+
+
+def _refusal(
+    name: str, limit: RateLimit, requests: Window | None, tokens: Window | None, running: int
+) -> Refusal | None:
+    most = limit.concurrent_requests
+    if most is not None and running >= most:
+        return Refusal(f"The key '{name}' may have {most} requests at the same time.", kind="requests", wait=1)
+    for kind, window, most in (
+        ("requests", requests, limit.requests_per_minute),
+        ("tokens", tokens, limit.tokens_per_minute),
+    ):
+        if window is not None and most is not None and window.used >= most:
+            wait = window.below_in(most)
+            return Refusal(
+                f"Rate limit reached for the key '{name}' on {kind} per minute: limit {most}, used {window.used}. "
+                f"Please try again in {_duration(wait)}.",
+                kind=kind,
+                # The official clients wait for a minute at most, and else try again at once.
+                wait=min(wait, WINDOW),
+            )
+    return None
+
+
+def _headers(limit: RateLimit, requests: Window | None, tokens: Window | None, *, admitted: bool) -> dict[str, str]:
+    """Return OpenAI's headers for the limits that there are."""
+    headers: dict[str, str] = {}
+    for kind, window, most in (
+        ("requests", requests, limit.requests_per_minute),
+        ("tokens", tokens, limit.tokens_per_minute),
+    ):
+        if window is not None and most is not None:
+            now = 1 if admitted and kind == "requests" else 0
+            headers[f"x-ratelimit-limit-{kind}"] = str(most)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - window.used - now))
+            # Whole ticks: what is counted now goes when its tick does.
+            headers[f"x-ratelimit-reset-{kind}"] = _duration(window.full_in if now else window.empty_in)
+    return headers
+
+
+def _duration(seconds: float) -> str:
+    """Return *seconds*, rounded up, as OpenAI writes them: ``1s``, ``6m0s``."""
+    whole = math.ceil(seconds)
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+def tokens_charged(observation: Observation, *, served: bool, cut_short: bool) -> int:
+    """
+    Return the tokens that a request has used. *served* is whether it was answered without an error, *cut_short* whether
+    it was ended by its client before that.
+
+    What the backend refused, or never got, has used none.
+    """
+    total = 0
+    for number, answer in enumerate(observation.answers):
+        usage = _usage(answer, cut_short)
+        if usage is not None:
+            total += usage.completion_tokens + (0 if number % observation.n else usage.prompt_tokens)
+    if observation.input_tokens is not None:
+        return total + observation.input_tokens
+    if observation.operation is not None and not observation.answers and served and observation.body_size is not None:
+        # All of a request for vectors or scores is input, but for the little that says so.
+        return tokens_in_bytes(observation.body_size)
+    return total
+
+
+def _usage(answer: Answer, cut_short: bool) -> Usage | None:
+    usage = answer.usage_so_far
+    if usage is not None or answer.sent is None or (answer.first is None and not cut_short):
+        return usage
+    return answer.usage_estimate

@@ -1,0 +1,96 @@
+"""
+Groups of paths that are open only to requests with a certain header, as NVIDIA's frontend has them.
+
+What a path belongs to is what its route says, so all spellings and aliases that lead to a handler are restricted
+alike. With an API for "inference" restricted, embeddings are too, unless they have a header of their own: NVIDIA's
+frontend counts them as inference, and its documentation as a group of their own.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Iterable
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from multidict import CIMultiDictProxy
+
+from triton_openai.access.keys import sha256
+from triton_openai.config import Group, RestrictedApi
+from triton_openai.errors import ApiRestricted
+
+#: Groups whose requests count against what a key may use.
+COUNTED: frozenset[Group] = frozenset({"inference", "embedding"})
+
+ROUTE_GROUPS: web.AppKey[dict[web.AbstractRoute, Group]] = web.AppKey("route_groups", dict)
+
+
+class Routes:
+    """Adds routes to an application, each with its group."""
+
+    def __init__(self, app: web.Application) -> None:
+        self._router = app.router
+        if ROUTE_GROUPS not in app:
+            app[ROUTE_GROUPS] = {}
+        self._groups = app[ROUTE_GROUPS]
+
+    def get(self, group: Group, path: str, handler: Handler) -> None:
+        """Answer GET and HEAD."""
+        self._add(group, ("GET", "HEAD"), path, handler)
+
+    def post(self, group: Group, path: str, handler: Handler) -> None:
+        """Answer POST."""
+        self._add(group, ("POST",), path, handler)
+
+    def _add(self, group: Group, methods: tuple[str, ...], path: str, handler: Handler) -> None:
+        resource = self._router.add_resource(path)
+        for method in methods:
+            self._groups[resource.add_route(method, handler)] = group
+
+
+def group_of(request: web.Request) -> Group | None:
+    """Return the group of what *request* asks for; ``None`` when there is no such path or method."""
+    return request.app[ROUTE_GROUPS].get(request.match_info.route)
+
+
+def check_groups(app: web.Application) -> None:
+    """Raise ``RuntimeError`` for a route that was added without a group: nothing would guard it."""
+    for route in app.router.routes():
+        if route not in app[ROUTE_GROUPS]:
+            raise RuntimeError(f"{route} has no group.")
+
+
+class Restrictions:
+    """The restricted groups, each with the header that opens it."""
+
+    def __init__(self, entries: Iterable[RestrictedApi] = ()) -> None:
+        self._headers: dict[Group, tuple[str, bytes]] = {}
+        self.replace(entries)
+
+    def replace(self, entries: Iterable[RestrictedApi]) -> None:
+        """Restrict what *entries* say, and nothing else."""
+        headers = {api: (entry.header, sha256(entry.value)) for entry in entries for api in entry.apis}
+        if "inference" in headers:
+            headers.setdefault("embedding", headers["inference"])
+        self._headers = headers
+
+    @property
+    def header_names(self) -> frozenset[str]:
+        """The headers that open something, in lower case."""
+        return frozenset(name.lower() for name, _ in self._headers.values())
+
+    @property
+    def groups(self) -> Collection[Group]:
+        """The groups that are restricted."""
+        return self._headers.keys()
+
+    def check(self, group: Group, headers: CIMultiDictProxy[str]) -> None:
+        """Raise :class:`ApiRestricted` for a request without the header that opens *group*."""
+        wanted = self._headers.get(group)
+        if wanted is None:
+            return
+        name, digest = wanted
+        # Several headers of that name are none: whoever is in front may have looked at another one.
+        given = headers.getall(name, [])
+        if len(given) != 1 or not hmac.compare_digest(sha256(given[0].strip()), digest):
+            raise ApiRestricted("This API is restricted: the request lacks the header with the value that opens it.")

@@ -1,0 +1,1 @@
+"""One answer being made: the generation run, its stages, several choices, time limits."""

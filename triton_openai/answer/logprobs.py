@@ -1,0 +1,189 @@
+"""The log probabilities of a prompt's own tokens, asked of the model in a request of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from triton_openai.adapters._common.base import Adapter
+from triton_openai.answer.tokens import TokenNames
+from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
+from triton_openai.generation import IMPOSSIBLE, Alternative, Generation, Logits, TokenLogprob
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.offload import run as offloaded
+from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.telemetry.observation import UPSTREAM
+from triton_openai.triton.client import TritonClient
+from triton_openai.triton.tensors import InferRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: More numbers than this are worked on in a thread. Measured: 0.2 ms for a row of 32,000 tokens and 20 alternatives,
+#: 1.4 ms for one of 128,000.
+INLINE_NUMBERS = 32_000
+
+
+def log_probabilities(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """
+    Return an entry for each of the *chosen* ids, a row each, with the *count* most likely tokens; names are not added.
+
+    Raises :class:`UpstreamError` for fewer rows than ids, and for what has no log probabilities.
+    """
+    rows = _rows(logits)[logits.first : logits.first + len(chosen)]
+    if len(rows) != len(chosen) or not all(0 <= number < logits.width for number in chosen):
+        raise UpstreamError("The model sent logits that do not match its tokens.")
+    return tuple([_entry(row, number, count) for row, number in zip(rows, chosen, strict=True)])
+
+
+def _entry(scores: Any, chosen: int, count: int) -> TokenLogprob:
+    # Imported where logits are read: most deployments never send any.
+    import numpy as np
+
+    row = np.asarray(scores, dtype=np.float32)
+    highest = float(row.max())
+    if not np.isfinite(highest):
+        raise UpstreamError("The model sent logits that are no numbers.")
+    # Shifted by the highest, so that nothing overflows; summed in double precision.
+    total = highest + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
+    count = min(count, len(row))
+    likeliest = np.argpartition(row, len(row) - count)[len(row) - count :] if count else ()
+    ordered = sorted((-float(row[number]), int(number)) for number in likeliest)
+    return TokenLogprob(
+        token="",
+        logprob=_finite(float(row[chosen]) - total),
+        id=chosen,
+        rank=int((row > row[chosen]).sum()) + 1,
+        top=tuple([Alternative("", _finite(-score - total), id=number) for score, number in ordered]),
+    )
+
+
+def _finite(value: float) -> float:
+    return max(value, IMPOSSIBLE)
+
+
+def _rows(logits: Logits) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    if logits.datatype == "BF16":
+        # The upper half of a float32.
+        values = (np.frombuffer(logits.data, dtype="<u2").astype("<u4") << 16).view("<f4")
+    elif logits.datatype in ("FP32", "FP16"):
+        values = np.frombuffer(logits.data, dtype="<f4" if logits.datatype == "FP32" else "<f2")
+    else:
+        raise UpstreamError(f"The model sent logits as {logits.datatype}, which cannot be read.")
+    return values.reshape(-1, logits.width)
+
+
+# A prompt's scores may be hundreds of megabytes.
+_PARALLEL = 2
+
+
+class Scoring(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What is wanted: *count* alternatives to each token, for the request's parameter *param*, within *timeout* seconds.
+    """
+
+    count: int
+    param: str
+    timeout: float
+
+
+async def score_prompts(
+    model: ServedModel,
+    tokenizer: Tokenizer,
+    generations: Sequence[Generation],
+    scoring: Scoring,
+    client: TritonClient,
+) -> list[tuple[TokenLogprob, ...]]:
+    """
+    Return an entry for each token of each prompt; the first has no log probability, as nothing stands before it.
+
+    Raises :class:`ServiceError`, with the parameter where the request is at fault.
+    """
+    if model.lora_delivery is not None:
+        raise UnsupportedParameter(
+            "The log probabilities of prompts cannot be had for a LoRA adapter whose weights go with its requests.",
+            param=scoring.param,
+        )
+    gate = asyncio.Semaphore(_PARALLEL)
+
+    async def score(generation: Generation) -> tuple[TokenLogprob, ...]:
+        async with gate:
+            return await _score(model, tokenizer, generation, scoring, client)
+
+    tasks = [asyncio.create_task(score(generation)) for generation in generations]
+    try:
+        async with asyncio.timeout(scoring.timeout):
+            return await asyncio.gather(*tasks)
+    except TimeoutError as error:
+        raise UpstreamTimeout(f"The prompt was not scored within {scoring.timeout:g} seconds.") from error
+    except InvalidRequest as error:
+        error.param = error.param or scoring.param
+        raise
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _score(
+    model: ServedModel, tokenizer: Tokenizer, generation: Generation, scoring: Scoring, client: TritonClient
+) -> tuple[TokenLogprob, ...]:
+    ids = generation.prompt_ids or ()
+    if len(ids) < 2:
+        return _named(tokenizer, generation, ())
+    logits = await _ask(model, generation, scoring.param, client)
+    chosen, count = ids[1:], scoring.count
+    entries = await offloaded(
+        lambda: log_probabilities(logits, chosen, count), size=len(chosen) * logits.width, threshold=INLINE_NUMBERS
+    )
+    return _named(tokenizer, generation, entries)
+
+
+async def _ask(model: ServedModel, generation: Generation, param: str, client: TritonClient) -> Logits:
+    request = msgspec.structs.replace(model.adapter.encode_prompt_logits(generation), needed_for=param)
+    with UPSTREAM.get().call(request) as sent:
+        return await _scores(model.adapter, sent, client)
+
+
+async def _scores(adapter: Adapter, request: InferRequest, client: TritonClient) -> Logits:
+    found: Logits | None = None
+    if not request.stream:
+        found = adapter.decode_prompt_logits(await client.infer(request))
+    else:
+        stream = await client.stream(request)
+        try:
+            while found is None and (responses := await stream.read()):
+                found = next((logits for each in responses if (logits := adapter.decode_prompt_logits(each))), None)
+        finally:
+            stream.close()
+    if found is None:
+        raise UpstreamError("The model ended without the scores of the prompt.")
+    return found
+
+
+def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    """
+    Return *entries* with the names of their tokens, behind the prompt's first token, which has no log probability.
+
+    Special tokens are a part of the prompt, but for those that the tokenizer put in front of its text.
+    """
+    pieces, prompt = tokenizer.pieces, generation.prompt
+    names = TokenNames(pieces, skip_special_tokens=False)
+    ids = generation.prompt_ids or ()
+    named = [names.named(entry) for entry in (*(TokenLogprob("", None, id=number) for number in ids[:1]), *entries)]
+    for place, number in enumerate(ids):
+        entry = named[place]
+        if number in pieces.special_ids and not prompt.startswith(entry.token):
+            named[place] = msgspec.structs.replace(entry, hidden=True)
+            continue
+        if number not in pieces.special_ids and pieces.exact:
+            # Some tokenizers begin a text with a space that it does not have.
+            first = pieces.first(number)
+            named[place] = msgspec.structs.replace(entry, token=first.decode("utf-8", "replace"), raw=first)
+        break
+    return tuple(named)

@@ -1,0 +1,175 @@
+"""The objects that answer a completion: OpenAI's ``text_completion``, whole and in chunks (openai-openapi 2.3.0)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from triton_openai.answer.run import Run
+from triton_openai.api.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    completion_logprobs,
+    joined,
+    narrowed,
+    prompt_logprobs,
+)
+from triton_openai.api.parameters import StreamOptions
+from triton_openai.api.streaming import Chunks, Collected, UsageObject
+from triton_openai.generation import Delta, FinishReason
+
+_encode = msgspec.json.Encoder().encode
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer. The last four fields are vLLM's; the last three are there when they were asked for."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer; ``usage`` is left out where nobody counted."""
+
+    id: str
+    object: Literal["text_completion"] = msgspec.field(name="object")
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice]
+    usage: UsageObject | msgspec.UnsetType = msgspec.UNSET
+    system_fingerprint: str
+
+
+class Echo(msgspec.Struct, frozen=True):
+    """The prompt before an answer; *count* is how many alternatives to its tokens are told, ``None`` for no tokens."""
+
+    count: int | None
+
+    def logprobs(self, run: Run) -> CompletionLogprobs | None:
+        """Return the log probabilities of the prompt's tokens, where they are told."""
+        if self.count is None:
+            return None
+        return completion_logprobs(narrowed(run.prompt_logprobs, self.count), offset=0)[0]
+
+
+def completion_choice(
+    index: int,
+    echo: Echo | None,
+    answer: Collected,
+    *,
+    logprobs: bool,
+    prompt_alternatives: int | None,
+    token_ids: bool,
+) -> CompletionChoice:
+    """
+    Return a choice of the whole answer, with *logprobs* and *token_ids* where they are wanted.
+
+    *prompt_alternatives* is how many alternatives ``prompt_logprobs`` lists for each token; ``None`` leaves it out.
+    """
+    run = answer.run
+    before = run.generation.shown_prompt if echo is not None else ""
+    told = None
+    if logprobs:
+        told, _ = completion_logprobs(answer.logprobs, offset=len(before))
+        asked = echo.logprobs(run) if echo is not None else None
+        told = told if asked is None else joined(asked, told)
+    return CompletionChoice(
+        text=before + answer.text,
+        index=index,
+        logprobs=told,
+        finish_reason=run.finish_reason,
+        stop_reason=run.stop_reason,
+        prompt_logprobs=msgspec.UNSET
+        if prompt_alternatives is None
+        else prompt_logprobs(narrowed(run.prompt_logprobs, prompt_alternatives)),
+        prompt_token_ids=(run.generation.prompt_ids or ()) if token_ids else msgspec.UNSET,
+        token_ids=answer.token_ids if token_ids else msgspec.UNSET,
+    )
+
+
+class CompletionChunkChoice(msgspec.Struct, kw_only=True):
+    """One choice's part of a chunk."""
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChunk(msgspec.Struct, kw_only=True):
+    """
+    One event of a stream. ``usage`` is there when it was asked for: null but for the last chunk, which has no choices.
+    """
+
+    id: str
+    object: Literal["text_completion"] = msgspec.field(name="object")
+    created: int
+    model: str
+    choices: Sequence[CompletionChunkChoice]
+    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChunks(Chunks):
+    """The chunks of one stream: *n* choices for each prompt, made by *runs*; each begins with *echo*."""
+
+    def __init__(
+        self,
+        completion_id: str,
+        model: str,
+        *,
+        runs: Sequence[Run],
+        n: int,
+        echo: Echo | None,
+        options: StreamOptions,
+        fingerprint: str,
+    ) -> None:
+        super().__init__("text_completion", completion_id, model, n=n, options=options, fingerprint=fingerprint)
+        self._text = self._head + b'{"text":'
+        self._echo = echo
+        self._ids = any(run.generation.token_ids for run in runs)
+        choices = range(len(runs))
+        self._text_tails = [
+            b',"index":%d,"logprobs":null,"finish_reason":null}' % choice + self._tail for choice in choices
+        ]
+        # The stream: characters of each choice so far
+        self._offsets = [len(run.generation.shown_prompt) if echo is not None else 0 for run in runs]
+
+    def first(self, choice: int, run: Run) -> bytes:
+        """Return the prompt with ``echo``, and its ids; else nothing: a choice begins with its first text."""
+        echo = self._echo
+        if echo is None and not self._ids:
+            return b""
+        text = "" if echo is None else run.generation.shown_prompt
+        logprobs = None if echo is None else echo.logprobs(run)
+        ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(run.generation.prompt_ids) if self._ids else b""
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
+        return self._text + _encode(text) + tail + self._tail
+
+    def piece(self, choice: int, delta: Delta, run: Run) -> bytes:
+        """Return the chunk of a piece of text."""
+        if not delta.logprobs and not self._continuous and not self._ids:
+            return self._text + _encode(delta.text) + self._text_tails[choice]
+        logprobs = None
+        if delta.logprobs:
+            logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, offset=self._offsets[choice])
+        ids = b',"token_ids":%b' % _encode(list(delta.token_ids)) if self._ids else b""
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
+        return self._text + _encode(delta.text) + tail + self._counted(run)
+
+    def last(self, choice: int, run: Run) -> bytes:
+        """Return the chunk with the finish reason."""
+        reasons = (_encode(run.finish_reason), _encode(run.stop_reason))
+        end = b'"","index":%d,"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
+        return self._text + end + self._ended(run)

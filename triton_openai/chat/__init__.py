@@ -1,1 +1,0 @@
-"""From messages to a prompt: tokenizers, chat templates and the messages of the OpenAI API."""

@@ -1,0 +1,151 @@
+"""Files that others replace while the service runs: certificates, keys, tokens and the settings themselves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from stat import S_ISFIFO
+from typing import Any, Generic, TypeVar
+
+import structlog
+
+from triton_openai.errors import ConfigurationError
+
+_log = structlog.get_logger(__name__)
+
+_Value = TypeVar("_Value")
+
+#: How often files are looked at.
+LOOK_SECONDS = 1.0
+
+
+class FileWatch:
+    """
+    Tells when *paths* are to be read again: after each change, and until a reading succeeds.
+
+    Who reads says how that went, with :meth:`used` or :meth:`failed`. *problem* is the event that the log gets for a
+    failure, with *fields*. Make a watch before the first reading: a change in between is seen then.
+    """
+
+    def __init__(self, paths: Sequence[Path | None], *, problem: str, **fields: Any) -> None:
+        self.paths = [path for path in paths if path is not None]
+        self._event = problem
+        self._fields = fields
+        self._reason: str | None = None
+        self._read = self._looked = self._signature()
+
+    def due(self, *, settled: bool = False) -> bool:
+        """
+        Look at the files, and return whether to read them.
+
+        With *settled*, a change counts when the files have looked the same twice: whoever writes has finished then.
+        """
+        found = self._signature()
+        steady, self._looked = found == self._looked, found
+        if found == self._read:
+            return self._reason is not None
+        if settled and not steady:
+            return False
+        self._read, self._reason = found, None
+        return True
+
+    def used(self) -> None:
+        """Note that the files are in use."""
+        self._reason = None
+
+    def failed(self, error: Exception) -> None:
+        """Log that the files cannot be used, once for each state of the files and each reason."""
+        reason = error.message if isinstance(error, ConfigurationError) else str(error) or repr(error)
+        if reason != self._reason:
+            expected = isinstance(error, (ConfigurationError, OSError))
+            _log.error(self._event, reason=reason, exc_info=None if expected else error, **self._fields)
+        self._reason = reason
+
+    def check(self, what: str = "file") -> None:
+        """
+        Raise :class:`ConfigurationError` where one of the files is a pipe; *what* says what it is.
+
+        A pipe has no second content: whoever reads it again waits for ever.
+        """
+        for path in self.paths:
+            with suppress(OSError):
+                if S_ISFIFO(path.stat().st_mode):
+                    raise ConfigurationError(f"The {what} {path} is a pipe, which is read at the start only.")
+
+    def _signature(self) -> list[tuple[int, ...] | None]:
+        return [_signature(path) for path in self.paths]
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """Return what differs once the file at *path* has: another file (also behind a link), contents, or rights."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+
+
+class FromFiles(Generic[_Value]):
+    """
+    What *read* makes of *paths*, made again when one of them has changed.
+
+    The first reading happens here, and raises what *read* raises. A later one that raises :class:`ConfigurationError`
+    or :class:`OSError` is logged and leaves what there was: a certificate is often replaced before its key is. *what*
+    names it in the log.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], _Value],
+        paths: Sequence[Path | None],
+        *,
+        what: str,
+        look_seconds: float | None = None,
+    ) -> None:
+        self._read = read
+        self._what = what
+        self._look_seconds = LOOK_SECONDS if look_seconds is None else look_seconds
+        self._files = FileWatch(paths, problem="changed files not used", what=what)
+        self._next_look = time.monotonic() + self._look_seconds
+        self._value = read()
+
+    def current(self) -> _Value:
+        """Return the newest value. Never raises what *read* raises for files that cannot be used."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return self._value
+        self._next_look = now + self._look_seconds
+        if self._files.due():
+            try:
+                self._files.check()
+                self._value = self._read()
+            except (ConfigurationError, OSError) as error:
+                self._files.failed(error)
+            else:
+                self._files.used()
+                _log.info("changed files in use", what=self._what)
+        return self._value
+
+
+def read_file(path: Path, origin: str) -> bytes:
+    """Return the contents of the file that the setting *origin* names. Raises :class:`ConfigurationError`."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"The file {path} given by {origin} cannot be read: {error.strerror or error}."
+        ) from error
+
+
+def read_secret(path: Path, origin: str) -> str:
+    """Return the first line of the file that the setting *origin* names. Raises :class:`ConfigurationError`."""
+    try:
+        lines = read_file(path, origin).decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"The file {path} given by {origin} is not text.") from error
+    secret = lines[0].strip() if lines else ""
+    if not secret:
+        raise ConfigurationError(f"The file {path} given by {origin} has nothing in its first line.")
+    return secret

@@ -1,0 +1,124 @@
+"""Settings that are read again while the service runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from triton_openai.config import AccessSettings, Changes, Settings, changes_between
+from triton_openai.config.files import LOOK_SECONDS, FileWatch
+from triton_openai.errors import ConfigurationError
+
+log = structlog.get_logger(__name__)
+
+#: Takes new settings over, all or nothing. When asked to *renew*, tokenizers and templates are read again also where
+#: their settings are the same. Raises :class:`ConfigurationError` for settings that cannot be used.
+TakeOver = Callable[[Settings, bool], Awaitable[None]]
+
+
+class Source:
+    """Where the settings come from: *load* reads them; *file*, where there is one, is watched."""
+
+    def __init__(self, load: Callable[[], Settings], file: Path | None = None) -> None:
+        self.load = load
+        self.file = file
+        self.watch = FileWatch([file], problem="new settings are not used, the old ones stay")
+
+    def changes(self, settings: Settings) -> Changes:
+        """
+        Read the settings again, and return what they change of *settings*.
+
+        Raises :class:`ConfigurationError` for wrong settings, and for a file that has become empty: a full disk leaves
+        such a file, and without its API keys the service would be open to everybody.
+        """
+        self.watch.check("settings file")
+        changes = changes_between(settings, self.load())
+        if self.file is None or not (changes.live or changes.fixed):
+            return changes
+        if self.file.is_file() and not self.file.stat().st_size:
+            raise ConfigurationError(f"The settings file {self.file} is empty; for no settings, write {{}} into it.")
+        return changes
+
+
+class Reloader:
+    """Keeps a service's settings up to date while :meth:`run` runs; *settings* are those that it has."""
+
+    def __init__(
+        self, settings: Settings, source: Source, take_over: TakeOver, *, interval: float = LOOK_SECONDS
+    ) -> None:
+        self.settings = settings
+        self._source = source
+        self._take_over = take_over
+        self._interval = interval
+        self._requested = asyncio.Event()
+
+    def request(self) -> None:
+        """Read the settings again, and the tokenizers and templates with them, whether or not anything changed."""
+        self._requested.set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval):
+                    await self._requested.wait()
+            renew = self._requested.is_set()
+            self._requested.clear()
+            if await asyncio.to_thread(self._source.watch.due, settled=not renew) or renew:
+                await self._reload(renew=renew)
+
+    async def _reload(self, *, renew: bool) -> None:
+        watch = self._source.watch
+        try:
+            changes = await asyncio.to_thread(self._source.changes, self.settings)
+            _check_guards(self.settings.access, changes.settings.access)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+            watch.failed(error)
+            return
+        # Settings that are read but refused are tried again after the next change only: that may take long.
+        watch.used()
+        try:
+            if changes.live or renew:
+                await self._take_over(changes.settings, renew)
+        except Exception as error:  # noqa: BLE001 - as above
+            watch.failed(error)
+            watch.used()
+            return
+        self.settings = changes.settings
+        if changes.fixed:
+            log.warning("settings need a restart to take effect", settings=list(changes.fixed))
+        if changes.live or renew:
+            log.info("settings are read again", changed=list(changes.live))
+
+
+def _check_guards(old: AccessSettings, new: AccessSettings) -> None:
+    """
+    Raise :class:`ConfigurationError` where *new* lets everybody in and *old* did not.
+
+    A file that was emptied, or lost a line, has no mistake that could be told otherwise.
+    """
+    if (old.api_key or old.api_keys_file) and not (new.api_key or new.api_keys_file):
+        raise ConfigurationError("They have no API keys any more; to serve without any takes a restart.")
+    if old.openai_restricted_api and not new.openai_restricted_api:
+        raise ConfigurationError("They have no restricted APIs any more; to serve without any takes a restart.")
+
+
+@contextlib.asynccontextmanager
+async def reloading(reloader: Reloader | None) -> AsyncIterator[None]:
+    """Keep the settings up to date: with their file, and on SIGHUP."""
+    if reloader is None:
+        yield
+        return
+    # Until the process ends: who asks while requests still run to their end asks too late, and must not cut them off.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.request)
+    running = asyncio.create_task(reloader.run())
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,75 @@
+"""The directory that the workers of one service share, and nobody else can look into."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from triton_openai.errors import ConfigurationError
+
+
+class Worker(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    This process among *count* workers of one service: number *index*, from 0.
+
+    A worker that died is replaced by one with the same index. *directory* belongs to the service alone, is shared by
+    all of its workers, and is deleted when the service ends. Its files hold the workers' metrics and the keys in force.
+    A service of one process has no directory.
+
+    Whoever starts a worker with a directory sets ``PROMETHEUS_MULTIPROC_DIR`` in its environment to what
+    :func:`triton_openai.telemetry.metrics.metrics_folder` returns for it, and calls
+    :func:`triton_openai.telemetry.metrics.forget_worker` when a worker has died. Never two processes at a time may have
+    the same index.
+    """
+
+    index: int = 0
+    count: int = 1
+    directory: Path | None = None
+
+    def share(self, limit: int) -> int:
+        """Return this worker's part of *limit*: those of all workers differ by one at most and add up to it."""
+        return (limit + self.count - 1 - self.index) // self.count
+
+
+WORKER: web.AppKey[Worker] = web.AppKey("worker", Worker)
+
+
+@contextmanager
+def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
+    """
+    Yield a new directory that goes at the end, with a folder ``metrics`` in it.
+
+    It is made where *environment* says that a user's running programs keep such things (``XDG_RUNTIME_DIR``, from the
+    XDG base directory specification), otherwise among the temporary files. What clears those up leaves it alone: it
+    holds the lock that systemd-tmpfiles looks for (tmpfiles.d(5)). Raises :class:`ConfigurationError` where nothing can
+    be written.
+    """
+    place = environment.get("XDG_RUNTIME_DIR")
+    usable = place and os.access(place, os.W_OK | os.X_OK) and Path(place).is_dir()
+    try:
+        # mkdtemp lets nobody else in.
+        directory = Path(tempfile.mkdtemp(prefix="triton-openai-", dir=place if usable else None))
+    except OSError as error:
+        raise ConfigurationError(
+            f"There is no folder for what workers share: {error.strerror or error}. "
+            "Let XDG_RUNTIME_DIR or TMPDIR name one that can be written to."
+        ) from error
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Files that are only mapped look unused after some days, and a worker that took another's place then would not
+        # count with the rest.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        (directory / "metrics").mkdir(mode=0o700)
+        yield directory
+    finally:
+        os.close(lock)
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""What is served: models, names, load and unload, LoRA adapters."""

@@ -1,0 +1,143 @@
+"""
+Finds models that do not answer although Triton calls them ready: its state tells of their loading, not of an engine
+that died or hangs.
+
+What clients see comes first, and costs nothing: after :data:`FAILURES` requests in a row that got nothing from a model,
+small requests of the service's own are sent to it until one is answered. Each process has its own view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Awaitable, Callable, Collection
+
+import structlog
+from aiohttp import web
+
+from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError
+from triton_openai.models.served import Models, ServedModel
+from triton_openai.telemetry.observation import Observation, Observer
+
+_log = structlog.get_logger(__name__)
+
+#: Requests in a row that a model left without an answer before it is asked for one.
+FAILURES = 3
+#: Longest wait for the answer to a small request, and for how long a client that left must have waited to count.
+PATIENCE = 30.0
+# Between an attempt and the next.
+_INTERVAL = 10.0
+
+
+class Canary(Observer):
+    """
+    Watches the *models*, and asks those that seem not to answer: *ask* raises :class:`UpstreamError` if one does not.
+
+    *tell* learns of the beginning and of the end of that.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        ask: Callable[[ServedModel], Awaitable[None]],
+        tell: Callable[[ServedModel, bool], None] | None = None,
+    ) -> None:
+        self._models = models
+        self._ask = ask
+        self._tell = tell
+        self._failures: dict[str, int] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._silent: dict[str, ServedModel] = {}
+
+    @property
+    def not_answering(self) -> Collection[str]:
+        """The Triton models that do not answer."""
+        return self._silent.keys()
+
+    @property
+    def asking(self) -> Collection[str]:
+        """The Triton models that are being asked."""
+        return self._asking.keys()
+
+    @property
+    def any_answers(self) -> bool:
+        """Whether a served model is left that answers; where some generate text, one of those."""
+        served = self._models.served.values()
+        wanted = {model.owner for model in served if model.adapter.capabilities.generate}
+        return not self._silent or not (wanted or {model.owner for model in served}) <= self._silent.keys()
+
+    def ended(self, observation: Observation) -> None:
+        """Learn from the end of a request whether its model answers."""
+        model = self._models.served.get(observation.model or "")
+        if model is None:
+            return
+        if _answered(observation):
+            self._forget(model.owner)
+        elif _left_without(observation):
+            failures = self._failures[model.owner] = self._failures.get(model.owner, 0) + 1
+            if failures >= FAILURES and model.owner not in self._asking:
+                # Without the context of the request that happened to be the last one.
+                empty = contextvars.Context()
+                self._asking[model.owner] = empty.run(asyncio.create_task, self._watch(model.owner))
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks = list(self._asking.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, name: str) -> None:
+        """Ask the Triton model *name* until it answers or is gone."""
+        while (model := self._models.served.get(name)) is not None:
+            try:
+                await self._ask(model)
+                break
+            except UpstreamError as error:
+                reason = error.reason
+            except ServiceError as error:
+                # Whoever refuses a request is there.
+                _log.debug("small request refused", model=name, reason=error.reason)
+                break
+            except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its model
+                _log.exception("an adapter failed to ask a model", model=name)
+                break
+            await self._models.catalog.refresh()
+            if not self._models.catalog.snapshot.reachable:
+                # Then that is what is wrong, and is told elsewhere.
+                break
+            if name not in self._silent and name in self._models.served:
+                self._silent[name] = model
+                _log.error("model does not answer", model=name, failures=self._failures.get(name), reason=reason)
+                if self._tell is not None:
+                    self._tell(model, False)
+            await asyncio.sleep(_INTERVAL)
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Go back to where nothing is known against the model *name*."""
+        self._failures.pop(name, None)
+        task = self._asking.pop(name, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        model = self._silent.pop(name, None)
+        if model is not None:
+            if name in self._models.served:
+                _log.info("model answers again", model=name)
+            if self._tell is not None:
+                self._tell(model, True)
+
+
+def _answered(observation: Observation) -> bool:
+    """Return whether the model sent something: a first token is enough."""
+    return observation.time_to_first_token is not None or (observation.error is None and not observation.client_left)
+
+
+def _left_without(observation: Observation) -> bool:
+    """Return whether the model should have answered; a client that leaves may have had other reasons."""
+    if observation.client_left:
+        return observation.duration - observation.queued_seconds >= PATIENCE
+    return isinstance(observation.error, UpstreamError) and not isinstance(observation.error, ModelUnloading)
+
+
+CANARY: web.AppKey[Canary] = web.AppKey("canary", Canary)

@@ -1,0 +1,1 @@
+"""LoRA adapters: discovery, files, and delivery of weights."""

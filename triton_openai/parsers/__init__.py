@@ -1,0 +1,1 @@
+"""Text to content, reasoning and tool calls."""

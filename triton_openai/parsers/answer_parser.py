@@ -1,0 +1,144 @@
+"""The last text stages of a chat: reasoning is split off first, then tool calls are taken out of what remains."""
+
+from __future__ import annotations
+
+from triton_openai.parsers.reasoning.base import ReasoningParser
+from triton_openai.parsers.tools.base import NewId, ToolParser
+from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.tools.output import Output
+
+
+class ForcedCall:
+    """
+    The stage for an answer that is the arguments of one known tool, because the backend was held to their schema.
+
+    Arguments are an object: another answer is content.
+    """
+
+    special_tokens = False
+    unfinished = False
+
+    def __init__(self, name: str, *, new_id: NewId) -> None:
+        self._name = name
+        self._new_id = new_id
+        self._output = Output()
+        self._is_call: bool | None = None
+
+    def feed(self, text: str) -> list[Event]:
+        """Return *text* as arguments."""
+        if self._is_call is None:
+            text = text.lstrip()
+            if text:
+                self._is_call = text.startswith("{")
+                if self._is_call:
+                    self._output.start(self._new_id(), self._name)
+        if not text:
+            return []
+        if not self._is_call:
+            return [Content(text)]
+        self._output.arguments(text)
+        return self._output.take()
+
+    def flush(self) -> list[Event]:
+        """Return nothing: nothing is held back."""
+        return []
+
+
+class HeldCalls:
+    """
+    The stage for an answer that the backend was to be held to calls: *held* reads it.
+
+    A backend may not do that, and some do it behind the thinking only. What *held* takes for content goes to *own*,
+    which reads the model's own form of calls, until the first call.
+    """
+
+    special_tokens = False
+
+    def __init__(self, held: ToolParser | ForcedCall, own: ToolParser) -> None:
+        self._held = held
+        self._own = own
+        self._found = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the text ended in the middle of a call; known after the flush."""
+        return any(getattr(parser, "unfinished", False) for parser in (self._held, self._own))
+
+    def feed(self, text: str) -> list[Event]:
+        """Return what *text* adds."""
+        return self._pass_on(self._held.feed(text))
+
+    def flush(self) -> list[Event]:
+        """Return what was held back: the text has ended."""
+        return self._pass_on(self._held.flush()) + self._own.flush()
+
+    def _pass_on(self, events: list[Event]) -> list[Event]:
+        passed: list[Event] = []
+        for event in events:
+            self._found = self._found or isinstance(event, ToolCallStart)
+            passed += self._own.feed(event.text) if isinstance(event, Content) and not self._found else [event]
+        return passed
+
+
+class AnswerParser:
+    """
+    One choice's text in pieces in, events out; either stage may be missing. Holds that choice's state.
+
+    Without *parallel*, calls after the first are dropped, as a client that asked for one at a time cannot take them.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningParser | None,
+        tools: ToolParser | ForcedCall | HeldCalls | None,
+        *,
+        parallel: bool = True,
+    ) -> None:
+        # Stages
+        self._reasoning = reasoning
+        self._tools = tools
+        self._parallel = parallel
+        # Stream state
+        self.calls = 0
+        self.reasoning_tokens = 0
+        #: Whether the text ended in the middle of a call that was passed on; known after the flush.
+        self.cut = False
+        self._thinking = False
+
+    def feed(self, text: str, tokens: int | None = None) -> list[Event]:
+        """Return what *text* adds; *tokens* is how many it is made of, where that is known."""
+        events: list[Event] = self._reasoning.feed(text) if self._reasoning is not None else [Content(text)]
+        if events:
+            self._thinking = isinstance(events[-1], Reasoning)
+        if self._thinking:
+            self.reasoning_tokens += tokens or 0
+        return self._take(self._through_tools(events))
+
+    def flush(self) -> list[Event]:
+        """Return what was held back: the text has ended."""
+        events = self._through_tools(self._reasoning.flush() if self._reasoning is not None else [])
+        if self._tools is not None:
+            events += self._tools.flush()
+        events = self._take(events)
+        self.cut = self._tools is not None and self._tools.unfinished and (self._parallel or self.calls < 2)
+        return events
+
+    def _through_tools(self, events: list[Event]) -> list[Event]:
+        if self._tools is None:
+            return events
+        parsed: list[Event] = []
+        for event in events:
+            parsed += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return parsed
+
+    def _take(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                self.calls = max(self.calls, event.index + 1)
+        if self._parallel or self.calls < 2:
+            return events
+        return [event for event in events if not _is_later_call(event)]
+
+
+def _is_later_call(event: Event) -> bool:
+    return isinstance(event, ToolCallStart | ToolCallArguments) and event.index > 0

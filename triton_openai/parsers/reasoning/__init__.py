@@ -1,0 +1,1 @@
+"""Reasoning parsers, one module for each family of formats."""

@@ -1,0 +1,201 @@
+"""What a tool parser is, and what those that are grammars over a reader share."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
+
+from triton_openai.parsers.tools.events import Event
+from triton_openai.parsers.tools.markers import Markers
+from triton_openai.parsers.tools.output import Output
+from triton_openai.parsers.tools.reader import SPACE, Ended, Malformed, Reader, Step
+
+#: The tools of a request: name → JSON schema of the parameters (empty where the tool has none).
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+#: Makes the id of a call.
+NewId: TypeAlias = Callable[[], str]
+
+#: What may stand in a function's name. Wider than OpenAI's own ``[a-zA-Z0-9_-]``: names of MCP servers have dots,
+#: slashes and colons. Without white space, quotes and brackets nothing of any markup can be taken for a name.
+NAME = re.compile(r"""[^\s<>(){}\[\]"'`,;=|\uff5c]*""")
+LONGEST_NAME = 256
+
+
+class ToolParser(ABC):
+    """
+    A text stage: text in pieces goes in, events come out. Made per choice; holds that choice's state.
+
+    Base of the classes that the entry-point group ``triton_openai.tool_parsers`` takes. Neither :meth:`feed` nor
+    :meth:`flush` ever raises for what a model wrote.
+    """
+
+    #: Whether the markup is made of tokens that tokenizers count as special: they must then not be skipped.
+    special_tokens: ClassVar[bool] = False
+
+    def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
+        """Begin an answer to a request with *tools*; *new_id* makes the ids of its calls."""
+        self.tools: Tools = tools or {}
+        self._new_id = new_id or self.new_id
+
+    @staticmethod
+    def new_id() -> str:
+        """Return an id for a call, in the style of OpenAI's own; a family of models may have another."""
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def call_id(self) -> str:
+        """Return the id of the next call."""
+        return self._new_id()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a call has begun and not ended: after the flush, whether the text ended in the middle of one."""
+        return False
+
+    @abstractmethod
+    def feed(self, text: str) -> list[Event]:
+        """Return what *text*, following on all text before, adds."""
+
+    def flush(self) -> list[Event]:
+        """Return what was held back: the text has ended."""
+        return []
+
+
+class Grammar(ABC):
+    """``feed`` and ``flush`` over a generator that reads the whole text."""
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._output = Output()
+        self._reading = self._text()
+
+    @property
+    def examined(self) -> int:
+        """How many characters were looked at so far: the cost of the stream, for those who measure it."""
+        return self._reader.examined
+
+    def feed(self, text: str) -> list[Event]:
+        """Return what *text*, following on all text before, adds."""
+        self._reader.add(text)
+        next(self._reading)
+        return self._output.take()
+
+    def flush(self) -> list[Event]:
+        """Return what was held back: the text has ended."""
+        self._reader.end()
+        for _ in self._reading:
+            pass
+        self._output.finish()
+        return self._output.take()
+
+    @abstractmethod
+    def _text(self) -> Step[None]:
+        """Read the text to its end."""
+
+
+class CallGrammar(Grammar, ToolParser):
+    """
+    A grammar that finds tool calls.
+
+    What a call begins with is kept until the call's name and the beginning of its arguments are known, and comes out as
+    content, exactly as the model wrote it, when that never happens. Behind that point nothing can be taken back: a
+    malformed call's arguments then end where they are, and the rest is content.
+    """
+
+    def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
+        # Request
+        ToolParser.__init__(self, tools, new_id=new_id)
+        # Stream state
+        self._is_behind_call = False
+        self._in_call = False
+        Grammar.__init__(self)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a call has begun and not ended: after the flush, whether the text ended in the middle of one."""
+        return self._in_call
+
+    def _attempt(self, block: Step[None], already: str) -> Step[None]:
+        """Read a *block* that *already* has begun; what of it turns out to be no call becomes content."""
+        self._before_call(already)
+        try:
+            yield from block
+            self._output.content(self._reader.release())
+        except Malformed:
+            self._in_call = False
+            self._output.content(self._reader.release())
+        except Ended:
+            # Separators and the beginning of a closing marker behind a complete call are no text.
+            rest = self._reader.release()
+            if not self._is_behind_call:
+                self._output.content(rest)
+
+    def _before_call(self, already: str = "") -> None:
+        """From here on what is read may have to be given back as content."""
+        self._reader.keep(already)
+        self._is_behind_call = False
+
+    def _start_call(self, name: str, id: str | None = None) -> None:
+        """Announce a call: it will not be taken back. Raises :class:`Malformed` for what cannot be a call."""
+        if not name:
+            raise Malformed
+        self._reader.release()
+        self._in_call = True
+        self._output.start(id or self._new_id(), name)
+
+    def _behind_call(self) -> None:
+        """Mark the end of a complete call, or of markup behind one."""
+        self._reader.keep()
+        self._is_behind_call = True
+        self._in_call = False
+
+    def _close(self, marker: str) -> Step[None]:
+        """Read the *marker* behind a call. Raises :class:`Malformed` or :class:`Ended`."""
+        yield from self._reader.literal(marker)
+        self._behind_call()
+
+    def _name(self) -> Step[str]:
+        """Read a function's name. Raises :class:`Malformed` where there is none."""
+        name = yield from self._reader.collect(NAME, LONGEST_NAME)
+        if not name:
+            # At the end of the text this is an end and no fault.
+            yield from self._reader.next()
+            raise Malformed
+        return name
+
+
+class MarkedCalls(CallGrammar):
+    """Content with tool calls in it, each behind a marker."""
+
+    #: What opens a call, or a block of calls.
+    markers: ClassVar[Markers]
+    #: Characters that open a call without a marker, as the first of the whole text.
+    bare: ClassVar[str] = ""
+
+    def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
+        super().__init__(tools, new_id=new_id)
+        self._is_bare = False
+
+    @abstractmethod
+    def _block(self, marker: str) -> Step[None]:
+        """Read what follows on *marker* (nothing where the text begins with a bare call)."""
+
+    def _text(self) -> Step[None]:
+        if self.bare:
+            yield from self._reader.run(SPACE, self._output.content)
+            first = yield from self._reader.peek()
+            if first and first in self.bare:
+                self._is_bare = True
+                yield from self._attempt(self._block(""), "")
+                self._is_bare = False
+        while marker := (yield from self._reader.until(self.markers, self._output.content)):
+            yield from self._attempt(self._block(marker), marker)
+
+    def _start_call(self, name: str, id: str | None = None) -> None:
+        # Without a marker, JSON or a list may just be the answer: only the name of a tool shows that it is a call.
+        if self._is_bare and self.tools and name not in self.tools:
+            raise Malformed
+        super()._start_call(name, id)

@@ -1,0 +1,66 @@
+# ruff: noqa: RUF001, RUF002 - DeepSeek's markers are made of full-width bars
+"""
+DeepSeek V3 and R1 0528::
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f
+    ```json
+    {…}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+and V3.1, which writes ``f<｜tool▁sep｜>{…}`` between begin and end of a call.
+"""
+
+from __future__ import annotations
+
+from triton_openai.parsers.tools import json_text
+from triton_openai.parsers.tools.base import MarkedCalls
+from triton_openai.parsers.tools.markers import Markers
+from triton_openai.parsers.tools.reader import Malformed, Step
+
+_SECTION = "<｜tool▁calls▁begin｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+
+
+class DeepSeekV3(MarkedCalls):
+    """As DeepSeek's chat templates write calls; both forms, told apart by what follows on the separator."""
+
+    special_tokens = True
+    markers = Markers(_SECTION, _CALL)
+
+    def _block(self, marker: str) -> Step[None]:
+        reader = self._reader
+        if marker == _SECTION:
+            yield from reader.space()
+            yield from reader.literal(_CALL)
+        while True:
+            yield from self._call()
+            yield from reader.space()
+            tag = yield from reader.one_of((_CALL, "<｜tool▁calls▁end｜>"))
+            if tag != _CALL:
+                self._behind_call()
+                return
+            self._before_call(tag)
+
+    def _call(self) -> Step[None]:
+        reader = self._reader
+        yield from reader.space()
+        name = yield from self._name()
+        yield from reader.space()
+        yield from reader.literal("<｜tool▁sep｜>")
+        yield from reader.space()
+        fenced = (yield from reader.next()) != "{"
+        if fenced:
+            name = yield from self._name()
+            yield from reader.space()
+            yield from reader.literal("```json")
+            yield from reader.space()
+            if (yield from reader.next()) != "{":
+                raise Malformed
+        self._start_call(name)
+        yield from json_text.value(reader, self._output.arguments)
+        self._behind_call()
+        yield from reader.space()
+        if fenced:
+            yield from reader.literal("```")
+            yield from reader.space()
+        yield from self._close("<｜tool▁call▁end｜>")

@@ -1,0 +1,13 @@
+"""LongCat Flash: ``<longcat_tool_call>{"name": "f", "arguments": {…}}</longcat_tool_call>``, repeated for each call."""
+
+from __future__ import annotations
+
+from triton_openai.parsers.tools.json_calls import JsonCalls
+from triton_openai.parsers.tools.markers import Markers
+
+
+class LongCat(JsonCalls):
+    """As Meituan's chat template for LongCat Flash asks for calls."""
+
+    markers = Markers("<longcat_tool_call>")
+    closing = "</longcat_tool_call>"

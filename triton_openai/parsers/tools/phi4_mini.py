@@ -1,0 +1,16 @@
+"""Phi 4 mini: ``functools[{"name": "f", "arguments": {…}}, …]``, with nothing behind it."""
+
+from __future__ import annotations
+
+from triton_openai.parsers.tools.json_calls import JsonCalls
+from triton_openai.parsers.tools.markers import Markers
+from triton_openai.parsers.tools.reader import Step
+
+
+class Phi4Mini(JsonCalls):
+    """As vLLM's chat template for Phi 4 mini asks for calls ("prefix function calls with functools marker")."""
+
+    markers = Markers("functools[")
+
+    def _block(self, marker: str) -> Step[None]:
+        yield from self._items()

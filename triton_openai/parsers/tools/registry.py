@@ -1,0 +1,182 @@
+"""Finds parsers: built-in ones in a literal table, a third party's under an entry-point group, both by one ``load``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from triton_openai.errors import ConfigurationError
+from triton_openai.parsers.tools.base import ToolParser
+
+_Parser = TypeVar("_Parser")
+
+
+class Registry(Generic[_Parser]):
+    """
+    The parsers of one *kind* ("tool parser").
+
+    *built_in* is name → "module:Class"; *aliases* are other names of built-in ones, as other servers call them. Names
+    of built-in parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from
+    *base*; *make* makes a parser of it.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        built_in: Mapping[str, str],
+        aliases: Mapping[str, str],
+        *,
+        base: type,
+        make: Callable[[type[_Parser]], _Parser],
+    ) -> None:
+        self._kind = kind
+        self._base = base
+        self._make = make
+        self._group = group
+        self._built_in = built_in
+        self._aliases = aliases
+
+    def names(self) -> list[str]:
+        """Return the names of all parsers, built-in ones first, without their aliases."""
+        return [*self._built_in, *sorted({point.name for point in entry_points(group=self._group)})]
+
+    def load(self, name: str) -> type[_Parser]:
+        """
+        Return the parser class called *name*.
+
+        Raises :class:`ConfigurationError`, listing the known names, and where a third party's class is no parser.
+        """
+        built_in = self._resolve(name)
+        if built_in is not None:
+            module, _, attribute = self._built_in[built_in].partition(":")
+            found: type[_Parser] = getattr(importlib.import_module(module), attribute)
+            return found
+        point = self._third_party().get(name)
+        if point is None:
+            raise ConfigurationError(f"There is no {self._kind} '{name}'. Known names: {', '.join(self.names())}.")
+        try:
+            loaded = point.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigurationError(f"The {self._kind} '{name}' ({point.value}) cannot be loaded: {error}.") from error
+        return self._checked(f"The {self._kind} '{name}' ({point.value})", loaded)
+
+    def _checked(self, subject: str, loaded: Any) -> type[_Parser]:
+        """Return the class *loaded*. Raises :class:`ConfigurationError` unless it has what a parser must have."""
+        if not isinstance(loaded, type) or self._base not in loaded.__mro__:
+            base = f"{self._base.__module__}.{self._base.__name__}"
+            raise ConfigurationError(f"{subject} is not a class that is derived from {base}.")
+        try:
+            self._make(loaded)
+        except Exception as error:
+            raise ConfigurationError(f"{subject} cannot be made: {type(error).__name__}: {error}.") from error
+        return loaded
+
+    def _resolve(self, name: str) -> str | None:
+        plain = name.lower().replace("-", "_")
+        plain = self._aliases.get(plain, plain)
+        return plain if plain in self._built_in else None
+
+    def _third_party(self) -> dict[str, EntryPoint]:
+        found: dict[str, EntryPoint] = {}
+        for point in entry_points(group=self._group):
+            taken = self._resolve(point.name) is not None
+            if taken or (point.name in found and found[point.name].value != point.value):
+                raise ConfigurationError(
+                    f"The name '{point.name}' of a {self._kind} is taken twice ({point.value}). "
+                    f"Known names: {', '.join(self.names())}."
+                )
+            found[point.name] = point
+        return found
+
+
+BUILT_IN: Mapping[str, str] = {
+    "hermes": "triton_openai.parsers.tools.hermes:Hermes",
+    "llama3_json": "triton_openai.parsers.tools.llama3_json:Llama3Json",
+    "mistral": "triton_openai.parsers.tools.mistral:Mistral",
+    "qwen3_coder": "triton_openai.parsers.tools.qwen3_coder:Qwen3Coder",
+    "openai": "triton_openai.parsers.tools.harmony:Harmony",
+    "deepseek_v3": "triton_openai.parsers.tools.deepseek_v3:DeepSeekV3",
+    "deepseek_v32": "triton_openai.parsers.tools.deepseek_v32:DeepSeekV32",
+    "glm45": "triton_openai.parsers.tools.glm45:Glm45",
+    "kimi_k2": "triton_openai.parsers.tools.kimi_k2:KimiK2",
+    "minimax_m2": "triton_openai.parsers.tools.minimax_m2:MiniMaxM2",
+    "pythonic": "triton_openai.parsers.tools.pythonic:Pythonic",
+    "lfm2": "triton_openai.parsers.tools.pythonic:Lfm2",
+    "olmo3": "triton_openai.parsers.tools.pythonic:Olmo3",
+    "nemotron_json": "triton_openai.parsers.tools.nemotron:Nemotron",
+    "granite": "triton_openai.parsers.tools.granite:Granite",
+    "granite4": "triton_openai.parsers.tools.granite:Granite4",
+    "granite_20b_fc": "triton_openai.parsers.tools.granite:Granite20bFunctionCalling",
+    "phi4_mini_json": "triton_openai.parsers.tools.phi4_mini:Phi4Mini",
+    "gemma4": "triton_openai.parsers.tools.gemma4:Gemma4",
+    "functiongemma": "triton_openai.parsers.tools.gemma4:FunctionGemma",
+    "seed_oss": "triton_openai.parsers.tools.seed_oss:SeedOss",
+    "cohere_command3": "triton_openai.parsers.tools.cohere:Cohere",
+    "jamba": "triton_openai.parsers.tools.jamba:Jamba",
+    "step3": "triton_openai.parsers.tools.step3:Step3",
+    "internlm": "triton_openai.parsers.tools.internlm:InternLM",
+    "longcat": "triton_openai.parsers.tools.longcat:LongCat",
+    "xlam": "triton_openai.parsers.tools.xlam:Xlam",
+}
+
+#: The names under which other servers know the same formats.
+ALIASES: Mapping[str, str] = {
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3": "hermes",
+    "qwen3_json": "hermes",
+    "ernie45": "hermes",
+    "llama": "llama3_json",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "qwen3_xml": "qwen3_coder",
+    "qwen_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "nemotron_nano": "qwen3_coder",
+    "gpt_oss": "openai",
+    "harmony": "openai",
+    "deepseekv3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v3",
+    "deepseekv31": "deepseek_v3",
+    "deepseek_v3_1": "deepseek_v3",
+    "deepseekv32": "deepseek_v32",
+    "deepseek_v3_2": "deepseek_v32",
+    "deepseek_v4": "deepseek_v32",
+    "deepseekv4": "deepseek_v32",
+    "glm": "glm45",
+    "glm4": "glm45",
+    "glm47": "glm45",
+    "kimik2": "kimi_k2",
+    "llama4_pythonic": "pythonic",
+    "nemotron": "nemotron_json",
+    "nemotron_deci": "nemotron_json",
+    "cohere": "cohere_command3",
+    "hunyuan": "jamba",
+    "hunyuan_a13b": "jamba",
+    "minimax": "jamba",
+    "minimax_m1": "jamba",
+    "phi4": "phi4_mini_json",
+    "phi4_mini": "phi4_mini_json",
+}
+
+TOOL_PARSERS: Registry[ToolParser] = Registry(
+    "tool parser",
+    "triton_openai.tool_parsers",
+    BUILT_IN,
+    ALIASES,
+    base=ToolParser,
+    make=lambda parser: parser({}, new_id=ToolParser.new_id),
+)
+
+
+def load(name: str) -> type[ToolParser]:
+    """Return the tool parser called *name*. Raises :class:`ConfigurationError` listing the known names."""
+    return TOOL_PARSERS.load(name)
+
+
+def names() -> list[str]:
+    """Return the names of all tool parsers, without their aliases."""
+    return TOOL_PARSERS.names()

@@ -1,0 +1,1 @@
+"""Messages to prompts: tokenizers, chat templates, truncation, infill."""

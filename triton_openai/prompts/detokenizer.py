@@ -1,0 +1,263 @@
+"""
+Token ids to text, as they come: what one step brings costs what it is long, and nothing is decoded twice.
+
+A character whose bytes are spread over tokens appears when it is complete. Where a token's bytes are known the bytes
+are joined; else a short window is decoded with and without the new ids, and the difference is the new text (the
+"prefix and read offset" of Hugging Face's text-generation-inference and of vLLM).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import tokenizers
+
+_SPACE = "\u2581"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Spaces, several bytes per character, a character that few vocabularies hold: what the ways of writing differ in.
+_PROBE = "a b  Zo\u00eb \u20ac5 \U0001f600 \u0950"
+
+
+class TokenPieces:
+    """
+    The bytes of single tokens. Immutable to its users; safe in threads.
+
+    ``exact`` is whether joining them gives the text; where it does not, :meth:`raw` knows added tokens only.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._added = {number: token.content.encode() for number, token in added.items()}
+        self._known: dict[int, bytes | None] = {}
+        self._read, self._drops = _way_of_writing(_decoders(backend))
+        self.exact = self._read is not None and self._proves()
+
+    def raw(self, token_id: int) -> bytes | None:
+        """Return the bytes of a token, ``None`` where they are not known; an id that does not exist has none."""
+        try:
+            return self._known[token_id]
+        except KeyError:
+            found = self._known[token_id] = self._find(token_id)
+            return found
+
+    @cached_property
+    def longest(self) -> int | None:
+        """How many bytes of a text one token can stand for; ``None`` where it is not known that a token has bytes."""
+        if not self.exact:
+            return None
+        size: Callable[[str], int] = len if self._read is _byte_level else _encoded_size
+        most = max(map(size, self._backend.get_vocab(with_added_tokens=False)), default=0)
+        most = max(most, *map(len, self._added.values()), 1)
+        # A normalizer composes characters: three decomposed ones of Hangul become one.
+        return most if self._backend.normalizer is None else 3 * most
+
+    def first(self, token_id: int) -> bytes:
+        """Return the bytes of a token that begins a text, where some tokenizers drop the space they always add."""
+        raw = self.raw(token_id) or b""
+        return self._drops(raw) if token_id not in self._added else raw
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of *ids*, decoded by the tokenizer itself."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def _find(self, token_id: int) -> bytes | None:
+        if token_id in self._added:
+            return self._added[token_id]
+        try:
+            piece = self._backend.id_to_token(token_id)
+        except OverflowError:
+            piece = None
+        if piece is None:
+            return b""
+        return None if self._read is None else self._read(piece)
+
+    def _proves(self) -> bool:
+        ids = self._backend.encode(_PROBE, add_special_tokens=False).ids
+        joined = b"".join(
+            [self.first(number) if not place else self.raw(number) or b"" for place, number in enumerate(ids)]
+        )
+        return joined.decode("utf-8", "replace") == self.decode(ids, False)
+
+
+_Way = tuple[Callable[[str], bytes] | None, Callable[[bytes], bytes]]
+
+
+def _decoders(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
+    """Return the parts of the decoder; its pickled state is its JSON, without the vocabulary around it."""
+    if backend.decoder is None:
+        return []
+    state = json.loads(backend.decoder.__getstate__())
+    return list(state["decoders"]) if state["type"] == "Sequence" else [state]
+
+
+def _way_of_writing(decoders: Sequence[Mapping[str, Any]]) -> _Way:
+    """Return how a token is read, ``None`` for a decoder of another kind, and what a text loses at its start."""
+    kinds = [decoder["type"] for decoder in decoders]
+    if kinds == ["ByteLevel"]:
+        return _byte_level, _whole
+    space = None
+    drops: Callable[[bytes], bytes] = _whole
+    for decoder in decoders:
+        kind = decoder["type"]
+        if kind == "Metaspace":
+            space = decoder["replacement"]
+            drops = _whole if decoder.get("prepend_scheme") == "never" else _without_spaces
+        elif kind == "Replace" and decoder["content"] == " ":
+            space = decoder["pattern"].get("String")
+        elif kind == "Strip" and (decoder["content"], decoder["start"], decoder["stop"]) == (" ", 1, 0):
+            drops = _without_space
+        elif kind not in ("ByteFallback", "Fuse"):
+            return None, _whole
+    if space is None or len(space) != 1:
+        return None, _whole
+    return _with_spaces(space, fallback="ByteFallback" in kinds), drops
+
+
+def _with_spaces(space: str, *, fallback: bool) -> Callable[[str], bytes]:
+    def read(piece: str) -> bytes:
+        byte = _BYTE.fullmatch(piece) if fallback else None
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode()
+
+    return read
+
+
+def _whole(raw: bytes) -> bytes:
+    return raw
+
+
+def _without_space(raw: bytes) -> bytes:
+    return raw.removeprefix(b" ")
+
+
+def _without_spaces(raw: bytes) -> bytes:
+    return raw.replace(b" ", b"")
+
+
+def _encoded_size(piece: str) -> int:
+    return len(piece.encode())
+
+
+def _byte_level(piece: str) -> bytes:
+    try:
+        return bytes([_BYTES[character] for character in piece])
+    except KeyError:
+        # Not written byte by byte, like an added token: it stands for itself.
+        return piece.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return the byte of each printable character: GPT-2's ``bytes_to_unicode`` the other way round."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {**table, **{chr(256 + place): byte for place, byte in enumerate(others)}}
+
+
+_BYTES = _byte_characters()
+
+
+_REPLACEMENT = "\ufffd"
+# Ids before the text that the first one is decoded behind: a character has no more than four bytes.
+_CONTEXT = 4
+# A character, or a cluster of them that a decoder treats together, is complete after so many tokens or never.
+_LONGEST_WAIT = 16
+
+
+class Detokenizer(Protocol):
+    """Holds the state of one stream; not to be shared."""
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that *ids* complete."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was held back, now that nothing follows: part of a character, as U+FFFD."""
+        ...
+
+
+def detokenizer(pieces: TokenPieces, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+    """
+    Return a detokenizer for the text behind *context*, the ids of the prompt.
+
+    Without one, the ids are decoded as a text of their own: many tokenizers drop the space at its start.
+    """
+    if pieces.exact:
+        return _Bytes(pieces, context, skip_special_tokens)
+    return _Window(pieces, context, skip_special_tokens)
+
+
+class _Bytes:
+    """Joins the bytes of the tokens."""
+
+    def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._pieces = pieces
+        self._skipped = pieces.special_ids if skip_special_tokens else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._begun = bool(context)
+        # A prompt of token ids may end inside a character.
+        self._decoder.decode(b"".join([pieces.raw(number) or b"" for number in context[-_CONTEXT:]]))
+
+    def feed(self, ids: Sequence[int]) -> str:
+        raw = self._pieces.raw
+        data = b""
+        for number in ids:
+            if number in self._skipped:
+                continue
+            if self._begun:
+                data += raw(number) or b""
+            else:
+                data += self._pieces.first(number)
+                self._begun = True
+        return self._decoder.decode(data)
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _Window:
+    """Decodes the ids since the text was last complete, behind those before them."""
+
+    def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
+        self._pieces = pieces
+        self._skip = skip_special_tokens
+        # The ids of the window: the first *behind* of them are in the text already.
+        self._ids = list(context[-_CONTEXT:])
+        self._behind = len(self._ids)
+        self._before = self._decode(self._ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._pieces.decode(ids, self._skip)
+
+    def feed(self, ids: Sequence[int]) -> str:
+        return "".join([self._one(number) for number in ids])
+
+    def _one(self, number: int) -> str:
+        self._ids.append(number)
+        text = self._decode(self._ids)
+        waiting = len(self._ids) - self._behind
+        if len(text) <= len(self._before) or (text.endswith(_REPLACEMENT) and waiting < _LONGEST_WAIT):
+            # Tokens without a text of their own must not make the window grow.
+            if len(text) <= len(self._before) and waiting >= _LONGEST_WAIT:
+                self._move()
+            return ""
+        new = text[len(self._before) :]
+        self._move()
+        return new
+
+    def _move(self) -> None:
+        self._ids = self._ids[self._behind :][-_LONGEST_WAIT:]
+        self._behind = len(self._ids)
+        self._before = self._decode(self._ids)
+
+    def flush(self) -> str:
+        text = self._decode(self._ids)
+        new = text[len(self._before) :]
+        self._move()
+        return new

@@ -1,0 +1,312 @@
+"""A model's tokenizer: text to ids and back, and what its files say about special tokens and chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+
+from triton_openai.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from triton_openai.generation import TokenPair
+from triton_openai.prompts import offload
+from triton_openai.prompts.detokenizer import TokenPieces
+from triton_openai.prompts.tokenizer_files import TokenizerFiles, fetch_from_hub, locate
+
+#: Texts longer than this are encoded in a thread. Measured with a byte-level BPE of 16,000 tokens: 0.2 µs per
+#: character for short texts, 0.4 µs for long ones; so what runs on the event loop holds it for less than 1 ms, and
+#: the thread's 70 µs never weigh.
+INLINE_CHARACTERS = 4_000
+
+#: More tokens than any model takes.
+MOST_TOKENS = 2 * 1024 * 1024
+
+#: ``transformers`` writes 1e30 for "unset"; no model takes a thousandth of what is allowed here.
+_LONGEST_CONTEXT = 10**9
+
+
+class Tokenizer:
+    """
+    A fast (``tokenizers``) tokenizer with its special tokens and chat templates. Immutable; safe in threads.
+
+    Made by :meth:`load`. Encoding never truncates or pads, whatever ``tokenizer.json`` says.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+        # Sentence encoders ship with truncation switched on, and counts would be wrong; transformers resets both too.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._source = files.source
+        self._special_tokens = MappingProxyType(_special_tokens(files))
+        self._chat_templates = MappingProxyType(dict(files.chat_templates))
+        self._generation_config = files.generation_config
+        self._eos_token_ids = self._find_eos(files)
+        self._model_max_length = _max_length(files.config.get("model_max_length"))
+        self._longest_prompt = _longest_prompt(self._model_max_length, files.model_config)
+        self._adds_bos = self._find_adds_bos(files)
+        self._pieces = TokenPieces(backend)
+
+    @classmethod
+    def load(cls, source: str, *, fetch: Callable[[str], Path] = fetch_from_hub) -> Tokenizer:
+        """
+        Load the tokenizer *source*: a local folder, a path of a ``tokenizer.json``, or a hub name ("org/name").
+
+        Blocks (disk, maybe network; a large vocabulary takes half a second): call it in a thread. *fetch* turns a
+        hub name into a folder. Raises :class:`ConfigurationError` when it is missing, unreadable, unreachable, or
+        exists in the slow form only.
+        """
+        files = locate(source, fetch)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
+        except Exception as error:
+            # The Rust side raises bare Exception for everything that it cannot read.
+            raise ConfigurationError(
+                f"The tokenizer '{source}' given by --tokenizer has an unreadable tokenizer.json.", detail=str(error)
+            ) from error
+        return cls(backend, files)
+
+    @property
+    def source(self) -> str:
+        """What :meth:`load` was given."""
+        return self._source
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids exist, added tokens included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """The named special tokens (``bos_token``, ``eos_token``, …) that the tokenizer has."""
+        return self._special_tokens
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a generation: ``eos_token`` first, then those of ``generation_config.json``."""
+        return self._eos_token_ids
+
+    @property
+    def chat_templates(self) -> Mapping[str, str]:
+        """The Jinja sources by name; the usual one is called ``default``."""
+        return self._chat_templates
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The contents of ``generation_config.json``; empty where there is none."""
+        return self._generation_config
+
+    @property
+    def model_max_length(self) -> int | None:
+        """The longest prompt in tokens, where the tokenizer says so."""
+        return self._model_max_length
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """A number of tokens that no prompt of the model can exceed, where the files say so."""
+        return self._longest_prompt
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether encoding with special tokens puts ``bos_token`` in front, as a backend's preprocessing would."""
+        return self._adds_bos
+
+    @property
+    def pieces(self) -> TokenPieces:
+        """The bytes of single tokens, and which of them are special."""
+        return self._pieces
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of exactly this *token*, or None when the vocabulary lacks it."""
+        return self._backend.token_to_id(token)
+
+    def vocabulary_string(self, number: int) -> str:
+        """Return how the vocabulary writes the id *number* (``Ġhow``); an id that does not exist is written as ""."""
+        return self._backend.id_to_token(number) or ""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """
+        Return the ids of *text*.
+
+        Raises :class:`InvalidRequest` for text that is not valid Unicode, and :class:`ContextLengthExceeded` for more
+        tokens than any model takes.
+        """
+        encoding = self._encode(text, add_special_tokens)
+        if len(encoding) > MOST_TOKENS:
+            # Making a list of millions of numbers holds the interpreter lock.
+            raise ContextLengthExceeded(f"The text has {len(encoding)} tokens, more than {MOST_TOKENS}.")
+        return encoding.ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        with _valid_unicode():
+            if len(text) > INLINE_CHARACTERS:
+                # Only the batch form releases the interpreter lock, and so leaves the event loop its turns.
+                return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def spans(self, text: str) -> Sequence[tuple[int, int]]:
+        """
+        Return where each token of *text* begins and ends in it, in characters, without special tokens added to it.
+
+        Tokens that are parts of one character share its place. Raises as :meth:`encode`.
+        """
+        with _valid_unicode():
+            return _Spans(self._backend.encode_batch([text], add_special_tokens=False)[0])
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """
+        Return the text of *ids*. Ids that do not exist give no text.
+
+        Raises :class:`InvalidRequest` for what cannot be an id.
+        """
+        try:
+            if len(ids) > INLINE_CHARACTERS:
+                return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest("Token ids must be integers from 0 to 4294967295.", detail=str(error)) from error
+
+    def count(self, text: str, add_special_tokens: bool = False) -> int:
+        """Return how many tokens *text* has. Raises as :meth:`encode`."""
+        return len(self._encode(text, add_special_tokens))
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
+        """
+        Return each query and document as one sequence, with the special tokens of a pair.
+
+        With *limit*, a longer one is cut to it at the end of its document. Raises :class:`InvalidRequest` for text that
+        is not valid Unicode, and where a query alone is longer.
+        """
+        special = self._backend.num_special_tokens_to_add(is_pair=True)
+        queries = list(dict.fromkeys(query for query, _ in pairs))
+        with _valid_unicode():
+            encoded = self._backend.encode_batch(queries, add_special_tokens=False)
+            documents = self._backend.encode_batch([document for _, document in pairs], add_special_tokens=False)
+        by_query = dict(zip(queries, encoded, strict=True))
+        made = []
+        for (query, _), document in zip(pairs, documents, strict=True):
+            if limit is not None:
+                room = limit - special - len(by_query[query].ids)
+                if room < 0:
+                    raise ContextLengthExceeded(f"The query alone is longer than {limit} tokens.")
+                document.truncate(room)
+            whole = self._backend.post_process(by_query[query], document, add_special_tokens=True)
+            made.append(TokenPair(whole.ids, whole.type_ids))
+        return made
+
+    async def encode_pairs_async(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
+        """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises the same."""
+        size = sum(len(query) + len(document) for query, document in pairs)
+        return await offload.run(lambda: self.encode_pairs(pairs, limit), size=size, threshold=INLINE_CHARACTERS)
+
+    async def encode_async(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Do :meth:`encode` without holding the event loop for long texts. Raises the same."""
+        return await offload.run(
+            lambda: self.encode(text, add_special_tokens), size=len(text), threshold=INLINE_CHARACTERS
+        )
+
+    async def decode_async(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Do :meth:`decode` without holding the event loop for many ids. Raises the same."""
+        return await offload.run(
+            lambda: self.decode(ids, skip_special_tokens), size=len(ids), threshold=INLINE_CHARACTERS
+        )
+
+    async def count_async(self, text: str | Sequence[str], add_special_tokens: bool = False) -> int:
+        """Do :meth:`count` for one or several texts without holding the event loop. Raises the same."""
+        texts = (text,) if isinstance(text, str) else text
+        return await offload.run(
+            lambda: sum(self.count(text, add_special_tokens) for text in texts),
+            size=sum(map(len, texts)),
+            threshold=INLINE_CHARACTERS,
+        )
+
+    def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
+        found: list[int] = []
+        named = self._special_tokens.get("eos_token")
+        if named is not None:
+            token = self.token_id(named)
+            if token is not None:
+                found.append(token)
+        declared = files.generation_config.get("eos_token_id", files.model_config.get("eos_token_id"))
+        for value in declared if isinstance(declared, list) else [declared]:
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0 and value not in found:
+                found.append(value)
+        return tuple(found)
+
+    def _find_adds_bos(self, files: TokenizerFiles) -> bool:
+        # For Llama-like classes transformers rebuilds the post-processor from this flag, so it comes first.
+        declared = files.config.get("add_bos_token")
+        if isinstance(declared, bool):
+            return declared
+        bos = self._special_tokens.get("bos_token")
+        return bos is not None and self.encode("", add_special_tokens=True)[:1] == [self.token_id(bos)]
+
+
+class _Spans(Sequence[tuple[int, int]]):
+    """Where the tokens of *encoding* stand. All places at once would be millions of objects."""
+
+    def __init__(self, encoding: tokenizers.Encoding) -> None:
+        self._encoding = encoding
+
+    def __len__(self) -> int:
+        return len(self._encoding)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._encoding.token_to_chars(range(len(self))[index])
+
+
+@contextmanager
+def _valid_unicode() -> Iterator[None]:
+    """Blame the client for a text with a lone surrogate: it cannot become UTF-8, and the bindings raise a TypeError."""
+    try:
+        yield
+    except (TypeError, UnicodeError) as error:
+        raise InvalidRequest("The text is not valid Unicode (it holds a lone surrogate).", detail=str(error)) from error
+
+
+def _special_tokens(files: TokenizerFiles) -> dict[str, str]:
+    """Merge the files' named tokens; a null in ``tokenizer_config.json`` takes a token away, as in transformers."""
+    named: dict[str, str] = {}
+    for mapping in (files.special_tokens_map, files.config):
+        extra = mapping.get("extra_special_tokens")
+        for name, value in (dict(mapping) | (extra if isinstance(extra, dict) else {})).items():
+            if not name.endswith("_token"):
+                continue
+            token = _token_text(value)
+            if token is not None:
+                named[name] = token
+            elif value is None:
+                named.pop(name, None)
+    return named
+
+
+def _token_text(value: Any) -> str | None:
+    """Return a token's text: a string, or an ``AddedToken`` written as an object with ``content``."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
+    """
+    Return the larger of what the tokenizer has *told* and of the *model*'s positions, as its config.json has them.
+
+    Tokenizers are often those of an older, shorter model. Scaling stretches the positions.
+    """
+    text = model.get("text_config")
+    config = {**model, **text} if isinstance(text, dict) else model
+    positions = _max_length(config.get("max_position_embeddings"))
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    if positions is not None and isinstance(factor, int | float) and 1 < factor < _LONGEST_CONTEXT:
+        positions = int(positions * factor)
+    return max((length for length in (told, positions) if length is not None), default=None)
+
+
+def _max_length(value: Any) -> int | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if 0 < value <= _LONGEST_CONTEXT else None

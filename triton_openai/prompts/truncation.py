@@ -1,0 +1,107 @@
+"""
+Prompts cut to a number of tokens: vLLM's ``truncate_prompt_tokens``.
+
+A text is cut at the border of a token and handed on as text, which its backend tokenizes again: what counts is that the
+rest has no more tokens than were allowed. Special tokens that a backend puts around every text stay, and count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from triton_openai.errors import InvalidRequest
+from triton_openai.prompts import offload
+from triton_openai.prompts.tokenizer import INLINE_CHARACTERS, Tokenizer
+
+_PARAM = "truncate_prompt_tokens"
+
+
+class Truncation(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What is left of a prompt: at most *tokens* of them, the last ones when it is cut on the *side* "left".
+
+    -1 tokens are as many as the model's context has room for. *keeps_special* is whether special tokens that are put
+    around a text stay, and count: vLLM keeps them in a completion's prompt unless it is told the side, and cuts them
+    off like others in a chat.
+    """
+
+    tokens: int
+    side: Literal["left", "right"] = "left"
+    keeps_special: bool = True
+
+    def within(self, room: int | None) -> Truncation:
+        """
+        Return the truncation with its number known; *room* is what the model takes, where that is known.
+
+        Raises :class:`InvalidRequest` where it has to be and is not.
+        """
+        if self.tokens >= 0:
+            return self
+        if room is None:
+            raise InvalidRequest(
+                f"'{_PARAM}' can be -1 only where the model's context length is known (--max-model-len).", param=_PARAM
+            )
+        return msgspec.structs.replace(self, tokens=max(room, 0))
+
+    def checked(self, longest: int | None) -> Truncation:
+        """Return the same. Raises :class:`InvalidRequest` for more tokens than the *longest* input has."""
+        if longest is not None and self.tokens > longest:
+            raise InvalidRequest(
+                f"'{_PARAM}' must not be greater than the model's context length of {longest} tokens, got"
+                f" {self.tokens}.",
+                param=_PARAM,
+                code="integer_above_max_value",
+            )
+        return self
+
+
+def cut_ids(ids: Sequence[int], truncation: Truncation) -> Sequence[int]:
+    """Return what is left of *ids*."""
+    if len(ids) <= truncation.tokens:
+        return ids
+    return ids[len(ids) - truncation.tokens :] if truncation.side == "left" else ids[: truncation.tokens]
+
+
+async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -> Sequence[int]:
+    """Return the ids of what is left of *text*, with the tokenizer's special tokens."""
+    ids, plain = await tokenizer.encode_async(text, True), await tokenizer.encode_async(text)
+    added = len(ids) - len(plain)
+    allowed = truncation.tokens - added
+    if len(ids) <= truncation.tokens or not truncation.keeps_special or allowed < 1:
+        return cut_ids(ids, truncation)
+    before = next((place for place in range(added + 1) if ids[place : place + len(plain)] == plain), 0)
+    kept = cut_ids(plain, msgspec.structs.replace(truncation, tokens=allowed))
+    return [*ids[:before], *kept, *ids[before + len(plain) :]]
+
+
+async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, special: bool) -> str:
+    """
+    Return what is left of *text*; *special* is whether the backend adds the tokenizer's special tokens to it.
+
+    Raises :class:`InvalidRequest` when nothing is.
+    """
+    return await offload.run(
+        lambda: _cut(tokenizer, text, truncation, special), size=len(text), threshold=INLINE_CHARACTERS
+    )
+
+
+def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool) -> str:
+    added = tokenizer.count("", special)
+    allowed = truncation.tokens - added
+    spans = tokenizer.spans(text)
+    while len(spans) > allowed:
+        # Cut where the text to be kept begins or ends; tokens that share a character with it go as well.
+        if truncation.side == "left":
+            border = spans[len(spans) - allowed - 1][1] if allowed > 0 else len(text)
+            text = text[max(border, spans[0][0] + 1) :]
+        else:
+            border = spans[allowed][0] if allowed > 0 else 0
+            text = text[: min(border, spans[-1][1] - 1)]
+        # What is left may be tokenized in another way, with more tokens.
+        spans = tokenizer.spans(text)
+    if not text:
+        raise InvalidRequest(f"'{_PARAM}' leaves nothing of the prompt.", param=_PARAM, code="invalid_value")
+    return text

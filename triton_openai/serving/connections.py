@@ -1,0 +1,263 @@
+"""
+The HTTP server: an application on listening sockets, with a time limit for request heads, errors in the API's own form
+for what is not HTTP, and an orderly end.
+
+It needs nothing of aiohttp but its public interface.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, cast
+
+import structlog
+from aiohttp import StreamReader, web
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+
+from triton_openai.config import LimitSettings
+from triton_openai.errors import HeadersTooLarge, InvalidRequest, ServiceError
+from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations
+from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
+from triton_openai.telemetry.process import DESCRIPTORS
+
+_log = structlog.get_logger(__name__)
+# How long the rest of a refused body is read and thrown away. A connection that is closed while something is unread is
+# reset, and then its client may never see the answer (RFC 9112, section 9.6).
+_LINGER_SECONDS = 1.0
+# How long the event loop has for the connections that the kernel has accepted when the service stops to listen.
+_ACCEPT_SECONDS = 0.05
+# aiohttp waits this long, twice, for handlers that are left when the server closes.
+_SHUTDOWN_SECONDS = 0.5
+#: Returns the body of an error response.
+ErrorBody = Callable[[ServiceError], bytes]
+_RequestFactory = Callable[..., web.BaseRequest]
+
+
+class Connection(web.RequestHandler):
+    """
+    One connection. It closes when the head of a request takes too long from its first byte.
+
+    *observer* observes what is not HTTP, which no handler sees.
+    """
+
+    __slots__ = (
+        *("_answering", "_draining", "_error_body", "_header_timeout", "_header_timer", "_observer", "_unused"),
+    )
+
+    def __init__(self, manager: web.Server, limits: LimitSettings, body: ErrorBody, observer: Observer) -> None:
+        super().__init__(
+            manager,
+            loop=asyncio.get_running_loop(),
+            # The service writes its own.
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=limits.keepalive_timeout,
+            max_field_size=limits.max_header_size,
+            max_line_size=limits.max_header_size,
+            # Only a request that is let in may cost more than its bytes.
+            auto_decompress=False,
+            lingering_time=_LINGER_SECONDS,
+        )
+        self._header_timeout = limits.header_timeout
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._error_body = body
+        self._observer = observer
+        self._answering = False
+        self._draining = False
+        self._unused = True
+
+    @property
+    def awaits_first_request(self) -> bool:
+        """Whether the connection is open, and no request has come over it."""
+        return self._unused and self.connected
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note the file descriptor."""
+        super().connection_made(transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            DESCRIPTORS.taken(sock.fileno())
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Stop the timer."""
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse *data*, with which a request may begin."""
+        if data and not self._answering and self._header_timer is None:
+            loop = asyncio.get_running_loop()
+            self._header_timer = loop.call_later(self._header_timeout, self._time_out)
+        super().data_received(data)
+
+    def begin_answer(self) -> None:
+        """Note that the head of a request is complete."""
+        self._answering, self._unused = True, False
+        self._stop_header_timer()
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send the rest of the response. The connection closes after it if the request's body was not read."""
+        if self._draining or not request.content.is_eof():
+            resp.force_close()
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._answering = False
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """
+        Return the response to what is not HTTP, or to a request whose handler failed.
+
+        Raises *exc* where the handler failed because its client has left: there is nobody to answer, and no error.
+        """
+        if isinstance(exc, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            raise exc
+        request_id = uuid.uuid4().hex
+        if isinstance(exc, HttpProcessingError):
+            error = self._parse_error(exc)
+            observation = Observation(request_id=request_id, method="", path="")
+            observation.status, observation.error = error.status, error
+            self._observer.started(observation)
+            observation.ended = time.monotonic()
+            self._observer.ended(observation)
+        else:
+            # It logs the error, and ends the connection where the response has begun.
+            super().handle_error(request, status, exc, message)
+            error = ServiceError("The service failed to answer the request.")
+        response = web.Response(
+            status=error.status,
+            body=self._error_body(error),
+            content_type="application/json",
+            headers={"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"},
+        )
+        response.force_close()
+        return response
+
+    def drain(self) -> None:
+        """Close the connection after the answer that is being given, or at once if no request has begun."""
+        self._draining = True
+        if not self._answering and self._header_timer is None:
+            self.force_close()
+
+    def _parse_error(self, exc: HttpProcessingError) -> ServiceError:
+        if isinstance(exc, LineTooLong):
+            return HeadersTooLarge("The request line or a header is too long.")
+        if exc.message.startswith("Too many headers"):
+            return HeadersTooLarge(f"The request has more than {self.max_headers} headers.")
+        # Not the parser's own message: it repeats what it got.
+        return InvalidRequest("The request is not valid HTTP.", code="invalid_http")
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _time_out(self) -> None:
+        _log.debug("connection closed", reason="no complete request head in time", seconds=self._header_timeout)
+        self.force_close()
+
+
+class HttpServer:
+    """
+    Serves *app*. *body* renders the errors of requests that no handler sees; *tls* is for all of its sockets.
+
+    A client that leaves cancels the handler of its request.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        limits: LimitSettings,
+        *,
+        body: ErrorBody = ServiceError.envelope,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
+        self._limits = limits
+        self._body = body
+        self._tls = tls
+        # The relays have none: they observe what passes through them.
+        self._observer = app.get(OBSERVERS, Observer())
+        self._listeners: list[asyncio.Server] = []
+
+    async def start(self) -> None:
+        """Start the application."""
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        server.request_factory = _requests(server.request_factory)
+
+    async def listen(self, sock: socket.socket, backlog: int = 128) -> None:
+        """Accept connections on *sock*, a bound TCP socket."""
+        server, limits, tls = self._runner.server, self._limits, self._tls
+        assert server is not None, "The server is not started."
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.write_timeout * 1000))
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: Connection(server, limits, self._body, self._observer),
+            sock=sock,
+            backlog=backlog,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else limits.header_timeout,
+        )
+        self._listeners.append(listener)
+
+    @property
+    def port(self) -> int:
+        """The port of the first socket."""
+        return int(self._listeners[0].sockets[0].getsockname()[1])
+
+    @property
+    def awaits_requests(self) -> bool:
+        """Whether somebody has connected and has not sent a request yet."""
+        return any(connection.awaits_first_request for connection in self._connections())
+
+    async def stop_listening(self) -> None:
+        """Accept no more connections. Those that the kernel has accepted are taken first: closing would reset them."""
+        await asyncio.sleep(_ACCEPT_SECONDS)
+        for listener in self._listeners:
+            listener.close()
+
+    def close_idle(self) -> None:
+        """Close idle connections at once, and every other one after its answer."""
+        for connection in self._connections():
+            connection.drain()
+
+    async def close(self) -> None:
+        """Stop the application, and close all that is open."""
+        for listener in self._listeners:
+            listener.close()
+        await self._runner.cleanup()
+
+    def _connections(self) -> list[Connection]:
+        server = self._runner.server
+        return [] if server is None else cast(list[Connection], server.connections)
+
+
+def _requests(make: _RequestFactory) -> _RequestFactory:
+    """Return a factory that makes requests as *make* does, when their heads are complete."""
+
+    def make_request(
+        message: RawRequestMessage, payload: StreamReader, protocol: web.RequestHandler, *rest: Any
+    ) -> web.BaseRequest:
+        cast(Connection, protocol).begin_answer()
+        message, expects_continue = without_expectations(message)
+        request = make(message, payload, protocol, *rest)
+        request[EXPECTS_CONTINUE] = expects_continue
+        return request
+
+    return make_request

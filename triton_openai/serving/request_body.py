@@ -1,0 +1,111 @@
+"""
+Decompresses request bodies, up to a size, in threads.
+
+The server hands bodies over as they arrive: only a request that is let in and reads its body can make the service
+decompress anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from io import BytesIO
+
+from aiohttp import HttpVersion11, hdrs, web
+from aiohttp.http import RawRequestMessage
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from triton_openai.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+
+#: Whether the client waits for ``100 Continue`` before it sends the body.
+EXPECTS_CONTINUE: web.RequestKey[bool] = web.RequestKey("expects_continue", bool)
+
+
+def without_expectations(message: RawRequestMessage) -> tuple[RawRequestMessage, bool]:
+    """
+    Return *message* without ``Expect``, so that aiohttp does not meet it, and whether it expects ``100-continue``.
+
+    Other expectations are ignored (RFC 9110, section 10.1.1).
+    """
+    if hdrs.EXPECT not in message.headers:
+        return message, False
+    headers = CIMultiDict(message.headers)
+    expected = ",".join(headers.popall(hdrs.EXPECT)).lower().split(",")
+    message = message._replace(headers=CIMultiDictProxy(headers))
+    return message, message.version >= HttpVersion11 and "100-continue" in map(str.strip, expected)
+
+
+def ask_for_body(request: web.Request) -> None:
+    """
+    Prepare to read the body of *request*, which is let in: send ``100 Continue`` to a client that waits for it.
+
+    Raises :class:`UnsupportedMediaType` for a transfer coding that nothing here decodes.
+    """
+    if [coding.strip().lower() for coding in request.headers.getall(hdrs.TRANSFER_ENCODING, ())] not in (
+        [],
+        ["chunked"],
+    ):
+        raise UnsupportedMediaType("The body's Transfer-Encoding is not supported: use chunked, or none.")
+    if request.get(EXPECTS_CONTINUE) and not request.content.is_eof() and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+# zlib's name for the format of each coding. Of gzip, a single member is taken: millions of empty ones would take long.
+_FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+# Bytes that are taken and made at a time; zlib copies what it has not taken yet.
+_INPUT = 64 * 1024
+_OUTPUT = 1024 * 1024
+# How many bodies are decompressed at the same time: each needs memory for a whole body.
+_THREADS = 2
+
+
+def content_coding(request: web.Request) -> str | None:
+    """Return the coding of the body, if any. Raises :class:`UnsupportedMediaType` for others than gzip and deflate."""
+    named = ",".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).lower().split(",")
+    codings = [coding for coding in map(str.strip, named) if coding not in ("", "identity")]
+    if not codings:
+        return None
+    if len(codings) > 1 or codings[0] not in _FORMATS:
+        raise UnsupportedMediaType("The body's Content-Encoding is not supported: use gzip, deflate, or none.")
+    return codings[0]
+
+
+async def decompress(body: bytes, coding: str, limit: int) -> bytes:
+    """
+    Return the content of *body*, which has the content coding *coding*.
+
+    Raises :class:`PayloadTooLarge` for more than *limit* bytes, and :class:`InvalidRequest` for what is not *coding*.
+    """
+    try:
+        return await asyncio.get_running_loop().run_in_executor(_threads(), _decompress, body, coding, limit)
+    except zlib.error as error:
+        raise InvalidRequest(
+            f"The request's body is not valid {coding}, which its Content-Encoding says it is.", code="invalid_encoding"
+        ) from error
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="decompress")
+
+
+def _decompress(body: bytes, coding: str, limit: int) -> bytes:
+    decoder = zlib.decompressobj(_FORMATS[coding])
+    content = BytesIO()
+    for start in range(0, len(body), _INPUT):
+        piece = body[start : start + _INPUT]
+        while True:
+            made = decoder.decompress(piece, _OUTPUT)
+            if content.tell() + len(made) > limit:
+                raise PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes, decompressed.")
+            content.write(made)
+            piece = decoder.unconsumed_tail
+            if decoder.eof:
+                if decoder.unused_data or start + _INPUT < len(body):
+                    raise zlib.error("something follows the compressed data")
+                return content.getvalue()
+            if not piece and len(made) < _OUTPUT:
+                break
+    raise zlib.error("the compressed data has no end")

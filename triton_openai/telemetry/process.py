@@ -1,0 +1,87 @@
+"""What a process is short of: time of the event loop, and file descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+from aiohttp import web
+
+_log = structlog.get_logger(__name__)
+
+
+class LoopLag:
+    """
+    Measures, while :meth:`run` runs, by how many seconds the event loop's timers are late.
+
+    One late timer is a pause of the garbage collector; *samples* late ones in a row are an overloaded process. *report*
+    gets every measurement.
+    """
+
+    def __init__(
+        self, *, interval: float = 0.1, samples: int = 5, report: Callable[[float], None] | None = None
+    ) -> None:
+        self._interval = interval
+        self._report = report
+        self._latest: deque[float] = deque(maxlen=samples)
+        #: The lag, in seconds, that the last measurements agree on: it rises only when all are above it and falls only
+        #: when all are below, so one good moment does not admit everybody at once. 0 before there are enough.
+        self.sustained = 0.0
+
+    @property
+    def latest(self) -> float:
+        """The last measurement in seconds; 0 before the first."""
+        return self._latest[-1] if self._latest else 0.0
+
+    def note(self, late: float) -> None:
+        """Take one measurement in."""
+        late = max(0.0, late)
+        self._latest.append(late)
+        if len(self._latest) == self._latest.maxlen:
+            self.sustained = min(max(self.sustained, min(self._latest)), max(self._latest))
+        if self._report is not None:
+            self._report(late)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + self._interval
+            await asyncio.sleep(self._interval)
+            self.note(loop.time() - due)
+
+
+LOOP_LAG: web.AppKey[LoopLag] = web.AppKey("loop_lag", LoopLag)
+_QUIET_SECONDS = 60.0
+
+
+class DescriptorWatch:
+    """
+    Warns when few file descriptors are left: the event loop closes the connection of a client that finds none.
+
+    It looks at the numbers of new descriptors. The kernel gives the lowest free one, so a high number means that all
+    below it are taken. *clock* returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._warned = float("-inf")
+
+    def taken(self, number: int) -> None:
+        """Note that *number* was given; warn when few are left, at most once a minute."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # The reserve is more than one client takes, besides what the service needs.
+        if limit == resource.RLIM_INFINITY or number < limit - max(8, limit // 20):
+            return
+        now = self._clock()
+        if now - self._warned >= _QUIET_SECONDS:
+            self._warned = now
+            _log.warning("hardly any file descriptors are left, clients will be turned away", limit=limit)
+
+
+#: That of this process.
+DESCRIPTORS = DescriptorWatch()

@@ -1,1 +1,0 @@
-"""Reasoning in a model's text, split off before anything else looks at it."""

@@ -1,0 +1,1 @@
+"""A Triton server that this service starts, supervises and stops."""
