@@ -71,6 +71,17 @@ type: $(VENV)/.develop ## check types with mypy
 unit: $(VENV)/.develop ## run the tests that need no Triton (ARGS="-k name" picks)
 	$(BIN)/python -m pytest tests/unit $(PARALLEL) $(ARGS)
 
+# 3.14 is tried where it is there: not every dependency has a wheel for it yet.
+PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c 'print("$(version)")' 2>/dev/null))
+
+.PHONY: pythons
+pythons: ## run the unit tests on each supported Python that is installed
+	@for version in $(PYTHONS); do set -e; \
+	    echo "Python $$version"; environment=$(VENV)/python$$version; \
+	    test -x $$environment/bin/python || python$$version -m venv $$environment; \
+	    $$environment/bin/python -m pip install --quiet --editable '.[test]'; \
+	    $$environment/bin/python -m pytest tests/unit $(PARALLEL) $(ARGS); done
+
 .PHONY: test
 test: $(VENV)/.develop ## run every test, against a real Triton (ARGS="-k name" picks)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

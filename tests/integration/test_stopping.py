@@ -271,7 +271,8 @@ async def _ends_at_once(listener: socket.socket, connected: asyncio.Event, begun
 async def _accepts(address: tuple[str, int]) -> bool:
     try:
         _, writer = await asyncio.open_connection(*address)
-    except ConnectionRefusedError:
+    except ConnectionError:
+        # Refused, or reset when the listener closed while this connection was in its queue.
         return False
     writer.close()
     return True

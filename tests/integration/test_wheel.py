@@ -1,6 +1,7 @@
 """
-What users install: the wheel holds every file of the package once, and serves with the checkout out of the way, on
-every supported Python that is installed here.
+What users install: the wheel holds every file of the package once, and serves with the checkout out of the way.
+
+`make pythons` runs the unit tests on each supported Python.
 """
 
 from __future__ import annotations
@@ -13,16 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.integration.wheel_building import (
-    CURRENT,
     ROOT,
-    VERSIONS,
     build,
     chat_once,
     environment,
-    interpreters,
     run_isolated,
     serving,
 )
+from tests.triton_fixture import TestTriton
 
 # Building and installing take longer than a test usually may.
 pytestmark = pytest.mark.timeout(400)
@@ -82,7 +81,7 @@ def test_resources_are_found_in_the_installed_package() -> None:
         "print((files('triton_openai.demo') / 'tokenizer' / 'tokenizer.json').is_file())\n"
         "print((files('triton_openai') / 'py.typed').is_file())\n"
     )
-    package, adapters, templates, *there = run_isolated(environment(CURRENT), code).split()
+    package, adapters, templates, *there = run_isolated(environment(), code).split()
 
     assert ROOT not in Path(package).parents
     assert Path(package).parent / "adapters" / "__init__.py" == Path(adapters)
@@ -92,20 +91,17 @@ def test_resources_are_found_in_the_installed_package() -> None:
 
 def test_the_installed_command_runs() -> None:
     """The console script is installed."""
-    script = environment(CURRENT).parent / "triton-openai"
+    script = environment().parent / "triton-openai"
 
     assert "triton-openai 0." in run_isolated(
-        environment(CURRENT),
+        environment(),
         f"import subprocess; print(subprocess.check_output([{str(script)!r}, '--version'], text=True))",
     )
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_it_serves(version: str, triton) -> None:
+def test_it_serves(triton: TestTriton) -> None:
     """Every module imports, without the extras; a chat request is answered; SIGTERM ends the process with status 0."""
-    if version not in interpreters():
-        pytest.skip(f"there is no Python {version} here")
-    python = environment(version)
+    python = environment()
 
     assert "imported\n" == run_isolated(python, _IMPORT_EVERYTHING)
     with serving(python, triton.http_url) as banner:
