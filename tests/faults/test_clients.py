@@ -8,8 +8,7 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def test_a_client_that_leaves(own: Own, service: Watched, model: str, stream: bo
     assert_works(service)
 
 
-def flood(own: Own, service: Service, tokens: int, headers: str = "") -> tuple[int, int, bytes]:
+def flood(own: Own, service: Service, tokens: int) -> tuple[int, int, bytes]:
     """
     Ask for a flood of *tokens*, read nothing until the engine has made all of them, then read it all.
 
@@ -65,7 +64,8 @@ def flood(own: Own, service: Service, tokens: int, headers: str = "") -> tuple[i
     mark = f"flood {uuid.uuid4()}"
     prompt = steered(mark, text=" particular" * 20, eos=False, tokens_per_response=500)
     request = json.dumps(body("ensemble", prompt, stream=True, max_tokens=tokens)).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    # The engine takes longer than the idle timeout: the time for which a client does not read is not held against it.
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nx-idle-timeout: 1\r\n"
     before = service.memory()
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -94,20 +94,12 @@ def test_a_client_that_does_not_read(own: Own, transport: str, tmp_path: Path) -
     with watched(tmp_path, *arguments) as service:
         assert_works(service)
         with service.back_to_level():
-            grown, size, tail = flood(own, service, 2_000_000)
+            grown, size, tail = flood(own, service, 1_200_000)
         assert [] == service.complaints()
 
-    assert b"data: [DONE]" in tail
-    assert size > 20 * MEBIBYTE
-    assert grown < 16 * MEBIBYTE
-
-
-def test_a_slow_client_is_no_silent_model(own: Own, service: Service) -> None:
-    """The time for which a client does not read is not held against the model."""
-    # Long enough for this silence to pass while the client does not read.
-    _, _, tail = flood(own, service, 2_500_000, "x-idle-timeout: 2\r\n")
-
     assert b"data: [DONE]" in tail, tail
+    assert size > 12 * MEBIBYTE
+    assert grown < 8 * MEBIBYTE
 
 
 def test_comments_while_nothing_comes(service: Service) -> None:
@@ -180,41 +172,6 @@ def until_nobody_is_left(own: Own, service: Watched, turn: int) -> float:
     began = time.monotonic()
     until(lambda: not left(own))
     return time.monotonic() - began
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_clients_that_read_byte_by_byte(own: Own, transport: str, tmp_path: Path) -> None:
-    """However slowly they read, what is made for them is held back and not collected, for each of them alike."""
-    arguments = ("--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer))
-    with watched(tmp_path, *arguments) as service:
-        assert_works(service)
-        with service.back_to_level(), ExitStack() as clients:
-            before = service.memory()
-            slow = [clients.enter_context(flooded(own, service, number)) for number in range(4)]
-            ended = 0
-            while ended < len(slow):
-                ended = 0
-                for client, id in slow:
-                    assert len(client.recv(1)) == 1
-                    ended += bool(own.record.events(id=id, model="tensorrt_llm", event="finished"))
-            assert service.memory() - before < 32 * MEBIBYTE
-            assert_works(service)
-        assert [] == service.complaints()
-
-
-@contextmanager
-def flooded(own: Own, service: Service, number: int) -> Iterator[tuple[socket.socket, str]]:
-    """Ask for more than fits into all buffers on the way, and yield the connection and the request's id."""
-    mark = f"byte by byte {service.port} {number}"
-    prompt = steered(mark, text=" particular" * 20, eos=False, tokens_per_response=500)
-    data = json.dumps(body("ensemble", prompt, stream=True, max_tokens=300_000)).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(60)
-        client.connect((service.host, service.port))
-        client.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        yield client, str(own.begun("preprocessing", mark)["id"])
 
 
 def test_no_request_waits_for_the_collector(service: Watched) -> None:
