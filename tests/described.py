@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 
-from triton_openai.api.info import DESCRIPTION
-from triton_openai.app import create_app
+from triton_openai.api.routes import describe
 from triton_openai.config import AccessSettings, RestrictedApi, Settings
 
 Json = dict[str, Any]
@@ -26,11 +26,12 @@ def document() -> Json:
         apis=("inference", "model-repository", "metrics", "health", "info"), header="a", value="b"
     )
     settings = Settings(access=AccessSettings(api_key=("a-key",), openai_restricted_api=(restricted,)))
-    return dict(json.loads(create_app(settings)[DESCRIPTION].make(settings)))
+    return dict(json.loads(msgspec.json.encode(describe(settings))))
 
 
 def check(method: str, path: str, status: int, headers: Mapping[str, str], body: bytes) -> None:
     """Raise `AssertionError` for an answer that the description does not have."""
+    asked, method = method.upper(), "GET" if method.upper() == "HEAD" else method
     operation = find(method, path)
     if operation is None:
         assert status in (401, 403, 404, 405), f"{method} {path} is not described"
@@ -41,7 +42,7 @@ def check(method: str, path: str, status: int, headers: Mapping[str, str], body:
     kind = headers["Content-Type"].partition(";")[0]
     for name, header in described["headers"].items():
         assert name in headers or not _resolve(header).get("required"), name
-    if method.upper() == "HEAD":
+    if asked == "HEAD":
         assert body == b""
         return
     assert kind in described["content"], f"{method} {path}: {status} {kind}"

@@ -10,13 +10,10 @@ from aiohttp import web
 
 from triton_openai.access.cors import CORS, Cors, add_cors_headers, answer_preflights
 from triton_openai.access.guard import GUARD, RELAY_DOOR, Guard, RelayDoor, add_limit_headers, let_in
-from triton_openai.access.restrictions import check_groups
 from triton_openai.adapters._common.registry import load as load_adapter
 from triton_openai.answer.run import Background
-from triton_openai.api.batches import probe
 from triton_openai.api.bodies import LIMITS
-from triton_openai.api.info import DESCRIPTION, EXPOSITION, Description
-from triton_openai.api.openapi import describe
+from triton_openai.api.info import EXPOSITION, probe
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, LiveSettings, Service
 from triton_openai.config import Settings
@@ -119,7 +116,7 @@ def create_app(
     app[CANARY] = canary
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access, directory=worker.directory, limits=shared)
+    guard = app[GUARD] = Guard(settings.access, limits=shared)
     app[RELAY_DOOR] = RelayDoor(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
     app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
     if send_spans is not None:
@@ -129,8 +126,6 @@ def create_app(
     if metrics is not None:
         _add_metrics(app, metrics)
     add_routes(app)
-    app[DESCRIPTION] = Description(describe)
-    check_groups(app)
     return app
 
 

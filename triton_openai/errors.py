@@ -1,37 +1,5 @@
 """
-The error tree. Every error knows how a client sees it: status, ``type``, ``code`` and ``param``.
-
-::
-
-    ServiceError                       500  server_error
-    ├── InvalidRequest                 400  invalid_request_error
-    │   ├── UnsupportedParameter       400  unsupported_parameter
-    │   ├── RequestRefused             400  invalid_request
-    │   ├── PromptRefused              400  invalid_value
-    │   │   └── ContextLengthExceeded  400  context_length_exceeded
-    │   ├── InvalidApiKey              401  invalid_api_key
-    │   ├── ApiRestricted              401  invalid_auth
-    │   ├── OriginNotAllowed           403  origin_not_allowed
-    │   ├── ManagementDisabled         403  management_disabled
-    │   ├── KeyNotSufficient           403  key_not_sufficient
-    │   ├── ModelNotFound              404  model_not_found
-    │   ├── LoraNotLoaded              404  lora_not_loaded
-    │   ├── EndpointNotFound           404  not_found
-    │   ├── MethodNotAllowed           405  method_not_allowed
-    │   ├── RequestTimeout             408  request_timeout
-    │   ├── ModelConflict              409  model_conflict
-    │   ├── PayloadTooLarge            413  request_too_large
-    │   ├── UnsupportedMediaType       415  unsupported_media_type
-    │   └── HeadersTooLarge            431  headers_too_large
-    ├── Overloaded                     429  rate_limit_exceeded
-    │   └── RateLimited                429  rate_limit_exceeded   (type: what there was too much of)
-    ├── ServiceOverloaded              503  overloaded
-    ├── UpstreamError                  502  upstream_error
-    │   ├── UpstreamUnavailable        503  upstream_unavailable
-    │   │   └── ModelUnloading         503  model_unloading
-    │   └── UpstreamTimeout            504  upstream_timeout
-    ├── NotImplementedUpstream         501  not_supported
-    └── ConfigurationError             501  configuration_error   (also what the CLI prints and exits with)
+Every error, with how a client sees it: status, ``type``, ``code`` and ``param``.
 
 The envelope is OpenAI's (``{"error": {"message", "type", "param", "code"}}``) with ``code`` always a string or null.
 """
@@ -95,12 +63,19 @@ class ServiceError(Exception):
     Base of everything the service reports to a client.
 
     *message* is shown to the client as it is: a clear sentence, free of server paths, tracebacks and secrets.
-    *detail* goes to the log only.
+    *detail* goes to the log only. A subclass gives *status*, *type* and *code* where they differ from its base's, and
+    *retryable* false where trying again cannot help.
     """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: str | None = "internal_error"
+    retryable: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **attributes: Any) -> None:
+        super().__init_subclass__()
+        for name, value in attributes.items():
+            setattr(cls, name, value)
 
     def __init__(
         self,
@@ -146,21 +121,15 @@ class ServiceError(Exception):
         """
         if self.retry_after is not None:
             return {"Retry-After": f"{max(1, round(self.retry_after))}"}
-        return {}
+        return {} if self.retryable else {"x-should-retry": "false"}
 
 
-class InvalidRequest(ServiceError):
+class InvalidRequest(ServiceError, status=400, type="invalid_request_error", code="invalid_request"):
     """The client's request is wrong; *param* names the field in dotted form where one is to blame."""
 
-    status = 400
-    type = "invalid_request_error"
-    code = "invalid_request"
 
-
-class UnsupportedParameter(InvalidRequest):
+class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
     """A documented parameter that the model cannot honour and that would change its answer."""
-
-    code = "unsupported_parameter"
 
 
 class RequestRefused(InvalidRequest):
@@ -172,79 +141,51 @@ class RequestRefused(InvalidRequest):
         self.said = said
 
 
-class PromptRefused(InvalidRequest):
+class PromptRefused(InvalidRequest, code="invalid_value"):
     """The model cannot continue the prompt, such as an empty one. The endpoint adds the name of its field."""
 
-    code = "invalid_value"
 
-
-class ContextLengthExceeded(PromptRefused):
+class ContextLengthExceeded(PromptRefused, code="context_length_exceeded"):
     """The prompt, or prompt and completion together, are longer than the model takes."""
 
-    code = "context_length_exceeded"
 
-
-class InvalidApiKey(InvalidRequest):
+class InvalidApiKey(InvalidRequest, status=401, code="invalid_api_key"):
     """The request has no API key, or one that is not known."""
-
-    status = 401
-    code = "invalid_api_key"
 
     def headers(self) -> Mapping[str, str]:
         """Say how a key is given, as every 401 has to."""
         return {"WWW-Authenticate": "Bearer"}
 
 
-class ApiRestricted(InvalidApiKey):
+class ApiRestricted(InvalidApiKey, type="authentication_error", code="invalid_auth"):
     """The path belongs to a restricted API, and the request lacks the header that opens it."""
 
-    type = "authentication_error"
-    code = "invalid_auth"
 
-
-class OriginNotAllowed(InvalidRequest):
+class OriginNotAllowed(InvalidRequest, status=403, code="origin_not_allowed"):
     """The browser asked for a web page whose origin is not allowed."""
 
-    status = 403
-    code = "origin_not_allowed"
 
-
-class RequestTimeout(InvalidRequest):
+class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
     """The request did not arrive in time."""
 
-    status = 408
-    code = "request_timeout"
 
-
-class HeadersTooLarge(InvalidRequest):
+class HeadersTooLarge(InvalidRequest, status=431, code="headers_too_large"):
     """The request line or a header is larger than the configured limit."""
 
-    status = 431
-    code = "headers_too_large"
 
-
-class ManagementDisabled(InvalidRequest):
+class ManagementDisabled(InvalidRequest, status=403, code="management_disabled"):
     """What manages Triton, such as loading models, is off unless the operator allows it, and may be for a key."""
 
-    status = 403
-    code = "management_disabled"
 
-
-class KeyNotSufficient(InvalidRequest):
+class KeyNotSufficient(InvalidRequest, status=403, code="key_not_sufficient"):
     """What the request's key is limited to could not be kept to if this were allowed."""
 
-    status = 403
-    code = "key_not_sufficient"
 
-
-class ModelNotFound(InvalidRequest):
+class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
     """
     No served model has this *name*, of which the first 200 characters are kept; *why* is said in place of "does not
     exist".
     """
-
-    status = 404
-    code = "model_not_found"
 
     def __init__(
         self, name: str, *, hidden: bool = False, why: str = "does not exist", detail: str | None = None
@@ -254,58 +195,32 @@ class ModelNotFound(InvalidRequest):
         super().__init__(f"The model '{self.name}' {what}.", param="model", detail=detail)
 
 
-class LoraNotLoaded(InvalidRequest):
+class LoraNotLoaded(InvalidRequest, status=404, code="lora_not_loaded"):
     """The model's backend does not have the LoRA adapter that a request asks for, or no longer has its weights."""
 
-    status = 404
-    code = "lora_not_loaded"
 
-
-class EndpointNotFound(InvalidRequest):
+class EndpointNotFound(InvalidRequest, status=404, code="not_found"):
     """No such path."""
 
-    status = 404
-    code = "not_found"
 
-
-class MethodNotAllowed(InvalidRequest):
+class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
     """The path exists, but not with this method."""
 
-    status = 405
-    code = "method_not_allowed"
 
-
-class ModelConflict(InvalidRequest):
+class ModelConflict(InvalidRequest, status=409, code="model_conflict", retryable=False):
     """The model is not in the state that loading or unloading it needs, or another call is about to change it."""
 
-    status = 409
-    code = "model_conflict"
 
-    def headers(self) -> Mapping[str, str]:
-        """Return headers that tell the official clients not to retry: the answer would be another refusal."""
-        return {"x-should-retry": "false"}
-
-
-class PayloadTooLarge(InvalidRequest):
+class PayloadTooLarge(InvalidRequest, status=413, code="request_too_large"):
     """The body is larger than the configured limit."""
 
-    status = 413
-    code = "request_too_large"
 
-
-class UnsupportedMediaType(InvalidRequest):
+class UnsupportedMediaType(InvalidRequest, status=415, code="unsupported_media_type"):
     """The body is not JSON by its content type, or in a coding that is not known."""
 
-    status = 415
-    code = "unsupported_media_type"
 
-
-class Overloaded(ServiceError):
+class Overloaded(ServiceError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):
     """Triton or this service has no room for the request now; trying again later may work."""
-
-    status = 429
-    type = "rate_limit_error"
-    code = "rate_limit_exceeded"
 
 
 class RateLimited(Overloaded):
@@ -320,69 +235,37 @@ class RateLimited(Overloaded):
         return {**super().body(), "type": self.kind}
 
 
-class ServiceOverloaded(ServiceError):
+class ServiceOverloaded(ServiceError, status=503, code="overloaded"):
     """This service has as many requests as it may, or more than it can follow; another replica may have room."""
 
-    status = 503
-    code = "overloaded"
 
-
-class UpstreamError(ServiceError):
+class UpstreamError(ServiceError, status=502, code="upstream_error"):
     """Triton, or a model in it, failed in a way that is not the client's fault."""
 
-    status = 502
-    type = "server_error"
-    code = "upstream_error"
 
-
-class UpstreamUnavailable(UpstreamError):
+class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"):
     """Triton, or the model, cannot be reached or is not ready."""
 
-    status = 503
-    code = "upstream_unavailable"
 
-
-class ModelUnloading(UpstreamUnavailable):
+class ModelUnloading(UpstreamUnavailable, code="model_unloading"):
     """The model is being unloaded: new requests are refused, and those that run may finish until a deadline."""
-
-    code = "model_unloading"
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The model '{name}' is being unloaded.", param="model", retry_after=2)
 
 
-class UpstreamTimeout(UpstreamError):
+class UpstreamTimeout(UpstreamError, status=504, code="upstream_timeout"):
     """Triton did not answer, or fell silent, for longer than the configured time."""
 
-    status = 504
-    code = "upstream_timeout"
 
-
-class NotImplementedUpstream(ServiceError):
+class NotImplementedUpstream(ServiceError, status=501, code="not_supported", retryable=False):
     """Triton says that it does not support what was asked; trying again cannot help."""
 
-    status = 501
-    code = "not_supported"
 
-    def headers(self) -> Mapping[str, str]:
-        """Return headers that tell the official clients not to retry."""
-        return {"x-should-retry": "false"}
-
-
-class ConfigurationError(ServiceError):
+class ConfigurationError(ServiceError, status=501, code="configuration_error", retryable=False):
     """
     The operator's settings are wrong or incomplete (unknown key, missing tokenizer, unreadable template).
 
-    At start the command prints the message and exits with status 2; at request time it is what stands between a
-    model and its use, so its message names the flags that help. It is not the client's fault, so it counts as a failure
-    of the service; the same request will not work until the operator has acted, so clients are told not to retry it,
-    unless *retry_after* says when.
+    At start the command prints the message and exits with status 2. At request time it stands between a model and its
+    use, so its message names the flags that help; it counts as a failure of the service.
     """
-
-    status = 501
-    type = "server_error"
-    code = "configuration_error"
-
-    def headers(self) -> Mapping[str, str]:
-        """Return headers that tell the official clients whether to retry."""
-        return {"x-should-retry": "false"} if self.retry_after is None else super().headers()

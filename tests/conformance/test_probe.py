@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.calls import in_session_loop
-from triton_openai.api.batches import probe
+from triton_openai.api.info import probe
 from triton_openai.api.service import SERVICE
 from triton_openai.errors import RequestRefused
 

@@ -24,7 +24,7 @@ from tests.proxy_fixture import Proxy, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.access.guard import GUARD
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.access.restrictions import ROUTE_GROUPS, Routes, check_groups
+from triton_openai.access.restrictions import ROUTE_GROUPS
 from triton_openai.api.routes import add_routes
 from triton_openai.cli import main
 from triton_openai.config import AccessSettings, ApiSettings, LimitSettings, RestrictedApi, Settings, TritonSettings
@@ -226,21 +226,6 @@ async def test_a_restriction_and_a_key(keys_file: Path) -> None:
             assert status == (await raw(proxy, "GET", "/v1/models", *headers))[0]
         assert 401 == (await raw(proxy, "GET", "/health/live"))[0]
         assert 200 == (await raw(proxy, "GET", "/health/live", "Authorization: Bearer admin"))[0]
-
-
-def test_a_route_without_a_group() -> None:
-    """It is a mistake that shows at the start."""
-    app = web.Application()
-    routes = Routes(app)
-
-    async def handler(request: web.Request) -> web.Response:
-        return web.Response()
-
-    routes.get("health", "/a", handler)
-    check_groups(app)
-    app.router.add_get("/b", handler)
-    with pytest.raises(RuntimeError, match="has no group"):
-        check_groups(app)
 
 
 def client_of(proxy: Proxy, key: str, **options: Any) -> openai.AsyncOpenAI:

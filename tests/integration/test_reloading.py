@@ -178,7 +178,7 @@ def test_what_needs_a_restart(configured: Configured) -> None:
 
 
 def test_a_replaced_worker_has_the_keys_in_force(triton: TestTriton, tmp_path: Path) -> None:
-    """Also where their file has become bad since; a signal for all processes is no reason to be replaced."""
+    """A bad file leaves the old ones; a signal for all processes is no reason to be replaced."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("keys: [{name: one, key: sk-one}]")
     arguments = ("--api-keys-file", str(keys), "--triton-url", triton.http_url, "--workers", "2", *_TOLD)
@@ -198,6 +198,8 @@ def test_a_replaced_worker_has_the_keys_in_force(triton: TestTriton, tmp_path: P
             os.kill(pid, signal.SIGHUP)
         configured.agree(lambda: asked_with("sk-two"), 200)
         assert 2 == len(configured.said("worker started"))
+        configured.write({"keys": [{"name": "two", "key": "sk-two"}]})
+        until(lambda: len(configured.said("API keys are read again")) == 4)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         until(lambda: len(configured.said("Triton answers")) == 4)

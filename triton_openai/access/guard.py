@@ -11,15 +11,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from triton_openai.access.key_file import Keys
-from triton_openai.access.keys import KEY, KEY_HEADERS, ApiKey, identify
+from triton_openai.access.keys import KEY, KEY_HEADERS, ApiKey, Keys, identify
 from triton_openai.access.rate_limits import LimitStore, RateLimits, Ticket, tokens_charged
 from triton_openai.access.restrictions import COUNTED, Restrictions, group_of
 from triton_openai.config import AccessSettings
@@ -44,16 +42,13 @@ _TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
 
 class Guard:
     """
-    Who is let in. *limits* counts the requests of keys; *directory* is what the processes of the service share, if
-    there are several.
+    Who is let in. *limits* counts the requests of keys.
 
     Raises :class:`ConfigurationError` for keys that cannot be used.
     """
 
-    def __init__(
-        self, settings: AccessSettings, *, directory: Path | None = None, limits: LimitStore | None = None
-    ) -> None:
-        self.keys = Keys(settings, directory=directory)
+    def __init__(self, settings: AccessSettings, *, limits: LimitStore | None = None) -> None:
+        self.keys = Keys(settings)
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: LimitStore = limits or RateLimits()
 

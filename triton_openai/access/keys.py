@@ -1,14 +1,16 @@
-"""What a request shows to be let in: its API key, in any of the headers that clients use."""
+"""API keys: those in force, from the settings and a file that may change, and the one that a request shows."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import structlog
 import yaml
 from aiohttp import web
 from msgspec import Meta
@@ -16,7 +18,10 @@ from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config import AccessSettings
+from triton_openai.config.files import LOOK_SECONDS, FileWatch
 from triton_openai.errors import ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
+
+_log = structlog.get_logger(__name__)
 
 # The characters of a name that stand in logs and messages.
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._@ -]{1,64}$")]
@@ -79,30 +84,13 @@ class Keyring:
                 raise ConfigurationError(f"The API keys '{other.name}' and '{key.name}' are the same key.")
             self._keys[digest] = key
 
-    def __len__(self) -> int:
-        return len(self._keys)
-
     @property
-    def names(self) -> Sequence[str]:
-        """The names of the keys, each once."""
-        return list(dict.fromkeys(key.name for key in self._keys.values()))
-
-    def encode(self) -> bytes:
-        """Return the keys as :meth:`decode` takes them: their digests, not themselves."""
-        return msgspec.msgpack.encode(list(self._keys.items()))
-
-    @classmethod
-    def decode(cls, data: bytes) -> Keyring:
-        """Return the keys of *data*. Raises :class:`msgspec.MsgspecError`."""
-        return cls(msgspec.msgpack.decode(data, type=list[tuple[bytes, ApiKey]]))
+    def names(self) -> set[str]:
+        """The names of the keys."""
+        return {key.name for key in self._keys.values()}
 
     def find(self, presented: str) -> ApiKey | None:
-        """
-        Return the key that *presented* is, if it is one.
-
-        It is looked up by its digest. The time that takes may depend on the digest, and a digest tells nothing about
-        which keys are close to *presented*.
-        """
+        """Return the key that *presented* is, if it is one; its digest tells nothing about keys that are close."""
         return self._keys.get(sha256(presented))
 
 
@@ -119,20 +107,17 @@ def read_keys(settings: AccessSettings) -> Keyring | None:
     """
     if not settings.api_key and settings.api_keys_file is None:
         return None
-    keys = list(_from_settings(settings.api_key))
+    keys: list[tuple[bytes, ApiKey]] = []
+    for text in settings.api_key:
+        name, named, key = text.rpartition(":")
+        digest = sha256(key)
+        # Enough to tell keys apart, too little to know one from.
+        keys.append((digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")))
     if settings.api_keys_file is not None:
         keys += _from_file(settings.api_keys_file)
     if not keys:
         raise ConfigurationError(f"{settings.api_keys_file} has no API key: nobody could ask.")
     return Keyring(keys)
-
-
-def _from_settings(given: Iterable[str]) -> Iterable[tuple[bytes, ApiKey]]:
-    for text in given:
-        name, named, key = text.rpartition(":")
-        digest = sha256(key)
-        # Enough to tell keys apart, too little to know one from.
-        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")
 
 
 def _from_file(file: Path) -> Iterable[tuple[bytes, ApiKey]]:
@@ -175,13 +160,64 @@ def _read(file: Path) -> _File:
         raise ConfigurationError(f"The file of API keys {file} is not accepted: {error}.") from None
 
 
+class Keys:
+    """
+    The keys in force, read again when their file changes; ``ring`` is ``None`` where the *settings* ask for none.
+
+    Raises :class:`ConfigurationError`.
+    """
+
+    def __init__(self, settings: AccessSettings, *, interval: float = LOOK_SECONDS) -> None:
+        self._interval = interval
+        self._settings = settings
+        self._file = _watch(settings)
+        self.ring = read_keys(settings)
+
+    def prepare(self, settings: AccessSettings) -> Callable[[], None]:
+        """Read the keys of new *settings*, and return what puts them in force. Raises :class:`ConfigurationError`."""
+        file = _watch(settings)
+        ring = _read_again(settings, file)
+
+        def take() -> None:
+            self._settings, self._file, self.ring = settings, file, ring
+
+        return take
+
+    async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
+        """Read the file again after each change, until cancelled; call *changed* after each attempt."""
+        while True:
+            await asyncio.sleep(self._interval)
+            settings, file = self._settings, self._file
+            if not await asyncio.to_thread(file.due, settled=True):
+                continue
+            try:
+                ring = await asyncio.to_thread(_read_again, settings, file)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+                file.failed(error)
+            else:
+                file.used()
+                if settings is self._settings:
+                    self.ring = ring
+                    _log.info("API keys are read again", names=len(ring.names) if ring is not None else 0)
+            changed()
+
+
+def _watch(settings: AccessSettings) -> FileWatch:
+    return FileWatch([settings.api_keys_file], problem="the old API keys stay in force")
+
+
+def _read_again(settings: AccessSettings, file: FileWatch) -> Keyring | None:
+    file.check("file of API keys")
+    return read_keys(settings)
+
+
 # Azure's and Anthropic's clients have headers of their own.
 _PLAIN_HEADERS = ("api-key", "x-api-key")
 #: Where a key can stand, in lower case.
 KEY_HEADERS = ("authorization", *_PLAIN_HEADERS)
 
 
-def presented(headers: CIMultiDictProxy[str]) -> Iterator[str]:
+def _presented(headers: CIMultiDictProxy[str]) -> Iterator[str]:
     """Yield the keys that a request shows, one for each header at most."""
     scheme, _, token = headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
@@ -194,13 +230,12 @@ def presented(headers: CIMultiDictProxy[str]) -> Iterator[str]:
 
 def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
     """Return the first key of *ring* that is shown. Raises :class:`InvalidApiKey`."""
-    shown = False
-    for key in presented(headers):
-        shown = True
+    presented = list(_presented(headers))
+    for key in presented:
         found = ring.find(key)
         if found is not None:
             return found
-    if shown:
+    if presented:
         raise InvalidApiKey("Incorrect API key provided.")
     raise InvalidApiKey(
         "You didn't provide an API key. Send it in the header Authorization, as 'Bearer KEY', or in api-key or "

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from decimal import Decimal
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,33 +21,15 @@ from triton_openai.telemetry.observation import OBSERVATION
 
 _BRACKETS = b"[]{}"
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
-_OPENS = bytes.maketrans(_BRACKETS, b"\1\0\1\0")
+_OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")
 _SPACE = b" \t\r\n"
 _DIGIT_BYTES = b"0123456789"
 _AS_ZEROS = bytes.maketrans(_DIGIT_BYTES + b".", b"0" * 11)
 # Twice the digits of any number that is computed with; the time to read one grows with their square.
 _MOST_DIGITS = 40
-# Levels that are counted the quick way.
-_USUAL_DEPTH = 8
 _DATA_URL = b'"data:'
-_SMALL = 1024
-_PIECE = 1024 * 1024
-# Fields of requests by the setting that bounds how many they hold.
-_LISTS: Mapping[str, str] = {
-    "messages": "max_messages",
-    "tools": "max_tools",
-    "functions": "max_tools",
-    "documents": "max_prompts",
-    "prompt": "max_prompts",
-    "input": "max_prompts",
-    # The sides of a score request.
-    "queries": "max_prompts",
-    "items": "max_prompts",
-    "data_1": "max_prompts",
-    "data_2": "max_prompts",
-    "text_1": "max_prompts",
-    "text_2": "max_prompts",
-}
+# Data URLs of one request that are no text; more than any request may have images.
+_MOST_DATA_URLS = 4096
 
 
 class JsonCheck:
@@ -77,9 +59,10 @@ class JsonCheck:
             return
         # Without escaped characters, every second part is what stands in quotes.
         plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
+        too_many = PayloadTooLarge(f"The request's JSON has more than {limits.max_json_values} values.")
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
-            raise self._too_many_values()
+            raise too_many
         bare = b"".join(plain.split(b'"')[::2]).translate(None, _SPACE)
         if _has_long_number(bare):
             raise InvalidRequest(
@@ -88,23 +71,22 @@ class JsonCheck:
         # Each value but the first of a list or an object follows a comma, and the first an opening bracket.
         opened = bare.count(b"[") + bare.count(b"{")
         if opened > self._values:
-            raise self._too_many_values()
+            raise too_many
         ids = _token_ids(bare)
         self._values -= 1 + opened + bare.count(b",") - ids
         if self._values < 0:
-            raise self._too_many_values()
+            raise too_many
         self._ids -= ids
         if self._ids < 0:
             raise PayloadTooLarge(f"The request has more than {limits.max_token_ids} token ids.")
-        depth = _depth(bare.translate(None, _ALL_BUT_BRACKETS), enough=limits.max_json_depth)
+        brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
+        # With more closing than opening ones it is no JSON.
+        depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
         if depth > limits.max_json_depth:
             raise InvalidRequest(
                 f"The request's JSON is nested too deeply: more than {limits.max_json_depth} levels.",
                 code="invalid_json",
             )
-
-    def _too_many_values(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"The request's JSON has more than {self._limits.max_json_values} values.")
 
 
 def _without_images(body: bytes, most: int) -> bytes:
@@ -115,35 +97,20 @@ def _without_images(body: bytes, most: int) -> bytes:
     """
     if len(body) <= most:
         return body
-    kept, size, place = [], 0, 0
-    while place < len(body):
-        start = body.find(_DATA_URL, place, place + most + len(_DATA_URL)) + 1
-        end = body.find(b'"', start) if start else -1
-        if end < 0:
-            # No image, or one without an end, which the decoder refuses: the rest is text.
-            start = end = len(body)
-        elif not _is_image(body, start, end):
-            start = end
-        size += start - place
-        if size > most:
-            raise PayloadTooLarge(
-                f"The request has more than {most} bytes besides its images.", code="string_above_max_length"
-            )
-        kept.append(body[place:start])
-        place = end
-    return b"".join(kept)
-
-
-def _is_image(body: bytes, start: int, end: int) -> bool:
-    """Return whether the data URL there is read as quickly as base64 is."""
-    escapes = 0
-    for place in range(start, end, _PIECE):
-        piece = body[place : min(place + _PIECE, end)]
-        found = piece.count(b"\\")
-        if not piece.isascii() or (found and found != body.count(b"\\/", place, min(place + _PIECE + 1, end))):
-            return False
-        escapes += found
-    return end - start >= _SMALL and escapes <= (end - start) // 16
+    first, *parts = body.split(_DATA_URL, _MOST_DATA_URLS)
+    kept = [first]
+    for part in parts:
+        data, quote, text = part.partition(b'"')
+        escapes = data.count(b"\\")
+        # Few escapes: many take long to read.
+        image = quote and data.isascii() and escapes * 16 <= len(data) and escapes == data.count(b"\\/")
+        kept += (b'""', text) if image else (_DATA_URL, part)
+    rest = b"".join(kept)
+    if len(rest) > most:
+        raise PayloadTooLarge(
+            f"The request has more than {most} bytes besides its images.", code="string_above_max_length"
+        )
+    return rest
 
 
 def _has_long_number(text: bytes) -> bool:
@@ -156,39 +123,34 @@ def _token_ids(bare: bytes) -> int:
     return sum(inner.count(b",") for inner, _, _ in lists if not inner.translate(None, _DIGIT_BYTES + b","))
 
 
-def _depth(brackets: bytes, *, enough: int) -> int:
-    """Return how deep *brackets* nest; about, where they do not match."""
-    for level in range(min(_USUAL_DEPTH, enough)):
-        # The innermost pairs go, level by level, which is all there is to do for almost every request.
-        inner = brackets.replace(b"[]", b"").replace(b"{}", b"")
-        if len(inner) == len(brackets):
-            return level
-        brackets = inner
-    deltas = map((-1, 1).__getitem__, brackets.translate(_OPENS))
-    return min(_USUAL_DEPTH, enough) + max(accumulate(deltas), default=0)
-
-
 def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
     """Raise for JSON in the texts of a request that goes, together with all else, beyond what *check* allows."""
+    texts: dict[str, Any] = {"guided_json": getattr(body, "guided_json", None)}
+    texts["structured_outputs.json"] = getattr(getattr(body, "structured_outputs", None), "json", None)
     for index, message in enumerate(getattr(body, "messages", None) or ()):
-        for number, call in enumerate(getattr(message, "tool_calls", None) or ()):
-            _check_text(getattr(call.function, "arguments", None), f"messages[{index}].tool_calls[{number}]", check)
         called = getattr(message, "function_call", None)
-        _check_text(getattr(called, "arguments", None), f"messages[{index}].function_call", check)
-    _check_text(getattr(body, "guided_json", None), "guided_json", check)
-    structured = getattr(body, "structured_outputs", None)
-    if isinstance(structured, dict):
-        _check_text(structured.get("json"), "structured_outputs.json", check)
+        texts[f"messages[{index}].function_call"] = getattr(called, "arguments", None)
+        for number, call in enumerate(getattr(message, "tool_calls", None) or ()):
+            texts[f"messages[{index}].tool_calls[{number}]"] = getattr(call.function, "arguments", None)
+    for place, text in texts.items():
+        if isinstance(text, str):
+            try:
+                check.check(text.encode("utf-8", "replace"), exactly=True)
+            except InvalidRequest as error:
+                error.param = place
+                raise
 
 
-def _check_text(text: Any, place: str, check: JsonCheck) -> None:
-    if not isinstance(text, str):
-        return
-    try:
-        check.check(text.encode("utf-8", "replace"), exactly=True)
-    except InvalidRequest as error:
-        error.param = place
-        raise
+# Fields of requests by the setting that bounds how many they hold.
+_LISTS: Mapping[str, str] = {
+    "messages": "max_messages",
+    "tools": "max_tools",
+    "functions": "max_tools",
+    # The inputs of all kinds of requests, and both sides of a score request.
+    **dict.fromkeys(
+        ("prompt", "input", "documents", "queries", "items", "data_1", "data_2", "text_1", "text_2"), "max_prompts"
+    ),
+}
 
 
 def check_counts(body: msgspec.Struct, limits: LimitSettings) -> None:
@@ -201,16 +163,10 @@ def check_counts(body: msgspec.Struct, limits: LimitSettings) -> None:
         most = getattr(limits, setting)
         if len(given) > most:
             raise _too_many(name, most, len(given))
-    messages = getattr(body, "messages", None)
-    if isinstance(messages, list):
-        parts = sum([_parts(message) for message in messages])
-        if parts > limits.max_content_parts:
-            raise _too_many("messages", limits.max_content_parts, parts, " content parts in all")
-
-
-def _parts(message: Any) -> int:
-    content = getattr(message, "content", None)
-    return len(content) if isinstance(content, list) else 0
+    contents = [getattr(message, "content", None) for message in getattr(body, "messages", None) or ()]
+    parts = sum(len(content) for content in contents if isinstance(content, list))
+    if parts > limits.max_content_parts:
+        raise _too_many("messages", limits.max_content_parts, parts, " content parts in all")
 
 
 def _too_many(name: str, most: int, given: int, what: str = "") -> InvalidRequest:
@@ -219,7 +175,7 @@ def _too_many(name: str, most: int, given: int, what: str = "") -> InvalidReques
     )
 
 
-class ModelRequest(msgspec.Struct, kw_only=True):
+class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Base of all requests to a model; an empty name means the default model."""
 
     model: str = ""
@@ -236,13 +192,13 @@ def json_response(answer: msgspec.Struct, status: int = 200, headers: Mapping[st
 
 LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)
 
-# Bodies of more bytes are read in a thread: on the event loop it takes some 5 ms at most. Unknown fields are looked for
-# in smaller ones only, which takes about a millisecond.
+# Bodies of more bytes are read in a thread: on the event loop it takes some 5 ms at most.
 _LONGEST_INLINE = 64 * 1024
 # How many unknown fields of a request are told.
 _MOST_UNKNOWN = 16
 
-_WHERE = re.compile(r" - at `(?P<key>key in )?\$(?P<path>.*)`$")
+_WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>.*)`$")
+_MENDABLE = re.compile(r"got `float`|^Object contains unknown field `")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
 _WRONG_TYPE = re.compile(r"Expected `(?P<expected>[^`]*)`(?:, got `(?P<got>[^`]*)`)?$")
 _TYPE = re.compile(r"`(\w+)`")
@@ -274,8 +230,6 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     limits = request.app[LIMITS]
     try:
         body = await _read(request, limits)
-    except web.HTTPRequestEntityTooLarge as error:
-        raise _too_large(request) from error
     except web.RequestPayloadError as error:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
@@ -283,88 +237,95 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     if coding is not None and body:
         body = await decompress(body, coding, request.client_max_size)
     request[OBSERVATION].body_size = len(body)
+    ignored: list[str] = []
     parsed = await offload.run(
-        lambda: read_within(body, kind, limits, strict=strict), size=len(body), threshold=_LONGEST_INLINE
+        lambda: read_within(body, kind, limits, None if strict else ignored),
+        size=len(body),
+        threshold=_LONGEST_INLINE,
     )
-    if not strict and len(body) <= _LONGEST_INLINE:
-        request[OBSERVATION].unknown_fields = unknown_fields(body, kind)
+    request[OBSERVATION].unknown_fields = ignored
     return parsed
 
 
-def read_within(body: bytes, kind: type[_T], limits: LimitSettings, *, strict: bool = False) -> _T:
-    """Return *body* as *kind*. Raises :class:`InvalidRequest`, also for what goes beyond *limits*."""
+def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: list[str] | None = None) -> _T:
+    """Return *body* as *kind*, as :func:`parse_json`. Raises also for what goes beyond *limits*."""
     check = JsonCheck(limits)
     check.check(body)
-    parsed = parse_json(body, kind, strict=strict)
+    parsed = parse_json(body, kind, ignored)
     check_counts(parsed, limits)
     check_texts(parsed, check)
     return parsed
 
 
 async def _read(request: web.Request, limits: LimitSettings) -> bytes:
-    """Return the body. Raises :class:`PayloadTooLarge` at once when it is announced to be, and for a slow client."""
-    if request.content_length is not None and request.content_length > request.client_max_size:
-        raise _too_large(request)
+    """Return the body. Raises :class:`PayloadTooLarge`, and :class:`RequestTimeout` for a slow client."""
+    most = request.client_max_size
+    too_large = PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
+    if (request.content_length or 0) > most:
+        raise too_large
     ask_for_body(request)
-    if request.content.is_eof():
-        # It has arrived with the head, as most do.
-        return await request.read()
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    reading = asyncio.create_task(request.read())
-    # A client that leaves ends both, and nobody is there any more for the second reason.
-    reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+    body = bytearray()
+    began = asyncio.get_running_loop().time()
+    allowed = limits.body_timeout
     try:
-        while True:
-            # Who sends much may take longer, if it comes at a fair rate.
-            allowed = limits.body_timeout + request.content.total_bytes / limits.min_body_rate
-            left = began + allowed - loop.time()
-            done, _ = await asyncio.wait({reading}, timeout=max(0, left))
-            if done:
-                return reading.result()
-            if left <= 0:
-                raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).")
-    finally:
-        reading.cancel()
+        async with asyncio.timeout_at(began + allowed) as deadline:
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > most:
+                    raise too_large
+                # Who sends much may take longer, if it comes at a fair rate.
+                allowed = limits.body_timeout + len(body) / limits.min_body_rate
+                deadline.reschedule(began + allowed)
+    except TimeoutError as error:
+        raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).") from error
+    return bytes(body)
 
 
-def _too_large(request: web.Request) -> PayloadTooLarge:
-    return PayloadTooLarge(f"The request's body is larger than the limit of {request.client_max_size} bytes.")
+def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) -> _T:
+    """
+    Return *body* as *kind*.
 
-
-def parse_json(body: bytes, kind: type[_T], *, strict: bool = False) -> _T:
-    """Return *body* as *kind*. Raises :class:`InvalidRequest`."""
+    The names of the first few fields that *kind* does not know are added to *ignored*; without it they are refused.
+    Null says that a field is not used. Raises :class:`InvalidRequest`.
+    """
     if not body.strip():
         raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
     try:
         try:
             parsed: _T = decoder(kind).decode(body)
         except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
+            if not _MENDABLE.search(str(error)):
                 raise
-            parsed = decoder(kind).decode(_with_integers(body))
+            parsed = decoder(kind).decode(_mended(body, kind, ignored))
+        return parsed
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The request's body is not valid JSON: {error}.", code="invalid_json") from error
     except RecursionError as error:
         raise InvalidRequest("The request's JSON is nested too deeply.", code="invalid_json") from error
-    if strict:
-        _refuse_unknown(body, kind)
-    return parsed
 
 
-def _with_integers(body: bytes) -> bytes:
+def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) -> bytes:
     """
-    Return *body* with whole numbers such as 4.0 written as integers, which they are in JSON Schema and not in msgspec.
+    Return *body* without the fields that *kind* does not know, and with whole numbers such as 4.0 written as integers.
 
-    Only in fields that are a number or a short array of numbers. Raises :class:`msgspec.ValidationError` for no object.
+    Those are integers in JSON Schema and not in msgspec; they are looked for in fields that are a number or a short
+    array of numbers. Raises :class:`InvalidRequest` for an unknown field where there is no *ignored*.
     """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    mended = {}
     for name, raw in fields.items():
-        if _NUMBERS.fullmatch(raw):
-            fields[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw)))
-    return msgspec.json.encode(fields)
+        if name in known:
+            mended[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw))) if _NUMBERS.fullmatch(raw) else raw
+        elif bytes(raw) == b"null":
+            continue
+        elif ignored is None:
+            raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
+        elif len(ignored) < _MOST_UNKNOWN:
+            ignored.append(name)
+    return msgspec.json.encode(mended)
 
 
 def _integer(match: re.Match[bytes]) -> bytes:
@@ -372,26 +333,6 @@ def _integer(match: re.Match[bytes]) -> bytes:
     # Without writing out what no integer field can hold.
     whole = number.adjusted() < _DIGITS and number == number.to_integral_value()
     return b"%d" % int(number) if whole else match[0]
-
-
-def _refuse_unknown(body: bytes, kind: type[msgspec.Struct]) -> None:
-    for name in unknown_fields(body, kind):
-        raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
-
-
-def unknown_fields(body: bytes, kind: type[msgspec.Struct]) -> Sequence[str]:
-    """
-    Return the first few names in the JSON object *body* that *kind* does not have; null says that it is not used.
-
-    Raises :class:`InvalidRequest` for a name that is not UTF-8, which msgspec passes over where *kind* lacks it.
-    """
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    try:
-        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(f"The request's body is not valid JSON: {error}.", code="invalid_json") from error
-    unknown = (name for name, value in given.items() if name not in known and bytes(value) != b"null")
-    return list(islice(unknown, _MOST_UNKNOWN))
 
 
 def explain(message: str) -> InvalidRequest:
@@ -406,6 +347,8 @@ def explain(message: str) -> InvalidRequest:
         field = f"{param}.{missing.group('field')}" if param else missing.group("field")
         return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
     subject = f"'{param}'" if param else "the request's body"
+    if where and where.group("key"):
+        subject = f"a key of {subject}"
     wrong = _WRONG_TYPE.search(what)
     if wrong:
         expected = " or ".join(
@@ -416,12 +359,8 @@ def explain(message: str) -> InvalidRequest:
         return InvalidRequest(
             f"Invalid type for {subject}: expected {expected}{but}.", param=param, code="invalid_type"
         )
-    what = _TYPE.sub(lambda name: _TYPE_NAMES.get(name[1], name[1]), what)
+    what = _TYPE.sub(lambda name: _TYPE_NAMES.get(name[1], name[1]), what.removeprefix("Invalid enum value "))
+    what = what.removeprefix("Invalid value ")
     return InvalidRequest(
         f"Invalid value for {subject}: {what[:1].lower()}{what[1:]}.", param=param, code="invalid_value"
     )
-
-
-def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Return whether *value* is absent, or one of the *neutral* values (1.0 is 1, ``True`` is not)."""
-    return value is None or any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in neutral)

@@ -6,7 +6,6 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -23,23 +22,25 @@ from triton_openai.api.chat_response import (
     reasoning_tokens,
 )
 from triton_openai.api.context import RequestContext, begin
-from triton_openai.api.fields import ABSENT, Accepted, Function, FunctionChoice, Tool, ToolChoice
 from triton_openai.api.logprobs import prompt_logprobs
-from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
 from triton_openai.api.parameters import (
+    ABSENT,
+    Accepted,
     SamplingRequest,
+    neutral_values,
     priority,
     sampling,
     scoring,
     stream_options,
     token_ids,
     truncation,
+    unused,
 )
 from triton_openai.api.prompts import as_sent, images_of, rendered_chat
 from triton_openai.api.service import Service, Task, new_id, now
 from triton_openai.api.streaming import collect, stream, usage_of
 from triton_openai.api.structured_output import guide_of
-from triton_openai.api.tools import ToolPlan
+from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
@@ -88,27 +89,17 @@ class ChatRequest(SamplingRequest, kw_only=True):
     prompt_cache_options: Accepted = ABSENT
     prompt_cache_retention: Accepted = ABSENT
     # Documented or in common use, and not honoured: refused unless neutral.
-    modalities: Any = None
-    audio: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
-    echo: Any = None
-    best_of: Any = None
-    add_special_tokens: Any = None
+    modalities: Annotated[Any, unused(["text"])] = None
+    audio: Annotated[Any, unused()] = None
+    verbosity: Annotated[Any, unused("medium")] = None
+    web_search_options: Annotated[Any, unused()] = None
+    moderation: Annotated[Any, unused()] = None
+    echo: Annotated[Any, unused(False)] = None
+    best_of: Annotated[Any, unused(1)] = None
+    add_special_tokens: Annotated[Any, unused(False)] = None
 
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    **SHARED_REFUSED,
-    "modalities": (["text"],),
-    "audio": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "moderation": (),
-    "echo": (False,),
-    "best_of": (1,),
-    "add_special_tokens": (False,),
-}
+REFUSED = neutral_values(ChatRequest)
 
 
 async def handle(request: web.Request) -> web.StreamResponse:

@@ -6,8 +6,8 @@ Source of the wire format: OpenAI's ``text_completion`` object (openai-openapi 2
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
@@ -16,9 +16,9 @@ from msgspec import Meta
 from triton_openai.api.bodies import json_response
 from triton_openai.api.completion_response import Completion, CompletionChunks, Echo, completion_choice
 from triton_openai.api.context import RequestContext, begin
-from triton_openai.api.parameters import REFUSED as SHARED_REFUSED
 from triton_openai.api.parameters import (
     SamplingRequest,
+    neutral_values,
     priority,
     sampling,
     scoring,
@@ -53,7 +53,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-REFUSED: Mapping[str, tuple[Any, ...]] = SHARED_REFUSED
+REFUSED = neutral_values(CompletionRequest)
 
 
 async def handle(request: web.Request) -> web.StreamResponse:

@@ -12,29 +12,32 @@ import base64
 import math
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.batches import answers_of
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.context import begin
-from triton_openai.api.fields import ABSENT, Accepted
-from triton_openai.api.parameters import check_size, truncation
+from triton_openai.api.parameters import ABSENT, Accepted, check_size, neutral_values, truncation, unused
 from triton_openai.api.prompts import outside
 from triton_openai.api.service import Service, new_id
-from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
+from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
+from triton_openai.telemetry.observation import UPSTREAM
+from triton_openai.triton.client import SingleAnswer
+from triton_openai.triton.status import no_answer
+from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _encode = msgspec.json.Encoder().encode
-_MAX_INPUTS = 2048
+# Requests of one call that are sent to Triton at the same time: enough to fill its batcher.
+_PARALLEL_REQUESTS = 16
 # Requests and answers of more bytes, or more vectors, are made and read in a thread.
 _INLINE_BYTES = 64 * 1024
 _INLINE_VECTORS = 16
@@ -53,24 +56,14 @@ class EmbeddingsRequest(ModelRequest, kw_only=True):
     cache_salt: Accepted = ABSENT
     priority: Accepted = ABSENT
     request_id: Accepted = ABSENT
-    # Names of vLLM's server that would change the vectors, and are not honoured: refused unless neutral (see REFUSED).
-    add_special_tokens: Any = None
-    embed_dtype: Any = None
-    endianness: Any = None
-    mm_processor_kwargs: Any = None
-    normalize: Any = None
-    use_activation: Any = None
-
-
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "mm_processor_kwargs": ({},),
+    # Names of vLLM's server that would change the vectors, and are not honoured.
+    add_special_tokens: Annotated[Any, unused(True)] = None
+    embed_dtype: Annotated[Any, unused("float32")] = None
+    endianness: Annotated[Any, unused("native", "little")] = None
+    mm_processor_kwargs: Annotated[Any, unused({})] = None
     # What models of embeddings do, and vLLM for them.
-    "normalize": (True,),
-    "use_activation": (True,),
-}
+    normalize: Annotated[Any, unused(True)] = None
+    use_activation: Annotated[Any, unused(True)] = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,11 +74,16 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     embedding: Sequence[float] | str
 
 
-class EmbeddingsUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of an embeddings request."""
+class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of a request for vectors or scores: what was sent to the model."""
 
     prompt_tokens: int
     total_tokens: int
+
+
+def usage_of(tokens: int | None) -> InputUsage | msgspec.UnsetType:
+    """Return the usage, to be left out where nobody counted."""
+    return msgspec.UNSET if tokens is None else InputUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,12 +92,12 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = msgspec.field(name="object", default="list")
     data: Sequence[Embedding]
     model: str
-    usage: EmbeddingsUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Embed texts."""
-    context = await begin(request, EmbeddingsRequest, "embeddings", refused=REFUSED)
+    context = await begin(request, EmbeddingsRequest, "embeddings", refused=neutral_values(EmbeddingsRequest))
     body, model, observation = context.body, context.model, context.observation
     if not model.adapter.capabilities.embed:
         raise InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
@@ -110,36 +108,25 @@ async def handle(request: web.Request) -> web.StreamResponse:
         result = await embed(context.service, model, job, timeout=context.limits.total)
     tokens = observation.input_tokens = await count_inputs(model, job, result)
     as_text = body.encoding_format == "base64"
-    usage = msgspec.UNSET if tokens is None else EmbeddingsUsage(prompt_tokens=tokens, total_tokens=tokens)
 
     def answer() -> bytes:
         data = [_rendered(index, vector, as_text) for index, vector in enumerate(result.vectors)]
-        return _encode(EmbeddingList(data=data, model=body.model, usage=usage))
+        return _encode(EmbeddingList(data=data, model=body.model, usage=usage_of(tokens)))
 
     content = await offload.run(answer, size=sum(map(len, result.vectors)), threshold=_INLINE_BYTES)
     return web.Response(body=content, content_type="application/json")
 
 
 def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
-    """Return the inputs one by one. Raises :class:`InvalidRequest` for empty, mixed, and too many ones."""
-    if isinstance(value, str):
-        items: list[Any] = [value]
-    elif set(map(type, value)) == {int}:
-        items = [value]
-    else:
-        items = list(value)
-    if not items:
-        raise InvalidRequest("'input' must not be empty.", param="input", code="invalid_value")
-    if len(items) > _MAX_INPUTS:
-        raise InvalidRequest(
-            f"'input' takes at most {_MAX_INPUTS} items.", param="input", code="array_above_max_length"
-        )
-    if len({type(item) for item in items}) > 1:
+    """Return the inputs one by one. Raises :class:`InvalidRequest` for empty and for mixed ones."""
+    items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
+    if not items or not all(items):
+        what = "must not hold an empty item" if items else "must not be empty"
+        raise InvalidRequest(f"'input' {what}.", param="input", code="invalid_value")
+    if len(set(map(type, items))) > 1:
         raise InvalidRequest(
             "'input' must hold either texts or lists of token ids.", param="input", code="invalid_type"
         )
-    if any(not item for item in items):
-        raise InvalidRequest("'input' must not hold an empty item.", param="input", code="invalid_value")
     return items
 
 
@@ -196,6 +183,45 @@ async def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     if not text:
         raise InvalidRequest("'input' must not hold an empty item.", param="input", code="invalid_value")
     return text
+
+
+async def answers_of(
+    service: Service, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
+) -> Sequence[InferResponse]:
+    """
+    Return the first answer to each of *requests*, in their order.
+
+    Raises :class:`ServiceError` for the first that fails, and :class:`UpstreamTimeout` when all together take more than
+    *timeout* seconds.
+    """
+    slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
+
+    async def answer(request: InferRequest) -> InferResponse:
+        async with slots:
+            with UPSTREAM.get().call(request) as sent:
+                client = service.client
+                stream = await client.stream(sent) if sent.stream else SingleAnswer(client, sent)
+                try:
+                    responses = await stream.read()
+                finally:
+                    stream.close()
+        if not responses:
+            raise no_answer(model.name)
+        return responses[0]
+
+    tasks: list[asyncio.Task[InferResponse]] = []
+    try:
+        async with asyncio.timeout(timeout):
+            for request in requests:
+                tasks.append(asyncio.create_task(answer(request)))
+                # Thousands of them take long to send: not in one turn of the event loop.
+                await asyncio.sleep(0)
+            return await asyncio.gather(*tasks)
+    except TimeoutError as error:
+        raise UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, timeout: float | None) -> EmbeddingResult:

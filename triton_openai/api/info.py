@@ -1,21 +1,23 @@
-"""``GET /openapi.json``: made when somebody asks for the first time, then kept as bytes until the settings change."""
+"""What the service says of itself: whether it lives and is ready and its models answer, its version, its metrics."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 from aiohttp import web
 
 from triton_openai import __version__
+from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response
-from triton_openai.api.service import check_opens_everything, service_of
-from triton_openai.config import Settings
+from triton_openai.api.embeddings import answers_of
+from triton_openai.api.service import Service, Task, check_opens_everything, new_id, prepare, service_of
 from triton_openai.errors import EndpointNotFound
+from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
 from triton_openai.models.draining import DRAINING
+from triton_openai.models.served import ServedModel
 from triton_openai.telemetry.exposition import Exposition
 
 _NO_STORE = {"Cache-Control": "no-store"}
@@ -97,6 +99,38 @@ async def version(request: web.Request) -> web.Response:
     return json_response(Version(version=__version__, triton=triton))
 
 
+_TEXT = "Hi"
+
+
+async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
+    """
+    Ask *model* for one token, or for one vector or score.
+
+    Raises :class:`ServiceError`, also when it takes more than *timeout* seconds; limits of this service do not apply.
+    """
+    capabilities = model.adapter.capabilities
+    number = new_id("probe")
+    tokenizer = (await model.prompter()).tokenizer
+    if capabilities.generate:
+        generation = await prepare(model, tokenizer, _TEXT, Task(id=number, sampling=Sampling(max_tokens=1)))
+        limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
+        run = service.run(model, generation, tokenizer, limits)
+        try:
+            await run.start()
+            while not run.finished:
+                await run.read()
+        finally:
+            run.close()
+    elif capabilities.embed:
+        job = EmbeddingJob(id=number, inputs=(_TEXT,))
+        await answers_of(service, model, model.adapter.encode_embeddings(job), timeout=timeout)
+    else:
+        pairs = [(_TEXT, _TEXT)]
+        encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()
+        scores = ScoreJob(id=number, pairs=pairs, encoded=encoded)
+        await answers_of(service, model, model.adapter.encode_scores(scores), timeout=timeout)
+
+
 EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)
 
 
@@ -113,32 +147,3 @@ async def metrics(request: web.Request) -> web.Response:
         raise EndpointNotFound("The service's metrics are turned off.")
     body, content_type = await exposition.render(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
-
-
-class Description:
-    """What *describe* returns for the settings of the service, as JSON; called once for each."""
-
-    def __init__(self, describe: Callable[[Settings], Mapping[str, Any]]) -> None:
-        self._describe = describe
-        self._made: tuple[Settings, bytes] | None = None
-
-    def made(self, settings: Settings) -> bytes | None:
-        """Return the description under *settings* if it is there already."""
-        return self._made[1] if self._made is not None and self._made[0] is settings else None
-
-    def make(self, settings: Settings) -> bytes:
-        """Make it, and keep it."""
-        body = msgspec.json.encode(self._describe(settings))
-        self._made = settings, body
-        return body
-
-
-DESCRIPTION: web.AppKey[Description] = web.AppKey("description", Description)
-
-
-async def openapi(request: web.Request) -> web.Response:
-    """Describe this API, as OpenAPI 3.1."""
-    description, settings = request.app[DESCRIPTION], service_of(request).settings
-    # The first time it is some hundredths of a second of work, which are not to be taken from running streams.
-    body = description.made(settings) or await asyncio.to_thread(description.make, settings)
-    return web.Response(body=body, content_type="application/json")

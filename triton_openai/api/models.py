@@ -70,11 +70,11 @@ def describe(models: Models, name: str) -> ModelObject:
     )
 
 
-class LoadRequest(msgspec.Struct, frozen=True, kw_only=True):
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of a load, if there is one: nothing can be said in it."""
 
 
-class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True):
+class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of an unload, if there is one. ``unload_dependents``: the models that an ensemble consists of go too."""
 
     unload_dependents: bool = False

@@ -8,30 +8,56 @@ vLLM's server does it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from functools import cache
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Adapter, Rule, check_range
 from triton_openai.answer.logprobs import Scoring
-from triton_openai.api.bodies import ModelRequest, explain, is_neutral
-from triton_openai.api.fields import (
-    ABSENT,
-    Accepted,
-    GuidedChoice,
-    GuidedJson,
-    GuidedText,
-    LogitBias,
-    ResponseFormat,
-    StructuredOutputs,
-)
+from triton_openai.api.structured_output import GuidedRequest
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Sampling
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
+
+#: A field without influence on the answer: documented by OpenAI or in common use, accepted, never decoded.
+Accepted: TypeAlias = Annotated[msgspec.Raw, Meta(description="Accepted, and without influence on the answer.")]
+#: The default of such a field.
+ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+
+def unused(*neutral: Any) -> Meta:
+    """Describe a field that is not supported: it takes null and the values *neutral*, which ask for nothing."""
+    description = "Not supported: any other value is refused."
+    return Meta(extra_json_schema={"enum": [*neutral, None], "description": description}, extra={"neutral": neutral})
+
+
+@cache
+def neutral_values(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
+    """Return the fields of *kind* that are not supported, with the values that ask for nothing."""
+    return {
+        field.encode_name: meta.extra["neutral"]
+        for field in msgspec.structs.fields(kind)
+        for meta in get_args(field.type)
+        if isinstance(meta, Meta) and meta.extra and "neutral" in meta.extra
+    }
+
+
+def refuse(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise :class:`UnsupportedParameter` for the first of *refused* that the request uses."""
+    for name, neutral in refused.items():
+        if not is_neutral(getattr(request, name), neutral):
+            raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
+
+
+def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether *value* is absent, or one of the *neutral* values (1.0 is 1, ``True`` is not)."""
+    return value is None or any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in neutral)
+
 
 # Finding a text for a token takes some ten microseconds.
 _MOST_WORDS = 1024
@@ -144,9 +170,9 @@ def fit(sampling: Sampling, *, prompt_tokens: int, limit: int, open_ended: bool,
 _MAX_STOPS = 4
 # Characters of all stop strings, or of all bad words: each is looked for, or tokenized, by itself.
 _LONGEST_WORDS = 10_000
-_TOKEN_DIGITS = 9
 
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_TokenId = Annotated[int, Meta(ge=0, lt=10**9)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -157,7 +183,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingRequest(ModelRequest, kw_only=True):
+class SamplingRequest(GuidedRequest, kw_only=True):
     """Base of the requests that generate text. Every field may be null, as clients send it."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -168,8 +194,8 @@ class SamplingRequest(ModelRequest, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     seed: int | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     length_penalty: float | None = None
     stop: str | list[str] | None = None
@@ -178,17 +204,11 @@ class SamplingRequest(ModelRequest, kw_only=True):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: LogitBias | None = None
+    logit_bias: dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
-    response_format: ResponseFormat = None
-    structured_outputs: StructuredOutputs = None
-    guided_json: GuidedJson = None
-    guided_regex: GuidedText = None
-    guided_choice: GuidedChoice = None
-    guided_grammar: GuidedText = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
@@ -212,68 +232,31 @@ class SamplingRequest(ModelRequest, kw_only=True):
     session_id: Accepted = ABSENT
     stream_interval: Accepted = ABSENT
     vllm_xargs: Accepted = ABSENT
-    # Documented or in common use, and not honoured: refused unless neutral (see REFUSED).
-    logits_processors: Any = None
-    allowed_token_ids: Any = None
-    logprob_token_ids: Any = None
-    prompt_embeds: Any = None
-    repetition_detection: Any = None
-    structural_tag: Any = None
-    watermarking: Any = None
-    return_prompt_text: Any = None
-    return_token_offsets: Any = None
-    use_beam_search: Any = None
-    spaces_between_special_tokens: Any = None
-    return_tokens_as_token_ids: Any = None
-    thinking_token_budget: Any = None
-    include_reasoning: Any = None
+    # Documented or in common use, and not honoured.
+    logits_processors: Annotated[Any, unused([])] = None
+    allowed_token_ids: Annotated[Any, unused([])] = None
+    logprob_token_ids: Annotated[Any, unused([])] = None
+    prompt_embeds: Annotated[Any, unused([])] = None
+    repetition_detection: Annotated[Any, unused(False)] = None
+    structural_tag: Annotated[Any, unused()] = None
+    watermarking: Annotated[Any, unused(False)] = None
+    return_prompt_text: Annotated[Any, unused(False)] = None
+    return_token_offsets: Annotated[Any, unused(False)] = None
+    use_beam_search: Annotated[Any, unused(False)] = None
+    spaces_between_special_tokens: Annotated[Any, unused(True)] = None
+    return_tokens_as_token_ids: Annotated[Any, unused(False)] = None
+    thinking_token_budget: Annotated[Any, unused()] = None
+    include_reasoning: Annotated[Any, unused(True)] = None
 
 
-# Parameters that would change the answer and are not supported, with the values that mean "not used".
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "logits_processors": ([],),
-    "allowed_token_ids": ([],),
-    "logprob_token_ids": ([],),
-    "prompt_embeds": ([],),
-    "repetition_detection": (False,),
-    "structural_tag": (),
-    "watermarking": (False,),
-    "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "use_beam_search": (False,),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
-    "thinking_token_budget": (),
-    "include_reasoning": (True,),
-}
-
-# Fields that a request and a sampling have in common, under the same name.
-_PLAIN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "length_penalty",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-)
-
-# Every field of a sampling that an adapter has to carry, in one way or another.
-_MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "logprobs", "logit_bias")
-
-# Values that ask for what happens anyway.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+# Fields that a request and a sampling have in common, with the values that ask for what happens anyway.
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
     "temperature": (1,),
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
     "min_tokens": (0,),
+    "seed": (),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -282,13 +265,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "skip_special_tokens": (True,),
 }
-
-
-def refuse(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise :class:`UnsupportedParameter` for the first of *refused* that the request uses."""
-    for name, neutral in refused.items():
-        if not is_neutral(getattr(request, name), neutral):
-            raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
+# Every field of a sampling that an adapter has to carry, in one way or another.
+_MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "logprobs", "logit_bias")
 
 
 def stop_strings(stop: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -309,29 +287,6 @@ def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
             f"'{name}' may have {_LONGEST_WORDS} characters in all.", param=name, code="string_above_max_length"
         )
     return words
-
-
-class _Biases(msgspec.Struct):
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]]
-
-
-def _biases(given: Mapping[str, Any] | None) -> tuple[tuple[int, float], ...]:
-    """Return OpenAI's map of token ids to biases without those of 0. Raises :class:`InvalidRequest` for no such map."""
-    try:
-        checked = msgspec.convert({"logit_bias": given or {}}, _Biases)
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
-    biases = []
-    for token, bias in checked.logit_bias.items():
-        if not token.isdecimal() or len(token) > _TOKEN_DIGITS:
-            raise InvalidRequest(
-                f"'logit_bias' has the key '{token[:50]}', which is no token id.",
-                param="logit_bias",
-                code="invalid_value",
-            )
-        if bias:
-            biases.append((int(token), bias))
-    return tuple(sorted(biases))
 
 
 def sampling(
@@ -370,7 +325,7 @@ def sampling(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
         logprobs=logprobs,
-        logit_bias=_biases(request.logit_bias),
+        logit_bias=tuple(sorted((token, bias) for token, bias in (request.logit_bias or {}).items() if bias)),
         **values,
     )
     # What an adapter's table does not mention is not sent either; stop strings are cut out here if need be.
@@ -380,19 +335,26 @@ def sampling(
     # A limit that nobody asked for is no reason to refuse anything.
     asked = {name: getattr(result, name) for name in rules} | {"max_tokens": max_tokens}
     for name, rule in rules.items():
-        if rule is Rule.REFUSED and asked[name] not in (None, (), *_NEUTRAL.get(name, ()), *neutral.get(name, ())):
+        if rule is Rule.REFUSED and asked[name] not in (None, (), *_PLAIN.get(name, ()), *neutral.get(name, ())):
             called = max_tokens_name if name == "max_tokens" else name
             why = reasons.get(name, ".")
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
-    _check_alternatives(logprobs or 0, adapter.capabilities.top_logprobs, alternatives_name)
+    most = adapter.capabilities.top_logprobs
+    if (logprobs or 0) > most:
+        raise UnsupportedParameter(
+            f"This model tells {most} alternatives to a token at most."
+            if most
+            else "This model tells the log probabilities of the chosen tokens only, not those of alternatives.",
+            param=alternatives_name,
+        )
     for row in adapter.parameters:
         # Here and not only in the adapter, which does not know what the client called its limit.
-        if isinstance(asked[row.name], int | float) and asked[row.name] not in _NEUTRAL.get(row.name, ()):
+        if isinstance(asked[row.name], int | float) and asked[row.name] not in _PLAIN.get(row.name, ()):
             check_range(max_tokens_name if row.name == "max_tokens" else row.name, asked[row.name], row.datatype)
     return result
 
 
-class Cut(Protocol):
+class Truncatable(Protocol):
     """The fields of a request whose inputs can be cut."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None
@@ -400,7 +362,7 @@ class Cut(Protocol):
 
 
 def truncation(
-    request: Cut, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
+    request: Truncatable, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
 ) -> Truncation | None:
     """
     Return what the prompt is to be cut to: on *side* unless the request says on which one.
@@ -443,15 +405,6 @@ def priority(request: SamplingRequest, levels: int) -> int:
             code="invalid_value",
         )
     return given
-
-
-def _check_alternatives(wanted: int, most: int, param: str) -> None:
-    if wanted and not most:
-        raise UnsupportedParameter(
-            "This model tells the log probabilities of the chosen tokens only, not those of alternatives.", param=param
-        )
-    if wanted > most:
-        raise UnsupportedParameter(f"This model tells {most} alternatives to a token at most.", param=param)
 
 
 def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:

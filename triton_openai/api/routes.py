@@ -1,50 +1,326 @@
 """
-Every path that is served, in one table of handlers.
+Every path that is served, in one table.
 
-The application's routes and ``GET /openapi.json`` are both made from it, so every route is described.
+The application's routes are made from it, and with the types ``GET /openapi.json``: OpenAPI 3.1 of what is served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from triton_openai import errors
-from triton_openai.access.restrictions import Routes
+from triton_openai import __version__, errors
+from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS, Restrictions
 from triton_openai.api import chat, completions, embeddings, info, models, scoring, tokenize
+from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.completion_response import Completion, CompletionChunk
-from triton_openai.config import Group
+from triton_openai.api.service import service_of
+from triton_openai.api.tools import ToolDefinition
+from triton_openai.config import Group, Settings
 
 
 class Operation(msgspec.Struct, frozen=True, kw_only=True):
     """
     A *handler* with its *routes*, each a method and a path; GET includes HEAD.
 
-    *name* is the operation's id, *tag* the heading it is listed under, *group* what keys and restrictions open.
-    *request* is the type of the body, *answer* that of the answer, *event* that of a stream's events; *text* marks a
-    plain-text answer. *refused* are the fields of the request that take only these values. *errors* are those that it
-    can answer with, beside those that every request can have; *failures* are answers of other types, by status. Clients
-    can shorten the time of a *limited* one.
+    *name* is the operation's id, *group* what keys and restrictions open. *request* is the type of the body, *answer*
+    that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or any object.
+    *errors* are those that do not follow from the rest, *failures* answers of other types, by status. *infers* is
+    whether Triton is asked, within limits of time.
     """
 
     handler: Handler
     routes: tuple[str, ...]
     name: str
-    tag: str
     group: Group
     request: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
     text: bool = False
-    refused: Mapping[str, tuple[Any, ...]] = {}
     errors: tuple[type[errors.ServiceError], ...] = ()
     failures: Mapping[int, type[msgspec.Struct]] = {}
-    limited: bool = False
+    infers: bool = False
+
+    @property
+    def tag(self) -> str:
+        """The heading under which it is listed: the module of its handler."""
+        return self.handler.__module__.rpartition(".")[2]
+
+
+class ErrorObject(msgspec.Struct, kw_only=True):
+    """What went wrong: a sentence for people, and for programs its class, the field to blame and a code."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(msgspec.Struct, kw_only=True):
+    """Every error, as the body of an answer or as the last event of a stream."""
+
+    error: ErrorObject
+
+
+_ABOUT = (
+    "The OpenAI API in front of NVIDIA Triton Inference Server.\n\nWhat cannot be read as a request is answered with "
+    "errors of the form of those below: 400 (`invalid_http`), 408 (`request_timeout`) or 431 (`headers_too_large`)."
+)
+_STREAM = (
+    "With `stream`: server-sent events, each the JSON of one chunk; the last one is `[DONE]`. What goes wrong after "
+    "the first one is an event with an error, and ends the stream. Lines that begin with a colon are comments."
+)
+_STRING = {"type": "string"}
+_COUNT = {"type": "integer", "minimum": 0}
+_SCHEMES: Mapping[str, Mapping[str, str]] = {
+    "BearerKey": {"type": "http", "scheme": "bearer", "description": "An API key, as OpenAI's clients send it."},
+    "ApiKeyHeader": {"type": "apiKey", "in": "header", "name": "api-key", "description": "As Azure's clients send it."},
+    "XApiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's send it."},
+}
+# Headers of answers.
+_REQUEST_ID = {
+    "description": "The request's id: the client's own `x-request-id`, or one that was made for it.",
+    "required": True,
+    "schema": _STRING,
+}
+_AUTHENTICATE = {"description": "How a key is given.", "schema": {"const": "Bearer"}}
+_RETRY_AFTER = {"description": "Seconds after which trying again may work.", "schema": {**_COUNT, "minimum": 1}}
+_RATE_LIMITS: Mapping[str, Mapping[str, Any]] = {
+    f"x-ratelimit-{what}-{kind}": {"description": f"{text}: {kind}, for a key with such a limit.", "schema": schema}
+    for kind in ("requests", "tokens")
+    for what, text, schema in (
+        ("limit", "What the key may use in a minute", _COUNT),
+        ("remaining", "What is left of it", _COUNT),
+        ("reset", "Time until all of it is there again, as `1s` or `6m0s`", _STRING),
+    )
+}
+
+
+def describe(settings: Settings) -> dict[str, Any]:
+    """
+    Return the OpenAPI document of a service with *settings*.
+
+    The headers that open restricted groups are left out: the operator tells them to those who may know them. So is
+    HEAD, which is like GET.
+    """
+    access = settings.access
+    keys = bool(access.api_key) or access.api_keys_file is not None
+    restricted = Restrictions(access.openai_restricted_api).groups
+    paths: dict[str, dict[str, Any]] = {}
+    raised: dict[int, dict[type[errors.ServiceError], None]] = {}
+    for operation in OPERATIONS:
+        failures: dict[int, dict[str, Any]] = {}
+        for kind in _errors(operation, keys=keys, restricted=operation.group in restricted):
+            raised.setdefault(kind.status, {})[kind] = None
+            failures[kind.status] = {"$ref": f"#/components/responses/Error{kind.status}"}
+        for status, answer in operation.failures.items():
+            failures[status] = _failure(status, (), {"anyOf": [_schema(answer), _schema(ErrorEnvelope)]})
+        headers = {"x-request-id": _REQUEST_ID, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
+        described: dict[str, Any] = {
+            "operationId": operation.name,
+            "tags": [operation.tag],
+            "summary": prose(operation.handler.__doc__),
+            "responses": {
+                "200": {**_content(operation), "headers": headers},
+                **{str(status): failures[status] for status in sorted(failures)},
+            },
+        }
+        if keys:
+            # Any one of them is enough.
+            described["security"] = [] if operation.group == "health" else [{name: []} for name in _SCHEMES]
+        if operation.request is not None:
+            content = {"application/json": {"schema": _schema(operation.request)}}
+            described["requestBody"] = {"required": True, "content": content}
+        for number, route in enumerate(operation.routes):
+            method, path = re.sub(r":[^}]+", "", route).split()
+            names = re.findall(r"\{(\w+)\}", path)
+            parameters = [
+                *(_parameter(name, "path", None, {**_STRING, "minLength": 1}, required=True) for name in names),
+                *_request_headers(operation, settings),
+            ]
+            alias = {}
+            if number:
+                suffix = re.sub(r"[^a-z0-9]+", "_", path).rstrip("_")
+                alias = {
+                    "operationId": f"{operation.name}_{method.lower()}{suffix}",
+                    "description": f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`.",
+                }
+            paths.setdefault(path, {})[method.lower()] = {**described, **alias, "parameters": parameters}
+    responses = {
+        f"Error{status}": _failure(status, kinds, _schema(ErrorEnvelope), keys=keys)
+        for status, kinds in sorted(raised.items())
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "triton-openai",
+            "version": __version__,
+            "description": _ABOUT,
+            "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
+        },
+        "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in OPERATIONS)],
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(strict=settings.api.strict_parameters),
+            "responses": responses,
+            **({"securitySchemes": _SCHEMES} if keys else {}),
+        },
+    }
+
+
+def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Iterator[type[errors.ServiceError]]:
+    yield from (errors.ServiceError, errors.UpstreamUnavailable)
+    if keys and operation.group != "health":
+        yield errors.InvalidApiKey
+    if keys and operation.group == "metrics":
+        yield errors.KeyNotSufficient
+    if keys and operation.group in COUNTED:
+        yield errors.RateLimited
+    if restricted:
+        yield errors.ApiRestricted
+    if operation.request is not None:
+        yield from _READ
+        if issubclass(operation.request, ModelRequest):
+            yield from _MODEL
+    if operation.infers:
+        yield from _INFERENCE
+    yield from operation.errors
+
+
+def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def _content(operation: Operation) -> dict[str, Any]:
+    """Return the description and the content of the answer to *operation*."""
+    if operation.text:
+        kinds = ("text/plain", "application/openmetrics-text")
+        return {"description": "The answer.", "content": {kind: {"schema": _STRING} for kind in kinds}}
+    schema = {"type": "object"} if operation.answer is None else _schema(operation.answer)
+    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    if operation.event is None:
+        return {"description": "The answer.", "content": content}
+    content["text/event-stream"] = {"schema": {"anyOf": [_schema(operation.event), _schema(ErrorEnvelope)]}}
+    return {"description": f"The answer. {_STREAM}", "content": content}
+
+
+def _failure(
+    status: int, kinds: Iterable[type[errors.ServiceError]], schema: dict[str, Any], *, keys: bool = False
+) -> dict[str, Any]:
+    """Return the answer with *status*, whose body is of *schema*; *kinds* are the errors that have it."""
+    lines = [f"{HTTPStatus(status).phrase}."]
+    lines += [f"- `{kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}" for kind in kinds]
+    headers: dict[str, Any] = {"x-request-id": _REQUEST_ID}
+    if status == 401:
+        headers["WWW-Authenticate"] = _AUTHENTICATE
+    if status == 429 and keys:
+        headers |= _RATE_LIMITS
+    if status in (429, 503):
+        headers["Retry-After"] = _RETRY_AFTER
+    return {"description": "\n".join(lines), "headers": headers, "content": {"application/json": {"schema": schema}}}
+
+
+def _request_headers(operation: Operation, settings: Settings) -> Iterator[dict[str, Any]]:
+    yield _parameter("x-request-id", "header", "A name for the request, in logs too.", _STRING)
+    if operation.infers:
+        triton = settings.triton
+        longest = triton.request_timeout
+        if operation.event is not None:
+            yield _seconds("x-first-token-timeout", "Longest wait for the first token", triton.first_token_timeout)
+            yield _seconds("x-idle-timeout", "Longest silence between two tokens", triton.idle_timeout)
+            longest = max(longest, triton.stream_timeout or math.inf)
+        yield _seconds("x-request-timeout", "Longest time that the answer may take", longest)
+
+
+def _seconds(name: str, description: str, most: float) -> dict[str, Any]:
+    limit = {"maximum": most} if most < math.inf else {}
+    return _parameter(name, "header", f"{description}, in seconds.", {"type": "number", "exclusiveMinimum": 0, **limit})
+
+
+def _parameter(
+    name: str, place: str, description: str | None, schema: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": place,
+        "schema": schema,
+        **({"description": description} if description else {}),
+        **more,
+    }
+
+
+def _schemas(*, strict: bool) -> dict[str, Any]:
+    """
+    Return the schemas of all types by name, as msgspec makes them from the types.
+
+    A request may hold unknown fields unless requests are *strict*, and may leave out every field with a default. An
+    answer always has a field with a default; one that can be missing has ``UNSET`` as default, of which msgspec makes
+    none.
+    """
+    bodies = [operation.request for operation in OPERATIONS if operation.request is not None]
+    answers = [(each.answer, each.event, *each.failures.values()) for each in OPERATIONS]
+    kinds = dict.fromkeys(kind for each in answers for kind in each if kind is not None)
+    template = "#/components/schemas/{name}"
+    _, asked = msgspec.json.schema_components([*bodies, ToolDefinition], ref_template=template)
+    _, answered = msgspec.json.schema_components([ErrorEnvelope, *kinds], ref_template=template)
+    if both := asked.keys() & answered.keys():
+        raise ValueError(f"types of requests and of answers have the same names: {sorted(both)}")
+    for schema in answered.values():
+        for name, field in schema.get("properties", {}).items():
+            if "default" in field:
+                schema["required"].append(name)
+    for kind in bodies:
+        if issubclass(kind, ModelRequest) and not strict:
+            del asked[kind.__name__]["additionalProperties"]
+    components = dict(sorted({**asked, **answered}.items()))
+    for schema in components.values():
+        if "description" in schema:
+            schema["description"] = prose(schema["description"])
+        if not schema.get("required", True):
+            del schema["required"]
+        for field in schema.get("properties", {}).values():
+            field.pop("default", None)
+    return components
+
+
+def prose(docstring: str | None) -> str:
+    """Return a docstring as text for people, in CommonMark."""
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", re.sub(r"``([^`]*)``", r"`\1`", docstring or ""))
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
+
+
+class Description:
+    """The description as JSON, made once for the settings in force."""
+
+    def __init__(self) -> None:
+        self._settings: Settings | None = None
+        self._body = b""
+
+    async def under(self, settings: Settings) -> bytes:
+        """Return it under *settings*."""
+        if self._settings is not settings:
+            # Some hundredths of a second of work, which are not to be taken from running streams.
+            self._body = await asyncio.to_thread(lambda: msgspec.json.encode(describe(settings)))
+            self._settings = settings
+        return self._body
+
+
+_DESCRIPTION: web.AppKey[Description] = web.AppKey("description", Description)
+
+
+async def openapi(request: web.Request) -> web.Response:
+    """Describe this API, as OpenAPI 3.1."""
+    body = await request.app[_DESCRIPTION].under(service_of(request).settings)
+    return web.Response(body=body, content_type="application/json")
 
 
 def _openai(*routes: str) -> tuple[str, ...]:
@@ -52,184 +328,89 @@ def _openai(*routes: str) -> tuple[str, ...]:
     return tuple(route.replace(" ", f" {prefix}") for prefix in ("/v1", "") for route in routes)
 
 
-# Where a body is read.
 _READ = (errors.InvalidRequest, errors.RequestTimeout, errors.PayloadTooLarge, errors.UnsupportedMediaType)
-# Where a model is asked for too.
-_MODEL = (*_READ, errors.ConfigurationError, errors.ModelNotFound)
+_MODEL = (errors.ConfigurationError, errors.ModelNotFound)
 _TRITON = (errors.UpstreamError, errors.UpstreamTimeout, errors.NotImplementedUpstream)
-# Where Triton answers a request to a model.
-_UPSTREAM = (
-    *_MODEL,
-    *_TRITON,
-    errors.UnsupportedParameter,
-    errors.ContextLengthExceeded,
-    errors.Overloaded,
-    errors.ServiceOverloaded,
+_INFERENCE = (
+    *(*_TRITON, errors.UnsupportedParameter, errors.ContextLengthExceeded, errors.LoraNotLoaded),
+    *(errors.Overloaded, errors.ServiceOverloaded),
 )
-# Where models are loaded and unloaded.
-_CONTROL = (*_READ, *_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.ModelConflict)
+_CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.ModelConflict)
 
 OPERATIONS = (
     Operation(
-        handler=chat.handle,
-        routes=_openai("POST /chat/completions"),
-        name="create_chat_completion",
-        tag="chat",
-        group="inference",
-        request=chat.ChatRequest,
-        answer=ChatCompletion,
-        event=ChatCompletionChunk,
-        refused=chat.REFUSED,
-        errors=(*_UPSTREAM, errors.LoraNotLoaded),
-        limited=True,
+        handler=chat.handle, routes=_openai("POST /chat/completions"), name="create_chat_completion",
+        group="inference", infers=True, request=chat.ChatRequest,
+        answer=ChatCompletion, event=ChatCompletionChunk,
     ),
     Operation(
-        handler=completions.handle,
-        routes=_openai("POST /completions"),
-        name="create_completion",
-        tag="completions",
-        group="inference",
-        request=completions.CompletionRequest,
-        answer=Completion,
-        event=CompletionChunk,
-        refused=completions.REFUSED,
-        errors=(*_UPSTREAM, errors.LoraNotLoaded),
-        limited=True,
+        handler=completions.handle, routes=_openai("POST /completions"), name="create_completion",
+        group="inference", infers=True, request=completions.CompletionRequest,
+        answer=Completion, event=CompletionChunk,
     ),
     Operation(
-        handler=embeddings.handle,
-        routes=_openai("POST /embeddings"),
-        name="create_embeddings",
-        tag="embeddings",
-        group="embedding",
-        request=embeddings.EmbeddingsRequest,
+        handler=embeddings.handle, routes=_openai("POST /embeddings"), name="create_embeddings",
+        group="embedding", infers=True, request=embeddings.EmbeddingsRequest,
         answer=embeddings.EmbeddingList,
-        refused=embeddings.REFUSED,
-        errors=_UPSTREAM,
-        limited=True,
     ),
     Operation(
-        handler=scoring.handle_rerank,
-        # The last one is where the second version of Cohere's client asks.
-        routes=(*_openai("POST /rerank"), "POST /v2/rerank"),
-        name="rerank",
-        tag="scores",
-        group="embedding",
-        request=scoring.RerankRequest,
+        # The last path is that of the second version of Cohere's client.
+        handler=scoring.handle_rerank, routes=(*_openai("POST /rerank"), "POST /v2/rerank"), name="rerank",
+        group="embedding", infers=True, request=scoring.RerankRequest,
         answer=scoring.Reranked,
-        refused=scoring.RERANK_REFUSED,
-        errors=_UPSTREAM,
-        limited=True,
     ),
     Operation(
-        handler=scoring.handle_score,
-        routes=_openai("POST /score"),
-        name="score",
-        tag="scores",
-        group="embedding",
-        request=scoring.ScoreRequest,
+        handler=scoring.handle_score, routes=_openai("POST /score"), name="score",
+        group="embedding", infers=True, request=scoring.ScoreRequest,
         answer=scoring.ScoreList,
-        refused=scoring.REFUSED,
-        errors=_UPSTREAM,
-        limited=True,
     ),
     Operation(
-        handler=tokenize.tokenize,
-        routes=_openai("POST /tokenize"),
-        name="tokenize",
-        tag="tokens",
-        group="inference",
-        request=tokenize.TokenizeRequest,
-        answer=tokenize.TokenizeAnswer,
-        errors=_MODEL,
+        handler=tokenize.tokenize, routes=_openai("POST /tokenize"), name="tokenize",
+        group="inference", request=tokenize.TokenizeRequest, answer=tokenize.TokenizeAnswer,
     ),
     Operation(
-        handler=tokenize.detokenize,
-        routes=_openai("POST /detokenize"),
-        name="detokenize",
-        tag="tokens",
-        group="inference",
-        request=tokenize.DetokenizeRequest,
-        answer=tokenize.DetokenizeAnswer,
-        errors=_MODEL,
+        handler=tokenize.detokenize, routes=_openai("POST /detokenize"), name="detokenize",
+        group="inference", request=tokenize.DetokenizeRequest, answer=tokenize.DetokenizeAnswer,
     ),
     Operation(
-        handler=models.list_models,
         # Some clients post to list models.
-        routes=_openai("GET /models", "POST /models"),
-        name="list_models",
-        tag="models",
-        group="model-repository",
-        answer=models.ModelList,
+        handler=models.list_models, routes=_openai("GET /models", "POST /models"), name="list_models",
+        group="model-repository", answer=models.ModelList,
     ),
     Operation(
-        handler=models.get_model,
-        routes=_openai("GET /models/{model:.+}"),
-        name="get_model",
-        tag="models",
-        group="model-repository",
-        answer=models.ModelObject,
-        errors=(errors.ModelNotFound,),
+        handler=models.get_model, routes=_openai("GET /models/{model:.+}"), name="get_model",
+        group="model-repository", answer=models.ModelObject, errors=(errors.ModelNotFound,),
     ),
     Operation(
-        handler=models.load,
-        routes=_openai("POST /models/{model:.+}/load"),
-        name="load_model",
-        tag="models",
-        group="model-repository",
-        request=models.LoadRequest,
-        answer=models.ModelObject,
-        errors=_CONTROL,
+        handler=models.load, routes=_openai("POST /models/{model:.+}/load"), name="load_model",
+        group="model-repository", request=models.LoadRequest, answer=models.ModelObject, errors=_CONTROL,
     ),
     Operation(
-        handler=models.unload,
-        routes=_openai("POST /models/{model:.+}/unload"),
-        name="unload_model",
-        tag="models",
-        group="model-repository",
-        request=models.UnloadRequest,
-        answer=models.Unloaded,
-        errors=_CONTROL,
+        handler=models.unload, routes=_openai("POST /models/{model:.+}/unload"), name="unload_model",
+        group="model-repository", request=models.UnloadRequest, answer=models.Unloaded, errors=_CONTROL,
     ),
-    Operation(
-        handler=info.version,
-        routes=("GET /version",),
-        name="version",
-        tag="service",
-        group="info",
-        answer=info.Version,
-    ),
+    Operation(handler=info.version, routes=("GET /version",), name="version", group="info", answer=info.Version),
     # The OpenAPI Initiative's own schema describes this answer.
-    Operation(handler=info.openapi, routes=("GET /openapi.json",), name="openapi", tag="service", group="info"),
+    Operation(handler=openapi, routes=("GET /openapi.json",), name="openapi", group="info"),
+    Operation(handler=info.live, routes=("GET /health/live",), name="live", group="health", answer=info.Live),
     Operation(
-        handler=info.live, routes=("GET /health/live",), name="live", tag="health", group="health", answer=info.Live
+        handler=info.ready, routes=("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"),
+        name="ready", group="health", answer=info.Ready, failures={503: info.NotReady},
     ),
     Operation(
-        handler=info.ready,
-        routes=("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"),
-        name="ready",
-        tag="health",
-        group="health",
-        answer=info.Ready,
-        failures={503: info.NotReady},
-    ),
-    Operation(
-        handler=info.metrics,
-        routes=("GET /metrics",),
-        name="metrics",
-        tag="service",
-        group="metrics",
-        text=True,
+        handler=info.metrics, routes=("GET /metrics",), name="metrics", group="metrics", text=True,
         errors=(errors.EndpointNotFound,),
     ),
-)
+)  # fmt: skip
 
 
 def add_routes(app: web.Application) -> None:
-    """Add all routes to *app*."""
-    routes = Routes(app)
+    """Add all routes to *app*, each with its group."""
+    app[_DESCRIPTION] = Description()
+    groups = app[ROUTE_GROUPS] = {}
     for operation in OPERATIONS:
         for route in operation.routes:
             method, path = route.split()
-            add = routes.get if method == "GET" else routes.post
-            add(operation.group, path, operation.handler)
+            resource = app.router.add_resource(path)
+            for name in ("GET", "HEAD") if method == "GET" else (method,):
+                groups[resource.add_route(name, operation.handler)] = operation.group

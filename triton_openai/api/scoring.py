@@ -1,5 +1,5 @@
 """
-What ``/v1/rerank`` and ``/v1/score`` share: pairs of texts in, one score each out.
+``POST /v1/rerank`` and ``POST /v1/score``: pairs of texts in, one score each out.
 
 A cross-encoder scores a pair itself. For a model of embeddings a score is the cosine of the angle between the two, as
 vLLM's server has it.
@@ -11,19 +11,17 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import mul
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.batches import answers_of
 from triton_openai.api.bodies import ModelRequest, json_response
 from triton_openai.api.context import RequestContext, begin
-from triton_openai.api.embeddings import count_inputs, embed
-from triton_openai.api.fields import ABSENT, Accepted, OneText, Texts, TextsOrNull
-from triton_openai.api.parameters import check_size
-from triton_openai.api.service import Service, new_id, now
+from triton_openai.api.embeddings import InputUsage, answers_of, count_inputs, embed, usage_of
+from triton_openai.api.parameters import ABSENT, Accepted, check_size, neutral_values, unused
+from triton_openai.api.service import new_id, now
 from triton_openai.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -36,13 +34,28 @@ from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import Tokenizer
 
-#: As many as an embeddings request takes.
-MAX_PAIRS = 2048
 # Products of numbers that are computed on the event loop: about a millisecond.
 _INLINE_PRODUCTS = 30_000
 
 Pairs = Sequence[tuple[str, str]]
 _Request = TypeVar("_Request", bound="ScoringRequest")
+
+
+class TextObject(msgspec.Struct):
+    """A text as an object; other content is not supported."""
+
+    text: str
+    content: Annotated[Any, unused()] = None
+    image: Annotated[Any, unused()] = None
+    image_url: Annotated[Any, unused()] = None
+    video: Annotated[Any, unused()] = None
+    video_url: Annotated[Any, unused()] = None
+
+
+Text: TypeAlias = str | TextObject
+TextList: TypeAlias = Annotated[list[Text], Meta(min_length=1)]
+#: One side of a score request: a text, or several.
+Side: TypeAlias = Text | TextList | None
 
 
 class ScoringRequest(ModelRequest, kw_only=True):
@@ -51,65 +64,24 @@ class ScoringRequest(ModelRequest, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     use_activation: bool | None = None
     user: Accepted = ABSENT
-    # In common use, and not honoured: refused unless neutral (see REFUSED).
-    activation: Any = None
-    softmax: Any = None
-    truncation_side: Any = None
-    padding: Any = None
-    mm_processor_kwargs: Any = None
-    priority: Any = None
+    # In common use, and not honoured.
+    activation: Annotated[Any, unused()] = None
+    softmax: Annotated[Any, unused()] = None
+    truncation_side: Annotated[Any, unused("right")] = None
+    padding: Annotated[Any, unused("do_not_pad")] = None
+    mm_processor_kwargs: Annotated[Any, unused({})] = None
+    priority: Annotated[Any, unused(0)] = None
 
 
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "activation": (),
-    "softmax": (),
-    "truncation_side": ("right",),
-    "padding": ("do_not_pad",),
-    "mm_processor_kwargs": ({},),
-    "priority": (0,),
-}
-
-
-class ScoringUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of what was sent to the model."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-def usage_of(result: ScoreResult) -> ScoringUsage | msgspec.UnsetType:
-    """Return the usage, to be left out where nobody counted."""
-    tokens = result.prompt_tokens
-    return msgspec.UNSET if tokens is None else ScoringUsage(prompt_tokens=tokens, total_tokens=tokens)
-
-
-def text_of(value: Any, place: str) -> str:
-    """
-    Return a text, given bare or as an object with ``text``.
-
-    Raises :class:`UnsupportedParameter` for images and other content, and :class:`InvalidRequest` for what is no text.
-    """
+def _texts(value: Text | list[Text], place: str) -> list[str]:
+    """Return one text or several. Raises :class:`UnsupportedParameter` for images and other content."""
+    if isinstance(value, list):
+        return [text for index, item in enumerate(value) for text in _texts(item, f"{place}[{index}]")]
     if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        if set(value) & {"content", "image", "image_url", "video", "video_url"}:
-            raise UnsupportedParameter("Only text can be scored.", param=place)
-        if isinstance(value.get("text"), str):
-            return str(value["text"])
-    raise InvalidRequest(
-        f"Invalid type for '{place}': expected a string, or an object with 'text'.", param=place, code="invalid_type"
-    )
-
-
-def texts_of(value: Any, place: str) -> list[str]:
-    """Return one text or several. Raises as :func:`text_of`, and :class:`InvalidRequest` for none and too many."""
-    if not isinstance(value, list):
-        return [text_of(value, place)]
-    if not value:
-        raise InvalidRequest(f"'{place}' must not be empty.", param=place, code="invalid_value")
-    if len(value) > MAX_PAIRS:
-        raise InvalidRequest(f"'{place}' takes at most {MAX_PAIRS} texts.", param=place, code="array_above_max_length")
-    return [text_of(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        return [value]
+    if any(getattr(value, name) is not None for name in neutral_values(TextObject)):
+        raise UnsupportedParameter("Only text can be scored.", param=place)
+    return [value.text]
 
 
 async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *, param: str) -> ScoreResult:
@@ -119,7 +91,7 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
     Raises :class:`InvalidRequest` for models that cannot score, :class:`UnsupportedParameter` for what they cannot be
     asked, and :class:`ServiceError` for what goes wrong upstream.
     """
-    model, request, timeout = context.model, context.body, context.limits.total
+    model, request = context.model, context.body
     capabilities = model.adapter.capabilities
     if not (capabilities.score or capabilities.embed):
         raise InvalidRequest(f"The model '{request.model}' scores no texts and makes no embeddings.", param="model")
@@ -136,17 +108,17 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
             param=param,
             code="invalid_value",
         )
-    method = _crossed if capabilities.score else _compared
-    result = await method(context.service, model, request, job_id, pairs, timeout)
+    async with context.admitted(param=param):
+        result = await (_crossed if capabilities.score else _compared)(context, job_id, pairs)
     if not all(map(math.isfinite, result.scores)):
         raise UpstreamError("The model sent a score that is no number.")
+    context.observation.input_tokens = result.prompt_tokens
     return result
 
 
-async def _crossed(
-    service: Service, model: ServedModel, request: ScoringRequest, job_id: str, pairs: Pairs, timeout: float | None
-) -> ScoreResult:
+async def _crossed(context: RequestContext[_Request], job_id: str, pairs: Pairs) -> ScoreResult:
     """Return the scores of a cross-encoder."""
+    model, request = context.model, context.body
     activated = model.settings.score_activation == "sigmoid"
     if request.use_activation is not None and not activated:
         raise UnsupportedParameter(
@@ -157,22 +129,20 @@ async def _crossed(
     adapter = model.adapter
     job = ScoreJob(id=job_id, pairs=pairs)
     tokenizer = (await model.prompter()).tokenizer
-    tokens: int | None = None
     if adapter.capabilities.token_pairs:
         if tokenizer is None:
             raise ConfigurationError(
                 f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.owner}=SOURCE."
             )
         job = await _encoded(model, tokenizer, request, job)
-        tokens = sum(len(pair.ids) for pair in job.encoded)
-    answers = await answers_of(service, model, adapter.encode_scores(job), timeout=timeout)
+    requests = adapter.encode_scores(job)
+    answers = await answers_of(context.service, model, requests, timeout=context.limits.total)
     result = adapter.decode_scores(job, answers)
-    scores = result.scores
+    scores, tokens = result.scores, result.prompt_tokens
     if activated and request.use_activation is not False:
         scores = [_sigmoid(score) for score in scores]
-    tokens = tokens if result.prompt_tokens is None else result.prompt_tokens
     if tokens is None and tokenizer is not None:
-        tokens = sum(len(pair.ids) for pair in await tokenizer.encode_pairs_async(pairs))
+        tokens = sum(len(pair.ids) for pair in job.encoded or await tokenizer.encode_pairs_async(pairs))
     return ScoreResult(scores=scores, prompt_tokens=tokens)
 
 
@@ -195,22 +165,19 @@ async def _encoded(model: ServedModel, tokenizer: Tokenizer, request: ScoringReq
             "tokens together."
         )
     pad = tokenizer.special_tokens.get("pad_token")
-    return ScoreJob(
-        id=job.id, pairs=job.pairs, encoded=encoded, pad_id=None if pad is None else tokenizer.token_id(pad)
-    )
+    pad_id = None if pad is None else tokenizer.token_id(pad)
+    return ScoreJob(id=job.id, pairs=job.pairs, encoded=encoded, pad_id=pad_id)
 
 
-async def _compared(
-    service: Service, model: ServedModel, request: ScoringRequest, job_id: str, pairs: Pairs, timeout: float | None
-) -> ScoreResult:
+async def _compared(context: RequestContext[_Request], job_id: str, pairs: Pairs) -> ScoreResult:
     """Return the cosines of embeddings. No text is embedded twice; an activation changes no angle."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     job = EmbeddingJob(id=job_id, inputs=texts)
-    result = await embed(service, model, job, timeout=timeout)
+    result = await embed(context.service, context.model, job, timeout=context.limits.total)
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(pairs) * len(result.vectors[0]) // 4
     scores = await offload.run(lambda: _cosines(vectors, pairs), size=size, threshold=_INLINE_PRODUCTS)
-    return ScoreResult(scores=scores, prompt_tokens=await count_inputs(model, job, result))
+    return ScoreResult(scores=scores, prompt_tokens=await count_inputs(context.model, job, result))
 
 
 def _cosines(vectors: Mapping[str, bytes], pairs: Pairs) -> list[float]:
@@ -227,10 +194,7 @@ def _unit(vector: bytes) -> Sequence[float]:
 
 def _sigmoid(value: float) -> float:
     """Return the logistic function of *value*, computed so that nothing overflows."""
-    if value >= 0:
-        return 1 / (1 + math.exp(-value))
-    grown = math.exp(value)
-    return grown / (1 + grown)
+    return math.exp(min(value, 0.0)) / (1 + math.exp(-abs(value)))
 
 
 class RerankRequest(ScoringRequest, kw_only=True):
@@ -240,22 +204,14 @@ class RerankRequest(ScoringRequest, kw_only=True):
     ``top_n`` is how many results to give; 0 is all. ``return_documents`` false leaves their texts out.
     """
 
-    query: OneText
-    documents: Texts
+    query: Text
+    documents: Text | TextList
     top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
-    # Cohere's and Jina's, and not honoured: refused.
-    rank_fields: Any = None
-    max_chunks_per_doc: Any = None
-    max_tokens_per_doc: Any = None
-
-
-RERANK_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    **REFUSED,
-    "rank_fields": (["text"],),
-    "max_chunks_per_doc": (),
-    "max_tokens_per_doc": (),
-}
+    # Cohere's and Jina's, and not honoured.
+    rank_fields: Annotated[Any, unused(["text"])] = None
+    max_chunks_per_doc: Annotated[Any, unused()] = None
+    max_tokens_per_doc: Annotated[Any, unused()] = None
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,28 +233,25 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     model: str
-    usage: ScoringUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
     results: Sequence[RerankResult]
 
 
 async def handle_rerank(request: web.Request) -> web.StreamResponse:
     """Order documents by how well they fit a query."""
-    context = await begin(request, RerankRequest, "rerank", refused=RERANK_REFUSED)
-    body, observation = context.body, context.observation
-    query, documents = text_of(body.query, "query"), texts_of(body.documents, "documents")
+    context = await begin(request, RerankRequest, "rerank", refused=neutral_values(RerankRequest))
+    body = context.body
+    (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
     if not query:
         raise InvalidRequest("'query' must not be empty.", param="query", code="invalid_value")
-    rerank_id = observation.response_id = new_id("rerank")
-    pairs = [(query, document) for document in documents]
-    async with context.admitted(param="documents"):
-        result = await score(context, rerank_id, pairs, param="documents")
-    observation.input_tokens = result.prompt_tokens
+    rerank_id = context.observation.response_id = new_id("rerank")
+    result = await score(context, rerank_id, [(query, document) for document in documents], param="documents")
     # Equal scores keep the order of their documents.
     ranked = sorted(range(len(documents)), key=result.scores.__getitem__, reverse=True)
     answer = Reranked(
         id=rerank_id,
         model=body.model,
-        usage=usage_of(result),
+        usage=usage_of(result.prompt_tokens),
         results=[
             RerankResult(
                 index=index,
@@ -318,13 +271,13 @@ SIDES = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), (
 class ScoreRequest(ScoringRequest, kw_only=True):
     """The request: two sides under one pair of names (see :data:`SIDES`), each a text or several."""
 
-    queries: TextsOrNull = None
-    documents: TextsOrNull = None
-    items: TextsOrNull = None
-    data_1: TextsOrNull = None
-    data_2: TextsOrNull = None
-    text_1: TextsOrNull = None
-    text_2: TextsOrNull = None
+    queries: Side = None
+    documents: Side = None
+    items: Side = None
+    data_1: Side = None
+    data_2: Side = None
+    text_1: Side = None
+    text_2: Side = None
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,24 +296,21 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     data: Sequence[Score]
-    usage: ScoringUsage | msgspec.UnsetType = msgspec.UNSET
+    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
 
 
 async def handle_score(request: web.Request) -> web.StreamResponse:
     """Score one text against each of several, or texts pair by pair."""
-    context = await begin(request, ScoreRequest, "score", refused=REFUSED)
-    body, observation = context.body, context.observation
-    pairs, second = _pairs(body)
-    score_id = observation.response_id = new_id("score")
-    async with context.admitted(param=second):
-        result = await score(context, score_id, pairs, param=second)
-    observation.input_tokens = result.prompt_tokens
+    context = await begin(request, ScoreRequest, "score", refused=neutral_values(ScoreRequest))
+    pairs, second = _pairs(context.body)
+    score_id = context.observation.response_id = new_id("score")
+    result = await score(context, score_id, pairs, param=second)
     answer = ScoreList(
         id=score_id,
         created=now(),
-        model=body.model,
+        model=context.body.model,
         data=[Score(index=index, score=value) for index, value in enumerate(result.scores)],
-        usage=usage_of(result),
+        usage=usage_of(result.prompt_tokens),
     )
     return json_response(answer)
 
@@ -376,7 +326,7 @@ def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
             param=given[0] if given else SIDES[-1][0],
             code="missing_required_parameter" if len(given) < 2 else "invalid_value",
         )
-    first, second = (texts_of(getattr(body, name), name) for name in names)
+    first, second = (_texts(getattr(body, name), name) for name in names)
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):

@@ -4,26 +4,82 @@ Structured output: OpenAI's ``response_format``, vLLM's ``structured_outputs`` a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from triton_openai.api.parameters import SamplingRequest
+from triton_openai.api.bodies import ModelRequest
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide
 from triton_openai.prompts.json_values import decoder
 
-_encode = msgspec.json.Encoder().encode
+
+class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
+    """Any text."""
 
 
-def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
+class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct):
+    """A JSON schema; its name and whether it is strict change nothing."""
+
+    schema: dict[str, Any]
+
+
+class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """What a JSON schema describes."""
+
+    json_schema: NamedSchema
+
+
+class StructuralTagFormat(msgspec.Struct, tag_field="type", tag="structural_tag", omit_defaults=True):
+    """A structural tag, as the backend takes it."""
+
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
+
+
+ResponseFormat: TypeAlias = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+_Text = Annotated[str, Meta(min_length=1)]
+_Schema = dict[str, Any] | Annotated[str, Meta(description="A JSON schema as text.")]
+_Choices = Annotated[list[str], Meta(min_length=1)]
+
+
+class StructuredOutputs(msgspec.Struct):
+    """``structured_outputs``: one of these."""
+
+    json: _Schema | None = None
+    json_object: bool | None = None
+    regex: _Text | None = None
+    choice: _Choices | None = None
+    grammar: _Text | None = None
+    structural_tag: dict[str, Any] | _Text | None = None
+
+
+class GuidedRequest(ModelRequest, kw_only=True):
+    """Base of the requests whose answer can be held to a format."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Choices | None = None
+    guided_grammar: _Text | None = None
+
+
+def guide_of(request: GuidedRequest, supported: frozenset[str]) -> Guide | None:
     """
     Return the guide that *request* asks for.
 
     Raises :class:`InvalidRequest` for one that is malformed or for several, and :class:`UnsupportedParameter` for a
     kind that is not among *supported*: a model that cannot be held to a format must not pretend.
     """
-    guides = [guide for guide in (_response_format(request.response_format), *_extensions(request)) if guide]
+    guides = list(_guides(request))
     if not guides:
         return None
     if len(guides) > 1:
@@ -37,85 +93,38 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     return guide
 
 
-def _response_format(value: Any) -> Guide | None:
-    if value is None:
-        return None
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Guide(kind="json")
-    if kind == "json_schema":
-        wrapper = value.get("json_schema")
-        schema = wrapper.get("schema") if isinstance(wrapper, dict) else None
-        if not isinstance(schema, dict):
-            raise InvalidRequest(
-                "'response_format.json_schema.schema' must be a JSON schema.",
-                param="response_format.json_schema.schema",
-                code="missing_required_parameter",
-            )
-        return Guide(kind="json_schema", value=_text(schema))
-    if kind == "structural_tag":
-        return Guide(kind="structural_tag", value=_text(value))
-    raise InvalidRequest(
-        "'response_format.type' must be one of text, json_object, json_schema and structural_tag.",
-        param="response_format.type",
-        code="invalid_value",
-    )
+def _guides(request: GuidedRequest) -> Iterator[Guide]:
+    wanted = request.response_format
+    if isinstance(wanted, JsonObjectFormat):
+        yield Guide(kind="json")
+    elif isinstance(wanted, JsonSchemaFormat):
+        yield Guide(kind="json_schema", value=_encoded(wanted.json_schema.schema))
+    elif isinstance(wanted, StructuralTagFormat):
+        yield Guide(kind="structural_tag", value=_encoded(wanted))
+    for kind in ("json", "regex", "choice", "grammar"):
+        value = getattr(request, f"guided_{kind}")
+        if value is not None:
+            yield _guide(kind, value, f"guided_{kind}")
+    outputs = request.structured_outputs
+    if outputs is None:
+        return
+    if outputs.json_object:
+        yield Guide(kind="json", param="structured_outputs.json_object")
+    for kind in ("json", "regex", "choice", "grammar", "structural_tag"):
+        value = getattr(outputs, kind)
+        if value is not None:
+            yield _guide(kind, value, f"structured_outputs.{kind}")
 
 
-def _extensions(request: SamplingRequest) -> list[Guide | None]:
-    fields = request.structured_outputs
-    if fields is not None and not isinstance(fields, dict):
-        raise InvalidRequest("'structured_outputs' must be an object.", param="structured_outputs", code="invalid_type")
-    given = {
-        "guided_json": ("json", request.guided_json),
-        "guided_regex": ("regex", request.guided_regex),
-        "guided_choice": ("choice", request.guided_choice),
-        "guided_grammar": ("grammar", request.guided_grammar),
-        **{
-            f"structured_outputs.{name}": (name, (fields or {}).get(name))
-            for name in ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
-        },
-    }
-    return [
-        _extension(kind, value, param)
-        for param, (kind, value) in given.items()
-        if value is not None and value is not False
-    ]
-
-
-def _extension(kind: str, value: Any, param: str) -> Guide:
-    if kind == "json_object":
-        if value is not True:
-            raise InvalidRequest(f"'{param}' must be a boolean.", param=param, code="invalid_type")
-        return Guide(kind="json", param=param)
-    if kind == "json":
-        if not isinstance(value, dict | str):
-            raise InvalidRequest(f"'{param}' must be a JSON schema.", param=param, code="invalid_type")
-        return Guide(kind="json_schema", value=_text(_schema(value, param)), param=param)
-    if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-            raise InvalidRequest(f"'{param}' must be a list of at least one string.", param=param, code="invalid_type")
-        return Guide(kind="choice", value=_text(value), param=param)
-    if kind == "structural_tag":
-        if not isinstance(value, dict | str) or not value:
-            raise InvalidRequest(f"'{param}' must be an object or a string.", param=param, code="invalid_type")
-        return Guide(kind="structural_tag", value=value if isinstance(value, str) else _text(value), param=param)
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"'{param}' must be a string.", param=param, code="invalid_type")
-    return Guide(kind="regex" if kind == "regex" else "grammar", value=value, param=param)
-
-
-def _schema(value: dict[str, Any] | str, param: str) -> Any:
-    """Return a JSON schema given as an object or as its text. Raises :class:`InvalidRequest` for text that is none."""
-    if isinstance(value, dict):
-        return value
+def _guide(kind: Any, value: Any, param: str) -> Guide:
+    if kind != "json":
+        return Guide(kind=kind, value=value if isinstance(value, str) else _encoded(value), param=param)
     try:
-        return decoder(dict[str, Any]).decode(value)
+        schema = decoder(dict[str, Any]).decode(value) if isinstance(value, str) else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise InvalidRequest(f"'{param}' must be a JSON schema.", param=param, code="invalid_value") from error
+    return Guide(kind="json_schema", value=_encoded(schema), param=param)
 
 
-def _text(value: Any) -> str:
-    return _encode(value).decode()
+def _encoded(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

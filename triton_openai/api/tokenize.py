@@ -14,9 +14,8 @@ from msgspec import Meta
 
 from triton_openai.api.bodies import ModelRequest, json_response
 from triton_openai.api.context import read_request
-from triton_openai.api.fields import Tool
 from triton_openai.api.prompts import outside, rendered_chat
-from triton_openai.api.tools import plan
+from triton_openai.api.tools import Tool, plan
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message

@@ -7,13 +7,14 @@ Source of the shapes: OpenAI's ``tools``, ``tool_choice`` and their older forms 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.api.bodies import explain
+from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Guide
 
 
@@ -57,9 +58,67 @@ def _moved(node: Any, root: str) -> Any:
     return moved
 
 
-_encode = msgspec.json.Encoder().encode
 # Wider than OpenAI's [a-zA-Z0-9_-]{1,64}: names of MCP servers have dots, slashes and colons.
-_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+class FunctionDefinition(msgspec.Struct):
+    """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(msgspec.Struct):
+    """A tool: only functions are supported."""
+
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    """One of the given functions, by its name."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, tag_field="type", tag="function"):
+    """One of the given tools."""
+
+    function: NamedFunction
+
+
+class AllowedToolList(msgspec.Struct):
+    """The tools that may be called, and whether one of them must be."""
+
+    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools"):
+    """Some of the given tools."""
+
+    allowed_tools: AllowedToolList
+
+
+def _checked_later(kind: type[msgspec.Struct]) -> Meta:
+    return Meta(extra_json_schema={"$ref": f"#/components/schemas/{kind.__name__}"})
+
+
+#: An item of ``tools``, and one of ``functions``: kept as it is for the template, and checked by :func:`plan`.
+Tool: TypeAlias = Annotated[dict[str, Any], _checked_later(ToolDefinition)]
+Function: TypeAlias = Annotated[dict[str, Any], _checked_later(FunctionDefinition)]
+#: ``tool_choice`` and ``function_call``
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | AllowedTools | None
+FunctionChoice: TypeAlias = Literal["none", "auto", "required"] | NamedFunction | None
+
+
+class _Definitions(msgspec.Struct):
+    tools: list[ToolDefinition] = []
+    functions: list[FunctionDefinition] = []
+
 
 Mode = Literal["none", "auto", "required", "named"]
 
@@ -114,126 +173,62 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(
     *,
-    tools: Sequence[Any] | None,
-    tool_choice: Any,
-    functions: Sequence[Any] | None,
-    function_call: Any,
+    tools: Sequence[Tool] | None,
+    tool_choice: ToolChoice,
+    functions: Sequence[Function] | None,
+    function_call: FunctionChoice,
     parallel: bool | None,
 ) -> ToolPlan:
-    """Return the plan of a request. Raises :class:`InvalidRequest` and :class:`UnsupportedParameter`."""
+    """Return the plan of a request. Raises :class:`InvalidRequest`."""
     legacy = not tools and bool(functions)
-    if legacy:
-        listed = [{"type": "function", "function": function} for function in functions or ()]
-        names, key, choice = "functions", "function_call", _from_function_call(function_call)
-    else:
-        listed = list(tools or ())
-        names, key, choice = "tools", "tool_choice", tool_choice
+    names, key = ("functions", "function_call") if legacy else ("tools", "tool_choice")
+    choice = function_call if legacy else tool_choice
+    try:
+        given = msgspec.convert({names: (functions if legacy else tools) or ()}, _Definitions)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
     schemas: dict[str, Mapping[str, Any]] = {}
-    for index, tool in enumerate(listed):
-        name, schema = _function(tool, f"{names}[{index}]", legacy=legacy)
-        if name in schemas:
-            raise InvalidRequest(f"There are two tools of the name '{name}'.", param=names, code="invalid_value")
-        schemas[name] = schema
-    if not listed:
+    for function in given.functions or [tool.function for tool in given.tools]:
+        if function.name in schemas:
+            raise InvalidRequest(
+                f"There are two tools of the name '{function.name}'.", param=names, code="invalid_value"
+            )
+        parameters = function.parameters
+        schemas[function.name] = {"type": "object", "properties": {}} if parameters is None else parameters
+    if not schemas:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest(f"'{key}' is only allowed when '{names}' are given.", param=key, code="invalid_value")
         return ToolPlan()
-    mode, chosen = _mode(choice, key, schemas)
-    if mode == "none":
+    if choice == "none":
         # As OpenAI does it: the model knows of the tools and must not call them. Without them in the prompt it cannot.
         return ToolPlan()
-    if mode == "named":
-        return ToolPlan(prompt=listed, schemas=schemas, mode=mode, name=chosen[0], legacy=legacy, parallel=False)
-    allowed = {name: schemas[name] for name in chosen}
-    return ToolPlan(
-        prompt=[tool for tool in listed if tool["function"]["name"] in allowed],
-        schemas=allowed,
-        mode=mode,
-        legacy=legacy,
-        parallel=parallel is not False and not legacy,
-    )
+    listed: Sequence[Mapping[str, Any]] = tools or ()
+    if legacy:
+        listed = [{"type": "function", "function": function} for function in functions or ()]
+    parallel = parallel is not False and not legacy
+    if isinstance(choice, NamedTool | NamedFunction):
+        function, place = (choice, key) if isinstance(choice, NamedFunction) else (choice.function, f"{key}.function")
+        name = _known(function, place, schemas)
+        return ToolPlan(prompt=listed, schemas=schemas, mode="named", name=name, legacy=legacy, parallel=False)
+    mode: Mode = "required" if choice == "required" else "auto"
+    if isinstance(choice, AllowedTools):
+        mode, place = choice.allowed_tools.mode, "tool_choice.allowed_tools.tools"
+        chosen = [
+            _known(tool.function, f"{place}[{index}].function", schemas)
+            for index, tool in enumerate(choice.allowed_tools.tools)
+        ]
+        listed = [tool for tool in listed if tool["function"]["name"] in chosen]
+        schemas = {name: schemas[name] for name in chosen}
+    return ToolPlan(prompt=listed, schemas=schemas, mode=mode, legacy=legacy, parallel=parallel)
 
 
-def _function(tool: Any, place: str, *, legacy: bool) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the parameters' schema of *tool*, which stands at *place* in the request."""
-    if not isinstance(tool, dict):
-        raise InvalidRequest(f"'{place}' must be an object.", param=place, code="invalid_type")
-    kind = tool.get("type", "function")
-    if kind != "function":
-        raise UnsupportedParameter(
-            f"'{place}.type': only tools of the type 'function' are supported.", param=f"{place}.type"
-        )
-    function = tool.get("function")
-    where = place if legacy else f"{place}.function"
-    if not isinstance(function, dict):
-        raise InvalidRequest(f"Missing required parameter: '{where}'.", param=where, code="missing_required_parameter")
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequest(f"'{where}.name' is not a valid name.", param=f"{where}.name", code="invalid_value")
-    schema = function.get("parameters")
-    if schema is None:
-        schema = {"type": "object", "properties": {}}
-    if not isinstance(schema, dict):
-        raise InvalidRequest(
-            f"'{where}.parameters' must be a JSON schema.", param=f"{where}.parameters", code="invalid_type"
-        )
-    return name, schema
-
-
-def _mode(choice: Any, key: str, schemas: Mapping[str, Any]) -> tuple[Mode, Sequence[str]]:
-    """Return the mode and the names of the tools that may be called."""
-    everything = list(schemas)
-    if choice is None or choice == "auto":
-        return "auto", everything
-    if choice == "none":
-        return "none", ()
-    if choice == "required":
-        return "required", everything
-    if isinstance(choice, dict):
-        kind = choice.get("type")
-        if kind == "function":
-            return "named", [_known(choice.get("function"), f"{key}.function", schemas)]
-        if kind == "allowed_tools":
-            return _allowed(choice.get("allowed_tools"), f"{key}.allowed_tools", schemas)
-        if kind == "custom":
-            raise UnsupportedParameter("Custom tools are not supported.", param=key)
-    raise InvalidRequest(
-        f"'{key}' must be 'none', 'auto', 'required', or an object that names tools.", param=key, code="invalid_value"
-    )
-
-
-def _allowed(allowed: Any, place: str, schemas: Mapping[str, Any]) -> tuple[Mode, Sequence[str]]:
-    if not isinstance(allowed, dict) or not isinstance(allowed.get("tools"), list) or not allowed["tools"]:
-        raise InvalidRequest(
-            f"'{place}.tools' must be a list of tools.", param=f"{place}.tools", code="missing_required_parameter"
-        )
-    names = []
-    for index, tool in enumerate(allowed["tools"]):
-        where = f"{place}.tools[{index}]"
-        function = tool.get("function") if isinstance(tool, dict) else None
-        names.append(_known(function, f"{where}.function", schemas))
-    mode = allowed.get("mode", "auto")
-    if mode not in ("auto", "required"):
-        raise InvalidRequest(
-            f"'{place}.mode' must be 'auto' or 'required'.", param=f"{place}.mode", code="invalid_value"
-        )
-    return mode, names
-
-
-def _known(function: Any, place: str, schemas: Mapping[str, Any]) -> str:
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or name not in schemas:
+def _known(function: NamedFunction, place: str, schemas: Mapping[str, Any]) -> str:
+    if function.name not in schemas:
         raise InvalidRequest(
             f"'{place}.name' is not one of the given tools.", param=f"{place}.name", code="invalid_value"
         )
-    return name
-
-
-def _from_function_call(choice: Any) -> Any:
-    if isinstance(choice, dict):
-        return {"type": "function", "function": choice}
-    return choice
+    return function.name
 
 
 def _text(value: Any) -> str:
-    return _encode(value).decode()
+    return msgspec.json.encode(value).decode()

@@ -126,8 +126,8 @@ def _texts(value: Any) -> Iterable[str]:
     """Yield the texts of a field: one, several, or objects with a ``text``; token ids only as their number."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        yield from _texts(value.get("text"))
+    elif isinstance(text := getattr(value, "text", None), str):
+        yield text
     elif isinstance(value, list):
         if value and all(isinstance(item, int) for item in value):
             yield f"<{len(value)} token ids>"

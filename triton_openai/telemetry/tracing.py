@@ -290,7 +290,7 @@ def request_attributes(observation: Observation) -> Attributes:
     choices = getattr(body, "n", None)
     if choices is not None and choices != 1:
         found["gen_ai.request.choice.count"] = choices
-    form = getattr(body, "response_format", None)
+    form = msgspec.to_builtins(getattr(body, "response_format", None))
     kind = _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None
     if kind is not None:
         found["gen_ai.output.type"] = kind

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import hashlib
 import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from triton_openai.access.key_file import Keys
-from triton_openai.access.keys import Keyring, identify, read_keys
+from triton_openai.access.keys import Keyring, Keys, identify, read_keys
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config import AccessSettings, Settings, load_settings
 from triton_openai.errors import ConfigurationError, InvalidApiKey
@@ -214,7 +212,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
 async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Nobody may ever write into it: the event loop would stand still, and a thread keep the service from ending."""
     file = written(tmp_path, "keys: [{name: a, key: one}]")
-    keys = Keys(AccessSettings(api_keys_file=file), directory=tmp_path, interval=0.001)
+    keys = Keys(AccessSettings(api_keys_file=file), interval=0.001)
     file.unlink()
     os.mkfifo(file)
     # Whoever waits for it gets this; nobody reads it in time.
@@ -226,35 +224,10 @@ async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     watching.cancel()
     with pytest.raises(ConfigurationError, match="pipe"):
         keys.prepare(AccessSettings(api_keys_file=file))
-    another = Keys(AccessSettings(api_keys_file=file), directory=tmp_path)
     os.close(writing)
 
-    for one in (keys, another):
-        assert one.ring is not None
-        assert one.ring.find("one") is not None
-
-
-async def test_keys_without_a_place_to_remember_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where the directory of the workers is gone, or full, changes are taken over all the same, each of them."""
-    file = written(tmp_path, "keys: [{name: a, key: one}]")
-    directory = tmp_path / "shared"
-    directory.mkdir()
-    keys = Keys(AccessSettings(api_keys_file=file), directory=directory, interval=0.001)
-    shutil.rmtree(directory)
-    looked = asyncio.Event()
-    watching = asyncio.create_task(keys.watch(looked.set))
-    for key in ("two", "three"):
-        file.write_text(f"keys: [{{name: a, key: {key}}}]")
-        while keys.ring is None or keys.ring.find(key) is None:
-            looked.clear()
-            await asyncio.wait_for(looked.wait(), 10)
-    watching.cancel()
-    # Who sends settings is not told that they are refused, when they are in force.
-    keys.prepare(AccessSettings(api_key=("four",)))()
-
     assert keys.ring is not None
-    assert keys.ring.find("four") is not None
-    assert "cannot be left to other workers" in capsys.readouterr().out
+    assert keys.ring.find("one") is not None
 
 
 @pytest.mark.parametrize(

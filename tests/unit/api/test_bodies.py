@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.api.bodies import explain, is_neutral, parse_json, unknown_fields
+from triton_openai.api.bodies import explain, parse_json
+from triton_openai.api.parameters import is_neutral
 from triton_openai.errors import InvalidRequest
 
 
@@ -24,7 +25,7 @@ class Part(msgspec.Struct):
     size: int | None = None
 
 
-class Body(msgspec.Struct):
+class Body(msgspec.Struct, forbid_unknown_fields=True):
     """An outer object with each kind of field."""
 
     model: Annotated[str, msgspec.Meta(min_length=1)]
@@ -130,21 +131,22 @@ def test_bodies_that_are_no_objects(body, code):
 )
 def test_any_body_is_read_or_refused(body):
     """There is no third way."""
-    for strict in (False, True):
+    names: list[str] = []
+    for ignored in (None, names):
         with suppress(InvalidRequest):
-            assert parse_json(body, Body, strict=strict).model
+            assert parse_json(body, Body, ignored).model
 
 
 def test_strict_refuses_unknown_fields():
     """An unknown field is named, and cut where it is long; a known one passes."""
     with pytest.raises(InvalidRequest) as caught:
-        parse_json(b'{"model": "m", "%s": 1}' % (b"x" * 500), Body, strict=True)
+        parse_json(b'{"model": "m", "%s": 1}' % (b"x" * 500), Body)
 
     assert ("x" * 100, "unknown_parameter") == (caught.value.param, caught.value.code)
-    assert Body(model="m", count=1) == parse_json(b'{"model": "m", "count": 1}', Body, strict=True)
+    assert Body(model="m", count=1) == parse_json(b'{"model": "m", "count": 1}', Body)
 
 
-class Numbers(msgspec.Struct):
+class Numbers(msgspec.Struct, forbid_unknown_fields=True):
     """Where a request has integers."""
 
     count: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -170,7 +172,7 @@ class Numbers(msgspec.Struct):
 )
 def test_whole_numbers_are_integers(body: bytes, expected: Numbers):
     """However they are written, as JSON Schema has it; texts stay as they are."""
-    found = parse_json(body, Numbers, strict=True)
+    found = parse_json(body, Numbers)
 
     assert expected == found
     assert type(expected.count) is type(found.count)
@@ -193,9 +195,21 @@ def test_any_whole_number_is_an_integer(number: int, zeros: int):
     assert number == parse_json(written, Numbers).count
 
 
+def test_unknown_fields_are_told():
+    """What is ignored is named, beside a number that has to be mended; null asks for nothing, and errors stay."""
+    ignored: list[str] = []
+    body = b'{"model": "m", "a`b": [], "count": 4.0, "nothing": null, "parts": [{"text": "a", "inner": 1}], "b": 1}'
+
+    assert Body(model="m", count=4, parts=[Part(text="a")]) == parse_json(body, Body, ignored)
+    assert ["a`b", "b"] == ignored
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(b'{"model": "m", "x": 1, "count": "a"}', Body, ignored)
+    assert "count" == caught.value.param
+
+
 def test_strict_takes_null_for_nothing():
     """A field that is not known and null asks for nothing."""
-    assert Body(model="m") == parse_json(b'{"model": "m", "prompt": null}', Body, strict=True)
+    assert Body(model="m") == parse_json(b'{"model": "m", "prompt": null}', Body)
 
 
 @every_case(
@@ -204,7 +218,7 @@ def test_strict_takes_null_for_nothing():
         ("Expected `str`, got `int` - at `$.messages[0].role`", "messages[0].role", "expected a string, but got an integer"),
         ("Object missing required field `role` - at `$.messages[1]`", "messages[1].role", "'messages[1].role'"),
         ("Expected `str`, got `int` - at `$.messages[...].content`", "messages.content", "'messages.content'"),
-        ("Expected `str`, got `int` - at `key in $.logit_bias`", "logit_bias", "'logit_bias'"),
+        ("Expected `int`, got `str` - at `key` in `$.logit_bias`", "logit_bias", "a key of 'logit_bias'"),
         ("Expected `object`, got `array`", None, "the request's body"),
         ("Integer value out of range - at `$.seed`", "seed", "'seed': integer value out of range."),
     ],
@@ -232,6 +246,6 @@ def test_neutral_values(value: Any, neutral: tuple[Any, ...], expected: bool):
 def test_unknown_names_that_are_no_text() -> None:
     """A field's name that is not UTF-8 is no JSON, though nobody reads the field."""
     with pytest.raises(InvalidRequest) as caught:
-        unknown_fields(b'{"\xd5": 1}', msgspec.defstruct("Empty", []))
+        parse_json(b'{"\xd5": 1}', Body, [])
 
     assert "invalid_json" == caught.value.code

@@ -127,8 +127,8 @@ def test_images_are_no_text() -> None:
         f'["{url}é"]',
         f'["{url}\\n"]',
         '["data:' + "\\/" * 2000 + '"]',
-        f'["{data_url(1000)}", "{data_url(1000)}", "{data_url(1000)}"]',
         f'["{url}',
+        f"[{', '.join([f'{chr(34)}data:,{chr(34)}'] * 5000)}]",
     ):
         with pytest.raises(PayloadTooLarge, match="more than 3000 bytes besides its images"):
             check(body.encode(), limits)
@@ -176,8 +176,8 @@ def test_json_in_texts_counts_too() -> None:
         # What stands in strings is no structure.
         json.dumps(["[" * 40, "{" * 40, '"' * 20, "\\" * 20, '\\"[' * 8]),
         # What is no JSON is somebody else's to tell.
-        "[" * 40,
         "]" * 100,
+        "{}" * 40,
     ],
 )
 def test_what_is_let_through(body: str) -> None:

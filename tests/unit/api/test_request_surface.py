@@ -1,23 +1,18 @@
-"""The small machines of the request surface: seeds, schemas of calls, schemas as text, vectors."""
+"""The small machines of the request surface: seeds, schemas of calls, vectors."""
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 
 import pytest
 
 from tests.cases import every_case
-from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import _render
 from triton_openai.api.service import nth_seed
-from triton_openai.api.structured_output import guide_of
 from triton_openai.api.tools import calls_schema, plan
 from triton_openai.errors import InvalidRequest, UpstreamError
 from triton_openai.parsers.tools.schema import Parameters
-
-KINDS = frozenset({"json", "json_schema"})
 
 
 def tool(name: str, parameters: object = None) -> dict[str, object]:
@@ -66,26 +61,6 @@ def test_two_tools_of_one_name():
         plan(tools=[tool("f"), tool("f")], tool_choice=None, functions=None, function_call=None, parallel=None)
 
     assert "tools" == caught.value.param
-
-
-@every_case("text", ["not json", "[1]", '{}, "x": true', "5"])
-def test_a_schema_as_text_has_to_be_one(text):
-    """Text that is no JSON object never reaches a backend."""
-    request = CompletionRequest(model="m", prompt="Hi", guided_json=text)
-    with pytest.raises(InvalidRequest) as caught:
-        guide_of(request, KINDS)
-
-    assert "guided_json" == caught.value.param
-
-
-def test_a_schema_as_text():
-    """It means the same as the object."""
-    as_text = guide_of(CompletionRequest(model="m", prompt="Hi", guided_json='{"type":  "object"}'), KINDS)
-    as_object = guide_of(CompletionRequest(model="m", prompt="Hi", guided_json={"type": "object"}), KINDS)
-
-    assert as_text == as_object
-    assert as_text is not None
-    assert {"type": "object"} == json.loads(as_text.value)
 
 
 def test_alternatives_that_multiply():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from tests.cases import every_case
 from triton_openai.api.chat import make_parser
 from triton_openai.api.chat_response import message_of
-from triton_openai.api.tools import plan
+from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.choose import Parsers
 from triton_openai.parsers.tools.base import ToolParser
@@ -21,11 +22,11 @@ from triton_openai.parsers.tools.mistral import Mistral
 from triton_openai.parsers.tools.pythonic import Pythonic
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
-NAMED = {"type": "function", "function": {"name": "now"}}
+NAMED = NamedTool(function=NamedFunction(name="now"))
 CALL = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
 
 
-@every_case("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+@every_case("choice", ["required", NAMED])
 def test_forced_calls_have_ids_of_the_family(choice: Any) -> None:
     """Mistral's templates take nine letters and digits, also for calls that the backend was held to."""
     wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
@@ -55,7 +56,10 @@ OWN: dict[type[ToolParser] | None, str] = {
 def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, size: int) -> None:
     """A backend that did not hold the model to the schema may have let it write calls as it learned to."""
     own, array, arguments = OWN[tools], '[{"name": "now", "parameters": {"a": 1}}]', ' {"a": 1}'
-    for choice, texts in (("required", (own, f"\n{array}")), (NAMED, (own, arguments) if tools else (arguments,))):
+    cases: list[tuple[ToolChoice, Sequence[str]]] = [
+        ("required", (own, f"\n{array}")), (NAMED, (own, arguments) if tools else (arguments,)),
+    ]  # fmt: skip
+    for choice, texts in cases:
         wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
         for text in texts:
             parser = make_parser(Parsers(tools=tools), wanted, "")

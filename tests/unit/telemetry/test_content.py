@@ -14,7 +14,7 @@ from tests.unit.telemetry.fake_answer import FakeAnswer
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest
-from triton_openai.api.scoring import RerankRequest, ScoreRequest
+from triton_openai.api.scoring import RerankRequest, ScoreRequest, TextObject
 from triton_openai.generation import FinishReason
 from triton_openai.telemetry.access_log import input_messages, output_messages
 
@@ -67,7 +67,7 @@ def test_a_chat() -> None:
         (CompletionRequest(prompt=[1, 2, 3]), ["<3 token ids>"]),
         (CompletionRequest(prompt=[[1, 2], [3]]), ["<2 token ids>", "<1 token ids>"]),
         (EmbeddingsRequest(input=["a", "b"]), ["a", "b"]),
-        (RerankRequest(query="q", documents=["a", {"text": "b"}]), ["q", "a", "b"]),
+        (RerankRequest(query="q", documents=["a", TextObject(text="b")]), ["q", "a", "b"]),
         (ScoreRequest(text_1="a", text_2=["b"]), ["a", "b"]),
         (None, None),
     ],

@@ -28,6 +28,13 @@ from tests.unit.telemetry.fake_answer import FakeAnswer
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest
+from triton_openai.api.structured_output import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedSchema,
+    StructuralTagFormat,
+    TextFormat,
+)
 from triton_openai.app import create_app
 from triton_openai.config import ServerSettings, Settings
 from triton_openai.config.observability import TracesSettings
@@ -110,7 +117,7 @@ def test_what_was_asked_and_answered(recorder: Recorder) -> None:
         n=2,
         max_tokens=3,
         max_completion_tokens=4,
-        response_format={"type": "json_object"},
+        response_format=JsonObjectFormat(),
     )
     recorder.identify(observation, body)
     usage = Usage(prompt_tokens=7, completion_tokens=11, cached_tokens=5)
@@ -182,11 +189,10 @@ def test_what_was_not_said_is_not_there(recorder: Recorder) -> None:
 def test_output_types() -> None:
     """What the client wants to get, where the conventions have a word for it."""
     for form, kind in (
-        ({"type": "text"}, "text"),
-        ({"type": "json_schema"}, "json"),
-        ({"type": "structural_tag"}, None),
-        ({"type": ["no", "word"]}, None),
-        ("json", None),
+        (TextFormat(), "text"),
+        (JsonSchemaFormat(json_schema=NamedSchema(schema={})), "json"),
+        (StructuralTagFormat(), None),
+        (None, None),
     ):
         recorder = Recorder()
         observation = recorder.begin()
