@@ -20,8 +20,7 @@ from triton_openai.config import Settings
 from triton_openai.config.observability import SDK_REFUSES
 from triton_openai.config.worker import WORKER, Worker
 from triton_openai.errors import ConfigurationError
-from triton_openai.media.allowed_hosts import AllowedHosts, is_public, is_public_or_private
-from triton_openai.media.fetch import ImageFetcher
+from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
@@ -231,7 +230,7 @@ def _engines(model: ServedModel) -> set[str]:
 
 def _image_loader(settings: Settings) -> ImageLoader:
     media = settings.media
-    fetcher = ImageFetcher(
+    fetcher = Fetcher(
         AllowedHosts(media.allowed_domains),
         largest=media.max_image_size,
         timeout=media.fetch_timeout,

@@ -10,45 +10,196 @@ number.
 from __future__ import annotations
 
 import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Any, TypeAlias
 
 import aiohttp
-from aiohttp.abc import AbstractResolver
+import msgspec
+from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from triton_openai import __version__
-from triton_openai.errors import InvalidRequest
-from triton_openai.generation import Image
-from triton_openai.media.allowed_hosts import (
-    AddressPolicy,
-    AddressRefusedError,
-    AllowedHosts,
-    CheckedResolver,
-    SystemResolver,
-    is_public,
-    parse_address,
-    parse_url,
-    refused,
-)
-from triton_openai.media.files import HEAD, from_bytes, media_type_of, too_large, unknown_format
+from triton_openai.errors import ConfigurationError, InvalidRequest
+
+IPAddress: TypeAlias = IPv4Address | IPv6Address
+#: Says whether a connection to an address is allowed.
+AddressPolicy: TypeAlias = Callable[[IPAddress], bool]
+
+# What is of use within a network only.
+_PRIVATE = [
+    ip_network(text) for text in
+    ("10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "::1/128", "fc00::/7")
+]  # fmt: skip
+# What is no host's address anywhere, or leads back into the machine's own link: cloud metadata is at 169.254.169.254.
+# Of IPv6: what is not global unicast, and within that protocol assignments with Teredo, documentation, 6to4 (which
+# hides an IPv4 address).
+_NEVER = [
+    ip_network(text) for text in (
+        "0.0.0.0/8", "169.254.0.0/16", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "198.18.0.0/15",
+        "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3",
+        "::/3", "4000::/2", "8000::/1", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20",
+    )
+]  # fmt: skip
+# An IPv4 address as seen from a network that has IPv6 only (RFC 6052).
+_NAT64 = IPv6Network("64:ff9b::/96")
+
+
+def is_public(address: IPAddress) -> bool:
+    """Return whether *address* is one of the public internet. IPv4 addresses mapped into IPv6 are not."""
+    if address in _NAT64:
+        return is_public(IPv4Address(int(address) & 0xFFFFFFFF))
+    return not any(address in network for network in (*_PRIVATE, *_NEVER))
+
+
+def is_public_or_private(address: IPAddress) -> bool:
+    """Return whether *address* is public, or of this machine or a private network. Link-local ones are not."""
+    return is_public(address) or any(address in network for network in _PRIVATE)
+
+
+def parse_address(text: str) -> IPAddress | None:
+    """Return the address that *text* is the usual form of; ``None`` for names, and for numbers in other forms."""
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
+
+
+class AddressRefusedError(OSError):
+    """A host's address is one that the policy does not allow."""
+
+
+class CheckedResolver(AbstractResolver):
+    """
+    Asks the system, and fails unless *allows* says yes to every address of the answer.
+
+    *lookup* is called as :func:`socket.getaddrinfo`, in threads of its own: it blocks, for many seconds where a name
+    server is silent, and in the event loop's threads that would hold up what else is done there (tokenizing,
+    rendering).
+    """
+
+    def __init__(self, allows: AddressPolicy, lookup: Callable[..., Sequence[Any]] = socket.getaddrinfo) -> None:
+        self._allows = allows
+        self._lookup = lookup
+        self._threads = ThreadPoolExecutor(8, thread_name_prefix="image-hosts")
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """Return the addresses of *host*. Raises ``OSError``."""
+        answers = await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: self._lookup(host, port, family, socket.SOCK_STREAM, 0, socket.AI_ADDRCONFIG)
+        )
+        found = []
+        for kind, _, protocol, _, (text, *_) in answers:
+            # A link-local IPv6 address may come with its zone.
+            address = parse_address(str(text).partition("%")[0])
+            if address is None or not self._allows(address):
+                raise AddressRefusedError(f"an address of {host} is not allowed")
+            # It is an address already: nothing is to be resolved a second time.
+            flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            found.append(ResolveResult(hostname=host, host=text, port=port, family=kind, proto=protocol, flags=flags))
+        return found
+
+    async def close(self) -> None:
+        """Let the threads end."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+# What web servers take in a request's first line. Also keeps large texts from the parser.
+_LONGEST_URL = 8_000
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_INSTEAD = "send the image itself, as a data URL (data:image/png;base64,...)."
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    host: str
+    port: int | None
+    any_below: bool
+
+    def covers(self, url: URL) -> bool:
+        host = url.raw_host or ""
+        # A suffix begins with its dot, so that "evilexample.com" does not end with it.
+        named = host.endswith(self.host) and host != self.host if self.any_below else host == self.host
+        return named and url.port == (_DEFAULT_PORTS[url.scheme] if self.port is None else self.port)
+
+
+class AllowedHosts:
+    """
+    Hosts as the operator lists them: ``example.com``, ``*.example.com`` (every host below it, and not itself), each
+    also with a port, without which only http's and https's own ports are meant.
+
+    Raises :class:`ConfigurationError` for what is none of these.
+    """
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._entries = tuple(map(_entry, entries))
+
+    def check(self, url: URL) -> None:
+        """Raise :class:`InvalidRequest` unless *url* may be fetched, by its form and its host."""
+        if url.scheme not in _DEFAULT_PORTS:
+            raise _refused("An image's URL must begin with https://, http:// or data:image/.")
+        if url.raw_user is not None or url.raw_password is not None:
+            raise _refused("An image's URL must not contain a user name or a password.")
+        if not url.raw_host:
+            raise _refused("The image's URL names no host.")
+        if not any(entry.covers(url) for entry in self._entries):
+            source = f" from '{url.raw_host[:200]}'" if self._entries else ""
+            raise _refused(f"This service does not fetch images{source}: {_INSTEAD}")
+
+
+def _refused(message: str) -> InvalidRequest:
+    """Return the error for a URL that is not followed, or does not lead to an image."""
+    return InvalidRequest(message, code="invalid_image_url")
+
+
+def parse_url(text: str) -> URL:
+    """Return *text* as a URL, parsed once and by the library that also sends the request. Raises InvalidRequest."""
+    if len(text) > _LONGEST_URL:
+        raise _refused("The image's URL is too long.")
+    try:
+        url = URL(text)
+        # Read lazily, and wrong ports are found only then.
+        _ = (url.port, url.raw_host)
+    except (ValueError, TypeError) as error:
+        raise _refused("The image's URL is not valid.") from error
+    return url
+
+
+def _entry(text: str) -> _Entry:
+    any_below = text.startswith("*.")
+    rest = text.removeprefix("*.")
+    try:
+        url = URL(f"http://{rest}")
+        host, port = url.raw_host, url.explicit_port
+    except ValueError:
+        host = port = None
+    if not host or rest.endswith(":") or any(character in rest for character in "*/@?#\\ "):
+        raise ConfigurationError(
+            f"'{text}' is not a host for --allowed-media-domain: give example.com, *.example.com or either with :PORT."
+        )
+    return _Entry(host=f".{host}" if any_below else host, port=port, any_below=any_below)
+
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 3
 _PIECE = 64 * 1024
-# What a server may call an image that it does not know better.
-_UNSPECIFIC = frozenset({"", "application/octet-stream", "binary/octet-stream"})
-_HEADERS = {
-    "User-Agent": f"triton-openai/{__version__}",
-    "Accept": "image/*",
-    "Accept-Encoding": "identity",
-}
+_HEADERS = {"User-Agent": f"triton-openai/{__version__}", "Accept": "image/*", "Accept-Encoding": "identity"}
 
 
-class ImageFetcher:
+def too_large(limit: int) -> InvalidRequest:
+    """Return the error for a file of more than *limit* bytes."""
+    return InvalidRequest(f"The image is larger than the limit of {limit} bytes.", code="image_too_large")
+
+
+class Fetcher:
     """
-    Fetches images, at most *concurrency* at a time; each within *timeout* seconds, waiting for its turn included, and
-    of at most *largest* bytes. Closed by :meth:`close`.
+    Fetches files, at most *concurrency* at a time; each within *timeout* seconds, waiting for its turn included, and of
+    at most *largest* bytes. Closed by :meth:`close`.
 
-    *allows* says which addresses may be connected to, *resolver* finds them (by default the system's).
+    *allows* says which addresses may be connected to, *lookup* finds them, see :class:`CheckedResolver`.
     """
 
     def __init__(
@@ -59,14 +210,14 @@ class ImageFetcher:
         timeout: float,
         concurrency: int,
         allows: AddressPolicy = is_public,
-        resolver: AbstractResolver | None = None,
+        lookup: Callable[..., Sequence[Any]] = socket.getaddrinfo,
     ) -> None:
         self._hosts = hosts
         self._largest = largest
         self._timeout = timeout
         self._allows = allows
-        self._resolver = resolver
-        self._places = asyncio.Semaphore(concurrency)
+        self._lookup = lookup
+        self._slots = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None
 
     def check(self, url: str) -> URL:
@@ -82,15 +233,14 @@ class ImageFetcher:
                 raise _not_public()
         return parsed
 
-    async def fetch(self, url: str) -> Image:
-        """Return the image at *url*. Raises :class:`InvalidRequest` with the reason."""
+    async def fetch(self, url: str) -> bytes:
+        """Return the file at *url*. Raises :class:`InvalidRequest` with the reason."""
         first = self.check(url)
         try:
-            async with asyncio.timeout(self._timeout), self._places:
-                data = await self._follow(first)
+            async with asyncio.timeout(self._timeout), self._slots:
+                return await self._follow(first)
         except TimeoutError as error:
-            raise refused(f"The image could not be fetched within {self._timeout:g} seconds.") from error
-        return await from_bytes(data)
+            raise _refused(f"The image could not be fetched within {self._timeout:g} seconds.") from error
 
     async def close(self) -> None:
         """Close the session."""
@@ -104,42 +254,32 @@ class ImageFetcher:
                     if response.status not in _REDIRECTS:
                         return await self._read(response)
                     url = self._next(url, response.headers.get("Location", ""))
-        except aiohttp.ClientConnectorError as error:
-            if isinstance(error.os_error, AddressRefusedError):
-                raise _not_public() from error
-            raise _unreachable(url) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _unreachable(url) from error
-        raise refused(f"The image's URL redirects more than {_MAX_REDIRECTS} times.")
+            if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, AddressRefusedError):
+                raise _not_public() from error
+            raise _refused(
+                f"The image could not be fetched: its host '{(url.raw_host or '')[:200]}' cannot be reached."
+            ) from error
+        raise _refused(f"The image's URL redirects more than {_MAX_REDIRECTS} times.")
 
     def _next(self, url: URL, location: str) -> URL:
         """Return where a redirect leads, if it may be followed."""
         try:
             target = url.join(URL(location))
         except ValueError as error:
-            raise refused("The image's URL redirects to what is not a URL.") from error
+            raise _refused("The image's URL redirects to what is not a URL.") from error
         if url.scheme == "https" and target.scheme == "http":
-            raise refused("The image's URL redirects from https to http.")
+            raise _refused("The image's URL redirects from https to http.")
         return self.check(str(target))
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if response.status != 200:
-            raise refused(f"The image could not be fetched: its host answered with status {response.status}.")
-        kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        if kind not in _UNSPECIFIC and not kind.startswith("image/"):
-            raise refused(f"The image's URL leads to '{kind[:100]}', which is not an image.")
-        if response.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
-            # It was asked for without. Images are compressed already, so only a trick gains by it.
-            raise refused("The image could not be fetched: its host sent it with a content encoding.")
-        if (response.content_length or 0) > self._largest:
-            raise too_large(self._largest)
+            raise _refused(f"The image could not be fetched: its host answered with status {response.status}.")
         data = bytearray()
         async for piece in response.content.iter_chunked(_PIECE):
             data += piece
             if len(data) > self._largest:
                 raise too_large(self._largest)
-            if len(data) - len(piece) < HEAD <= len(data) and media_type_of(bytes(data[:HEAD])) is None:
-                raise unknown_format()
         return bytes(data)
 
     def _client(self) -> aiohttp.ClientSession:
@@ -147,7 +287,7 @@ class ImageFetcher:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    resolver=CheckedResolver(self._resolver or SystemResolver(), self._allows),
+                    resolver=CheckedResolver(self._allows, self._lookup),
                     # Neither an answer nor a connection outlives the fetch that it was checked for.
                     use_dns_cache=False,
                     force_close=True,
@@ -163,8 +303,4 @@ class ImageFetcher:
 
 
 def _not_public() -> InvalidRequest:
-    return refused("The image's host has no public address.")
-
-
-def _unreachable(url: URL) -> InvalidRequest:
-    return refused(f"The image could not be fetched: its host '{(url.raw_host or '')[:200]}' cannot be reached.")
+    return _refused("The image's host has no public address.")

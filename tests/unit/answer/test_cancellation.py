@@ -16,9 +16,7 @@ import pytest
 from tests.pictures import png
 from triton_openai.answer.run import Background
 from triton_openai.api.streaming import collect
-from triton_openai.generation import Image
-from triton_openai.media.allowed_hosts import AllowedHosts
-from triton_openai.media.fetch import ImageFetcher
+from triton_openai.media.fetch import AllowedHosts, Fetcher
 from triton_openai.triton.grpc import GrpcStream
 from triton_openai.triton.http_stream import ConnectionPool
 from triton_openai.triton.tensors import InferRequest
@@ -79,14 +77,14 @@ async def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextlib.asynccontextmanager
     async def get(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(status=200, headers={}, content_length=None, content=SimpleNamespace(iter_chunked=pieces))
+        yield SimpleNamespace(status=200, headers={}, content=SimpleNamespace(iter_chunked=pieces))
 
     monkeypatch.setattr(aiohttp.ClientSession, "get", get)
-    fetcher = ImageFetcher(AllowedHosts(("images.example",)), largest=100_000, timeout=60, concurrency=1)
+    fetcher = Fetcher(AllowedHosts(("images.example",)), largest=100_000, timeout=60, concurrency=1)
 
     image = await cancel_at_every_turn(started(lambda: fetcher.fetch("https://images.example/a.png")))
 
-    assert isinstance(image, Image)
+    assert png() == image
     await fetcher.close()
 
 

@@ -1,24 +1,212 @@
-"""Fetching images, from a web server on this machine that a resolver of the test gives names to."""
+"""Which hosts and addresses images are fetched from, and how: a web server on this machine gets names from the test."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from typing import Any
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.pictures import data_url, png
-from tests.unit.media.test_addresses import FakeResolver
-from triton_openai.errors import InvalidRequest
-from triton_openai.media.allowed_hosts import AllowedHosts, IPAddress
-from triton_openai.media.fetch import ImageFetcher
+from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.media.fetch import (
+    AddressRefusedError,
+    AllowedHosts,
+    CheckedResolver,
+    Fetcher,
+    IPAddress,
+    is_public,
+    is_public_or_private,
+    parse_address,
+    parse_url,
+)
 from triton_openai.media.images import ImageLoader, ImageReference
+
+PUBLIC = ("8.8.8.8", "1.1.1.1", "172.15.0.1", "172.32.0.1", "2606:4700::1111", "2a00:1450:4001::1", "64:ff9b::808:808")
+PRIVATE = ("127.0.0.1", "127.255.0.9", "10.1.2.3", "172.16.0.1", "192.168.1.1", "100.64.0.1", "::1", "fd00::1")
+NEVER = (
+    "0.0.0.0", "169.254.169.254", "192.0.0.8", "192.0.2.1", "192.88.99.1", "198.18.0.1", "198.51.100.7", "203.0.113.7",
+    "224.0.0.1", "239.1.1.1", "240.0.0.1", "255.255.255.255",
+    "::", "::8.8.8.8", "::ffff:8.8.8.8", "::ffff:127.0.0.1", "::ffff:169.254.169.254", "64:ff9b::7f00:1",
+    "64:ff9b::a9fe:a9fe", "64:ff9b:1::808:808", "100::1", "fe80::1", "fe80::1%eth0", "fec0::1", "ff02::1",
+    "2001::1", "2001:db8::1", "2001:10::1", "2002:7f00:1::", "3fff::1", "5f00::1",
+)  # fmt: skip
+
+
+@every_case("text", PUBLIC)
+def test_public(text: str) -> None:
+    """Addresses of the public internet."""
+    assert is_public(ip_address(text))
+    assert is_public_or_private(ip_address(text))
+
+
+@every_case("text", PRIVATE)
+def test_private(text: str) -> None:
+    """Addresses that the operator has to allow."""
+    assert not is_public(ip_address(text))
+    assert is_public_or_private(ip_address(text))
+
+
+@every_case("text", NEVER)
+def test_never(text: str) -> None:
+    """Addresses that are nobody's, lead back, or hide another one: nothing allows them."""
+    assert not is_public(ip_address(text))
+    assert not is_public_or_private(ip_address(text))
+
+
+@given(st.ip_addresses(v=4))
+def test_what_python_calls_special_is_not_public(address: IPv4Address) -> None:
+    """Python's own notion, which differs between its releases, is never narrower than ours."""
+    if not address.is_global or address.is_multicast or address.is_reserved or address.is_link_local:
+        assert not is_public(address)
+
+
+@given(st.one_of(st.ip_addresses(v=6), st.integers(0, 2**32 - 1).map(lambda low: IPv6Address(0xFFFF << 32 | low))))
+def test_the_same_for_ipv6(address: IPv6Address) -> None:
+    """No mapped address passes, whatever is in it. (NAT64's are another thing: see above.)"""
+    if address in IPv6Network("64:ff9b::/96"):
+        return
+    if not address.is_global or address.is_multicast or address.is_reserved or address.ipv4_mapped is not None:
+        assert not is_public(address)
+
+
+@every_case("text", ["2130706433", "0x7f000001", "0177.0.0.1", "127.1", "localhost", "", "1.2.3.4.5"])
+def test_other_forms_are_no_addresses(text: str) -> None:
+    """Only the usual form is an address: how the system would read the others is not ours to guess."""
+    assert parse_address(text) is None
+
+
+class FakeLookup:
+    """Answers as `socket.getaddrinfo` with the addresses that it is told to, one answer for each question."""
+
+    def __init__(self, *answers: tuple[str, ...]) -> None:
+        self.answers = list(answers)
+
+    def __call__(self, host: str, port: int, *_: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (each, port)) for each in self.answers.pop(0)]
+
+
+@every_case("answer", [("10.0.0.1",), ("8.8.8.8", "127.0.0.1"), ("fe80::1%eth0",), ("8.8.8.8", "not an address")])
+async def test_one_wrong_address_is_too_many(answer: tuple[str, ...]) -> None:
+    """A name with any address that is not allowed is not connected to at all."""
+    with pytest.raises(AddressRefusedError):
+        await CheckedResolver(is_public, FakeLookup(answer)).resolve("example.com", 443)
+
+
+async def test_good_addresses_pass() -> None:
+    """The answer is handed on as it is, so that the connection goes to what was checked."""
+    resolver = CheckedResolver(is_public, FakeLookup(("8.8.8.8", "1.1.1.1")))
+
+    found = await resolver.resolve("example.com", 443)
+    await resolver.close()
+
+    assert [("8.8.8.8", 443), ("1.1.1.1", 443)] == [(each["host"], each["port"]) for each in found]
+
+
+HOSTS = AllowedHosts(
+    ["example.com", "*.images.example.org", "cdn.example.net:8443", "bücher.example", "[2606:4700::1111]"]
+)
+
+
+@every_case(
+    "url",
+    [
+        "https://example.com/a.png", "http://example.com/a.png", "HTTPS://EXAMPLE.COM/", "https://example.com:443/",
+        "http://example.com:80", "https://a.images.example.org/", "https://a.b.images.example.org/",
+        "https://cdn.example.net:8443/x", "http://cdn.example.net:8443/x", "https://bücher.example/",
+        "https://xn--bcher-kva.example/", "https://[2606:4700::1111]/", "https://[2606:4700:0::1111]/",
+        "https://example.com/?u=http://evil.test@x", "https://example.com#@evil.test",
+        "https://exa\nmple.com/", "https://example\u2024com/",
+    ],
+)  # fmt: skip
+def test_allowed_hosts(url: str) -> None:
+    """Names are compared as they are resolved: in lower case and in their ASCII form."""
+    HOSTS.check(parse_url(url))
+
+
+@every_case(
+    "url",
+    [
+        "ftp://example.com/a.png", "file:///etc/passwd", "gopher://example.com/", "//example.com/a.png", "a.png", "",
+        "https://", "https:///a.png", "https://user@example.com/", "https://user:pw@example.com/", "https://:@example.com/",
+        "https://example.com@evil.test/", "https://evil.test\\@example.com/", "https://evil.test#@example.com/",
+        "https://example.com.evil.test/", "https://evilexample.com/", "https://sub.example.com/", "https://example.com./",
+        "https://images.example.org/", "https://.images.example.org/", "https://eviLimages.example.org/",
+        "https://example.com:8443/", "http://example.com:443/", "https://example.com:80/", "https://cdn.example.net/",
+        "https://example.com:0/", "https://example.com:99999/", "https://example.com:x/", "https://[::1/", "https://[::1]/",
+        "http://127.0.0.1/", "http://2130706433/", "http://0x7f.1/", "https://example.com\0.evil.test/",
+    ],
+)  # fmt: skip
+def test_other_urls(url: str) -> None:
+    """Everything else is refused with one clear sentence."""
+    with pytest.raises(InvalidRequest) as caught:
+        HOSTS.check(parse_url(url))
+    assert "invalid_image_url" == caught.value.code
+    assert "pw" not in caught.value.message
+
+
+def test_urls_have_an_end() -> None:
+    """A text that could not be a request's first line is not parsed at all."""
+    with pytest.raises(InvalidRequest, match="too long"):
+        parse_url("https://example.com/" + "a" * 10_000_000)
+
+
+@given(st.text(max_size=60).map(lambda text: f"https://{text}"))
+def test_no_text_slips_through(text: str) -> None:
+    """What is allowed is what the client library would connect to."""
+    try:
+        url = parse_url(text)
+        HOSTS.check(url)
+    except InvalidRequest:
+        return
+    host = url.raw_host or ""
+    assert host in ("example.com", "cdn.example.net", "xn--bcher-kva.example", "2606:4700::1111") or host.endswith(
+        ".images.example.org"
+    )
+
+
+@every_case(
+    "entry",
+    ["", "*", "*.", "https://example.com", "example.com/path", "*.*.example.com", "a*b.example", "user@example.com",
+     "example.com:", "example.com:x", "exa mple.com", "::1", "[::1"],
+)  # fmt: skip
+def test_wrong_entries(entry: str) -> None:
+    """An entry that means nothing is the operator's mistake, told at start."""
+    with pytest.raises(ConfigurationError, match="--allowed-media-domain"):
+        AllowedHosts([entry])
+
+
+def test_no_host_is_allowed_by_default() -> None:
+    """Without a list, the answer says what to do instead."""
+    hosts = AllowedHosts([])
+
+    with pytest.raises(InvalidRequest, match="data URL"):
+        hosts.check(parse_url("https://example.com/a.png"))
+
+
+async def test_the_systems_resolver() -> None:
+    """It gives addresses, and raises what the system raises."""
+    resolver = CheckedResolver(is_public_or_private)
+    try:
+        found = await resolver.resolve("localhost", 80)
+        assert {"127.0.0.1", "::1"} >= {each["host"] for each in found}
+        assert found
+        assert 80 == found[0]["port"]
+        # A label of more than 63 characters is no name, so no server is asked.
+        with pytest.raises((OSError, UnicodeError)):
+            await resolver.resolve("a" * 300, 80)
+    finally:
+        await resolver.close()
+
 
 #: For these tests, the one public address that there is.
 HERE = "127.0.0.1"
@@ -91,13 +279,13 @@ async def site() -> AsyncIterator[Site]:
 
 
 @asynccontextmanager
-async def fetching(here: Site, *answers: tuple[str, ...], **options: Any) -> AsyncIterator[ImageFetcher]:
+async def fetching(here: Site, *answers: tuple[str, ...], **options: Any) -> AsyncIterator[Fetcher]:
     """Make a fetcher for ``images.example``, which resolves to *answers* one after the other."""
     hosts = AllowedHosts(
         [f"images.example:{here.port}", f"{HERE}:{here.port}", f"[::1]:{here.port}", "2130706433", "017700000001"]
     )
     given: dict[str, Any] = {"largest": LIMIT, "timeout": 20.0, "concurrency": 4, "allows": only_here, **options}
-    fetcher = ImageFetcher(hosts, resolver=FakeResolver(*answers), **given)
+    fetcher = Fetcher(hosts, lookup=FakeLookup(*answers), **given)
     try:
         yield fetcher
     finally:
@@ -109,7 +297,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked() -> None:
     async with site() as here, fetching(here, (HERE,)) as fetcher:
         image = await fetcher.fetch(f"http://images.example:{here.port}/a.png")
 
-    assert len(png(1)) == image.size
+    assert png(1) == image
     (request,) = here.requests
     assert f"images.example:{here.port}" == request.host
     assert "identity" == request.headers["Accept-Encoding"]
@@ -142,14 +330,14 @@ async def test_addresses_as_hosts(host: str) -> None:
 async def test_an_allowed_address() -> None:
     """An address that is listed and allowed needs no resolver."""
     async with site() as here, fetching(here) as fetcher:
-        assert "image/png" == (await fetcher.fetch(f"http://{HERE}:{here.port}/a.png")).media_type
+        assert png(1) == await fetcher.fetch(f"http://{HERE}:{here.port}/a.png")
 
 
 async def test_a_redirect_is_checked_like_the_first_url() -> None:
     """Within the allowed hosts it is followed, without what the first answer gave."""
     async with site() as here, fetching(here, (HERE,), (HERE,)) as fetcher:
         to = f"http://{HERE}:{here.port}/a.png"
-        assert "image/png" == (await fetcher.fetch(f"http://images.example:{here.port}/go?to={to}")).media_type
+        assert png(1) == await fetcher.fetch(f"http://images.example:{here.port}/go?to={to}")
 
     assert ["/go", "/a.png"] == [request.path for request in here.requests]
     assert "Cookie" not in here.requests[1].headers
@@ -208,7 +396,7 @@ async def test_a_bounded_number_at_a_time() -> None:
     assert here.most <= 2
 
 
-def loader_for(fetcher: ImageFetcher, **limits: int) -> ImageLoader:
+def loader_for(fetcher: Fetcher, **limits: int) -> ImageLoader:
     """Return a loader with *limits*."""
     return ImageLoader(fetcher, **{"most": 4, "largest": LIMIT, "together": 10 * LIMIT, **limits})
 

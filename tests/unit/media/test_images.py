@@ -14,8 +14,8 @@ from tests.cases import every_case
 from tests.pictures import data_url, png
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Image
-from triton_openai.media import files
-from triton_openai.media.files import HEAD, from_base64, from_bytes, image_of, is_data_url, media_type_of
+from triton_openai.media import images
+from triton_openai.media.images import from_base64, from_bytes, from_data_url, is_data_url, media_type_of
 
 HEADS = {
     "image/jpeg": b"\xff\xd8\xff\xe0\0\x10JFIF\0\1",
@@ -40,7 +40,7 @@ async def test_formats(kind: str) -> None:
 
     assert kind == (await from_bytes(file)).media_type
     assert kind == (await from_base64(encoded(file))).media_type
-    assert kind == (await image_of(data_url(file, "image/heic"), largest=LIMIT)).media_type
+    assert kind == (await from_data_url(data_url(file, "image/heic"), largest=LIMIT)).media_type
 
 
 @every_case("head", [b"", b"G", b"RIFF\0\0\0\0WAVE", b"<svg xmlns=", b"%PDF-1.7", b"\0" * 12, b"GIF88a"])
@@ -71,8 +71,7 @@ async def test_slices_join(slices: int, rest: int) -> None:
     whole = await from_bytes(file)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_SLICE", 8)
-        patch.setattr(files, "_BYTES_SLICE", 6)
+        patch.setattr(images, "_SLICE", 8)
         assert whole == await from_bytes(file)
         assert whole == await from_base64(encoded(file))
     expected = hashlib.sha256(encoded(file).encode()).digest()
@@ -85,7 +84,7 @@ async def test_wrong_base64_never_passes(text: str) -> None:
     with suppress(InvalidRequest):
         image = await from_base64(text)
         decoded = base64.b64decode(text.encode("ascii"), validate=True)
-        assert HEADS["image/png"] == decoded[:HEAD]
+        assert HEADS["image/png"] == decoded[:12]
         assert len(decoded) == image.size
 
 
@@ -94,7 +93,7 @@ async def test_no_url_breaks_it(text: str, prefix: str) -> None:
     """Whatever stands there: an image or a refusal."""
     url = prefix + text
     with suppress(InvalidRequest):
-        image = await image_of(url, largest=LIMIT)
+        image = await from_data_url(url, largest=LIMIT)
         assert is_data_url(url)
         assert media_type_of(base64.b64decode(image.base64, validate=True)) == image.media_type
 
@@ -110,7 +109,7 @@ async def test_no_url_breaks_it(text: str, prefix: str) -> None:
 )
 async def test_heads_of_data_urls(head: str) -> None:
     """Case and parameters are of no account."""
-    assert png() == base64.b64decode((await image_of(head + encoded(png()), largest=LIMIT)).base64)
+    assert png() == base64.b64decode((await from_data_url(head + encoded(png()), largest=LIMIT)).base64)
 
 
 @every_case(
@@ -123,7 +122,7 @@ async def test_heads_of_data_urls(head: str) -> None:
         ("data:" + "image/png" * 1000 + ";base64,AAAA", "invalid_image_url"),
         ("data:;base64,AAAA", "invalid_image_format"),
         ("data:text/html;base64,AAAA", "invalid_image_format"),
-        ("data:image/png;base64,", "invalid_base64"),
+        ("data:image/png;base64,", "invalid_image_format"),
         ("data:image/png;base64,====", "invalid_base64"),
         ("data:image/png;base64,AA%3D%3D", "invalid_base64"),
         ("data:image/png;base64,AAAA", "invalid_image_format"),
@@ -132,7 +131,7 @@ async def test_heads_of_data_urls(head: str) -> None:
 async def test_wrong_data_urls(url: str, code: str) -> None:
     """Each mistake has its code."""
     with pytest.raises(InvalidRequest) as caught:
-        await image_of(url, largest=LIMIT)
+        await from_data_url(url, largest=LIMIT)
     assert code == caught.value.code
     assert len(caught.value.message) < 300
 
@@ -142,7 +141,7 @@ async def test_line_breaks() -> None:
     file = png(size=500)
     broken = base64.encodebytes(file).decode().replace("\n", "\r\n")
 
-    assert encoded(file) == (await image_of(f"data:image/png;base64,{broken}", largest=LIMIT)).base64
+    assert encoded(file) == (await from_data_url(f"data:image/png;base64,{broken}", largest=LIMIT)).base64
 
 
 @every_case("over,taken", [(0, True), (1, False), (2, False)])
@@ -150,10 +149,10 @@ async def test_the_limit_is_exact(over: int, taken: bool) -> None:
     """A file of just the limit is taken, one byte more is not; nothing is decoded to know it."""
     file = png(size=100)
     if taken:
-        assert len(file) == (await image_of(data_url(file), largest=len(file))).size
+        assert len(file) == (await from_data_url(data_url(file), largest=len(file))).size
         return
     with pytest.raises(InvalidRequest) as caught:
-        await image_of(data_url(file + b"\0" * over), largest=len(file))
+        await from_data_url(data_url(file + b"\0" * over), largest=len(file))
     assert "image_too_large" == caught.value.code
 
 
