@@ -37,7 +37,7 @@ class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def any(self) -> bool:
         """Whether there is any limit."""
-        return (self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests) != (None, None, None)
+        return self != RateLimit()
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -67,42 +67,6 @@ class LimitStore(Protocol):
         ...
 
 
-class Window(msgspec.Struct, frozen=True):
-    """The ticks of the last minute that have counts, oldest first."""
-
-    now: float
-    ticks: list[tuple[int, int]]
-
-    @property
-    def used(self) -> int:
-        """What was counted in the last minute."""
-        return sum([count for _, count in self.ticks])
-
-    @property
-    def empty_in(self) -> float:
-        """Seconds until nothing of it counts any more."""
-        return self._left(self.ticks[-1][0]) if self.ticks else 0.0
-
-    @property
-    def full_in(self) -> float:
-        """Seconds until what is counted now counts no more."""
-        return self._left(int(self.now))
-
-    def below_in(self, limit: int) -> float:
-        """Return the seconds until there are fewer than *limit*."""
-        used = self.used
-        wait = 0.0
-        for tick, count in self.ticks:
-            if used < limit:
-                break
-            used -= count
-            wait = self._left(tick)
-        return wait
-
-    def _left(self, tick: int) -> float:
-        return max(0.0, tick + _TICKS - self.now)
-
-
 class _Minute:
     """Counts of the last minute, in whole seconds of a clock."""
 
@@ -116,11 +80,21 @@ class _Minute:
             number += self._ticks.pop()[1]
         self._ticks.append((tick, number))
 
-    def window(self, now: float) -> Window:
-        """Return what still counts."""
+    def used(self, now: float) -> int:
+        """Return what was counted in the last minute."""
         while self._ticks and self._ticks[0][0] < int(now) - WINDOW:
             self._ticks.popleft()
-        return Window(now, list(self._ticks))
+        return sum([count for _, count in self._ticks])
+
+    def below_in(self, limit: int, now: float) -> float:
+        """Return the seconds until there are fewer than *limit*."""
+        used, wait = self.used(now), 0.0
+        for tick, count in self._ticks:
+            if used < limit:
+                break
+            used -= count
+            wait = tick + _TICKS - now
+        return wait
 
 
 class _Account:
@@ -144,16 +118,38 @@ class RateLimits:
         return self.decide(name, limit)
 
     def decide(self, name: str, limit: RateLimit) -> Decision:
-        """Count a request of the key *name* in, if *limit* allows it."""
+        """Count a request of the key *name* in, if *limit* allows it, and say so in OpenAI's headers."""
         account, now = self._accounts.setdefault(name, _Account()), self._clock()
-        requests = account.requests.window(now) if limit.requests_per_minute is not None else None
-        tokens = account.tokens.window(now) if limit.tokens_per_minute is not None else None
-        refusal = _refusal(name, limit, requests, tokens, account.running)
+        counts = (
+            ("requests", limit.requests_per_minute, account.requests),
+            ("tokens", limit.tokens_per_minute, account.tokens),
+        )
+        refusal, most = None, limit.concurrent_requests
+        if most is not None and account.running >= most:
+            text = f"The key '{name}' may have {most} requests at the same time."
+            refusal = Refusal(text, kind="requests", wait=1)
+        for kind, most, minute in counts:
+            if refusal is None and most is not None and minute.used(now) >= most:
+                wait = minute.below_in(most, now)
+                refusal = Refusal(
+                    f"Rate limit reached for the key '{name}' on {kind} per minute: limit {most}, used "
+                    f"{minute.used(now)}. Please try again in {_duration(wait)}.",
+                    kind=kind,
+                    # The official clients wait for a minute at most, and else try again at once.
+                    wait=min(wait, WINDOW),
+                )
         if refusal is None:
             account.running += 1
-            if requests is not None:
+            if limit.requests_per_minute is not None:
                 account.requests.add(now, 1)
-        return Decision(_headers(limit, requests, tokens, admitted=refusal is None), refusal)
+        headers = {}
+        for kind, most, minute in counts:
+            if most is not None:
+                headers[f"x-ratelimit-limit-{kind}"] = str(most)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - minute.used(now)))
+                # Nothing is left of it then.
+                headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(1, now))
+        return Decision(headers, refusal)
 
     def leave(self, name: str, tokens: int) -> None:
         """See :class:`LimitStore`."""
@@ -179,44 +175,6 @@ class Ticket:
         if self._open:
             self._open = False
             self._store.leave(self._name, tokens)
-
-
-def _refusal(
-    name: str, limit: RateLimit, requests: Window | None, tokens: Window | None, running: int
-) -> Refusal | None:
-    most = limit.concurrent_requests
-    if most is not None and running >= most:
-        return Refusal(f"The key '{name}' may have {most} requests at the same time.", kind="requests", wait=1)
-    for kind, window, most in (
-        ("requests", requests, limit.requests_per_minute),
-        ("tokens", tokens, limit.tokens_per_minute),
-    ):
-        if window is not None and most is not None and window.used >= most:
-            wait = window.below_in(most)
-            return Refusal(
-                f"Rate limit reached for the key '{name}' on {kind} per minute: limit {most}, used {window.used}. "
-                f"Please try again in {_duration(wait)}.",
-                kind=kind,
-                # The official clients wait for a minute at most, and else try again at once.
-                wait=min(wait, WINDOW),
-            )
-    return None
-
-
-def _headers(limit: RateLimit, requests: Window | None, tokens: Window | None, *, admitted: bool) -> dict[str, str]:
-    """Return OpenAI's headers for the limits that there are."""
-    headers: dict[str, str] = {}
-    for kind, window, most in (
-        ("requests", requests, limit.requests_per_minute),
-        ("tokens", tokens, limit.tokens_per_minute),
-    ):
-        if window is not None and most is not None:
-            now = 1 if admitted and kind == "requests" else 0
-            headers[f"x-ratelimit-limit-{kind}"] = str(most)
-            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - window.used - now))
-            # Whole ticks: what is counted now goes when its tick does.
-            headers[f"x-ratelimit-reset-{kind}"] = _duration(window.full_in if now else window.empty_in)
-    return headers
 
 
 def _duration(seconds: float) -> str:

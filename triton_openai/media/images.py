@@ -95,7 +95,7 @@ async def from_bytes(data: bytes) -> Image:
 
 def is_data_url(url: str) -> bool:
     """Return whether *url* holds its content itself."""
-    return url[:5].lower() == "data:"
+    return url[:5].lower().partition(":")[:2] == ("data", ":")
 
 
 async def from_data_url(url: str, *, largest: int) -> Image:
