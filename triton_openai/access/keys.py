@@ -27,7 +27,6 @@ _log = structlog.get_logger(__name__)
 _Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._@ -]{1,64}$")]
 _KeyText = Annotated[str, Meta(pattern=r"^[!-~]{1,4096}$")]
 _Digest = Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")]
-_Limit = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,15 +57,12 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
             raise KeyNotSufficient("This is about all models or the whole server, and the key opens certain models.")
 
 
-class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Entry(RateLimit, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: _Name
     key: _KeyText | tuple[_KeyText, ...] | None = None
     sha256: _Digest | tuple[_Digest, ...] | None = None
     models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
     manage: bool = True
-    requests_per_minute: _Limit | None = None
-    tokens_per_minute: _Limit | None = None
-    concurrent_requests: _Limit | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,13 +126,9 @@ def _from_file(file: Path) -> Iterable[tuple[bytes, ApiKey]]:
         digests = [*map(sha256, _several(entry.key)), *map(bytes.fromhex, _several(entry.sha256))]
         if not digests:
             raise ConfigurationError(f"{where} has neither a key nor a sha256.")
-        limit = RateLimit(
-            requests_per_minute=entry.requests_per_minute,
-            tokens_per_minute=entry.tokens_per_minute,
-            concurrent_requests=entry.concurrent_requests,
-        )
-        for digest in digests:
-            yield digest, ApiKey(name=entry.name, models=entry.models, manage=entry.manage, limit=limit)
+        limit = RateLimit(**{name: getattr(entry, name) for name in RateLimit.__struct_fields__})
+        key = ApiKey(name=entry.name, models=entry.models, manage=entry.manage, limit=limit)
+        yield from ((digest, key) for digest in digests)
 
 
 def _several(value: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from triton_openai.errors import RateLimited
 from triton_openai.generation import Usage
@@ -27,12 +28,15 @@ WINDOW = 60
 _TICKS = WINDOW + 1
 
 
+_Limit = Annotated[int, Meta(ge=1, le=2**53)]
+
+
 class RateLimit(msgspec.Struct, frozen=True, kw_only=True):
     """What one key may use; ``None`` is as much as it likes."""
 
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent_requests: int | None = None
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrent_requests: _Limit | None = None
 
     @property
     def any(self) -> bool:

@@ -20,8 +20,6 @@ from triton_openai.prompts.template import ChatTemplate
 _LONGEST_TEMPLATE = 16 * 1024
 # Longer templates are compiled in a thread: compiling takes 1 µs per character and more.
 _INLINE_TEMPLATE = 1_000
-# As many as OpenAI takes inputs in one embeddings request; it documents no limit for prompts.
-_MAX_PROMPTS = 2048
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -50,10 +48,6 @@ async def prompts_of(
         items = [items]
     if not items:
         raise InvalidRequest("'prompt' must not be an empty list.", param="prompt", code="invalid_value")
-    if len(items) > _MAX_PROMPTS:
-        raise InvalidRequest(
-            f"'prompt' takes at most {_MAX_PROMPTS} prompts.", param="prompt", code="array_above_max_length"
-        )
     prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, int):

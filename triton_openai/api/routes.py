@@ -10,6 +10,7 @@ import asyncio
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from http import HTTPStatus
 from typing import Any
 
@@ -258,6 +259,7 @@ def _parameter(
     }
 
 
+@cache
 def _schemas(*, strict: bool) -> dict[str, Any]:
     """
     Return the schemas of all types by name, as msgspec makes them from the types.
@@ -298,28 +300,11 @@ def prose(docstring: str | None) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
 
 
-class Description:
-    """The description as JSON, made once for the settings in force."""
-
-    def __init__(self) -> None:
-        self._settings: Settings | None = None
-        self._body = b""
-
-    async def under(self, settings: Settings) -> bytes:
-        """Return it under *settings*."""
-        if self._settings is not settings:
-            # Some hundredths of a second of work, which are not to be taken from running streams.
-            self._body = await asyncio.to_thread(lambda: msgspec.json.encode(describe(settings)))
-            self._settings = settings
-        return self._body
-
-
-_DESCRIPTION: web.AppKey[Description] = web.AppKey("description", Description)
-
-
 async def openapi(request: web.Request) -> web.Response:
     """Describe this API, as OpenAPI 3.1."""
-    body = await request.app[_DESCRIPTION].under(service_of(request).settings)
+    settings = service_of(request).settings
+    # The first time it is some hundredths of a second of work, which are not to be taken from running streams.
+    body = await asyncio.to_thread(lambda: msgspec.json.encode(describe(settings)))
     return web.Response(body=body, content_type="application/json")
 
 
@@ -406,7 +391,6 @@ OPERATIONS = (
 
 def add_routes(app: web.Application) -> None:
     """Add all routes to *app*, each with its group."""
-    app[_DESCRIPTION] = Description()
     groups = app[ROUTE_GROUPS] = {}
     for operation in OPERATIONS:
         for route in operation.routes:

@@ -207,8 +207,8 @@ def plan(
         listed = [{"type": "function", "function": function} for function in functions or ()]
     parallel = parallel is not False and not legacy
     if isinstance(choice, NamedTool | NamedFunction):
-        function, place = (choice, key) if isinstance(choice, NamedFunction) else (choice.function, f"{key}.function")
-        name = _known(function, place, schemas)
+        called, place = (choice, key) if isinstance(choice, NamedFunction) else (choice.function, f"{key}.function")
+        name = _known(called, place, schemas)
         return ToolPlan(prompt=listed, schemas=schemas, mode="named", name=name, legacy=legacy, parallel=False)
     mode: Mode = "required" if choice == "required" else "auto"
     if isinstance(choice, AllowedTools):
