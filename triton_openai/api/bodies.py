@@ -335,12 +335,16 @@ def _integer(match: re.Match[bytes]) -> bytes:
     return b"%d" % int(number) if whole else match[0]
 
 
-def explain(message: str) -> InvalidRequest:
-    """Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``."""
+def explain(message: str, within: str = "") -> InvalidRequest:
+    """
+    Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``.
+
+    *within* is where the value that was validated stands in the request.
+    """
     where = _WHERE.search(message)
-    path = where.group("path").lstrip(".") if where else ""
+    path = within + (where.group("path").lstrip(".") if where else "")
     # msgspec writes [...] where it does not say which element it is.
-    param = re.sub(r"\[\.\.\.\]", "", path) or None
+    param = path.replace("[...]", "").rstrip(".") or None
     what = message[: where.start()] if where else message
     missing = _MISSING.search(what)
     if missing:

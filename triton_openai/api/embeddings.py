@@ -22,7 +22,7 @@ from msgspec import Meta
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.context import begin
 from triton_openai.api.parameters import ABSENT, Accepted, check_size, neutral_values, truncation, unused
-from triton_openai.api.prompts import outside
+from triton_openai.api.prompts import check_ids
 from triton_openai.api.service import Service, new_id
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
@@ -41,6 +41,7 @@ _PARALLEL_REQUESTS = 16
 # Requests and answers of more bytes, or more vectors, are made and read in a thread.
 _INLINE_BYTES = 64 * 1024
 _INLINE_VECTORS = 16
+_LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.)"
 
 
 class EmbeddingsRequest(ModelRequest, kw_only=True):
@@ -146,7 +147,7 @@ async def _as_taken(
     if tokenizer is None:
         raise UnsupportedParameter(
             f"The model '{model.name}' takes text, not token ids, and its tokenizer is not configured (--tokenizer)."
-            " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.)"
+            f"{_LANGCHAIN}"
             if decodes
             else "'truncate_prompt_tokens' needs the model's tokenizer, which is not configured (--tokenizer).",
             param="input" if decodes else "truncate_prompt_tokens",
@@ -171,14 +172,7 @@ async def _as_taken(
 
 async def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of *ids* without special tokens, which the backend adds. Raises :class:`InvalidRequest`."""
-    unknown = outside(ids, tokenizer.vocab_size)
-    if unknown is not None:
-        raise InvalidRequest(
-            f"'input' holds {unknown}, which is no token of this model. (LangChain's OpenAIEmbeddings sends the tokens"
-            " of OpenAI's models unless check_embedding_ctx_length=False.)",
-            param="input",
-            code="invalid_value",
-        )
+    check_ids(ids, tokenizer, "input", _LANGCHAIN)
     text = await tokenizer.decode_async(ids)
     if not text:
         raise InvalidRequest("'input' must not hold an empty item.", param="input", code="invalid_value")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -13,7 +13,7 @@ from triton_openai.api.service import check_may_manage, find_model, may_use, ser
 from triton_openai.errors import ModelNotFound
 from triton_openai.models.served import Models
 
-_OWNER = "triton"
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["model"] = msgspec.field(name="object", default="model")
     created: int = 0
-    owned_by: str = _OWNER
+    owned_by: str = "triton"
     root: str | msgspec.UnsetType = msgspec.UNSET
     parent: str | msgspec.UnsetType = msgspec.UNSET
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
@@ -89,29 +89,29 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
 
 async def load(request: web.Request) -> web.Response:
     """Load a model, and describe it once it is served."""
-    control, models = service_of(request).control, service_of(request).models
-    control.check_allowed()
-    check_may_manage(request)
-    if request.can_read_body:
-        # Nothing is dropped in silence here: Triton's own request can replace a model's configuration.
-        await read_json(request, LoadRequest, strict=True)
-    model = await control.load(_name(request))
-    return json_response(describe(models, model))
+    service = service_of(request)
+    # Nothing is dropped in silence here: Triton's own request can replace a model's configuration.
+    name, _ = await _named(request, LoadRequest)
+    return json_response(describe(service.models, await service.control.load(name)))
 
 
 async def unload(request: web.Request) -> web.Response:
     """Unload a model, once what runs on it has ended."""
-    control = service_of(request).control
-    control.check_allowed()
-    check_may_manage(request)
-    body = await read_json(request, UnloadRequest, strict=True) if request.can_read_body else UnloadRequest()
-    model = await control.unload(_name(request), dependents=body.unload_dependents)
+    name, body = await _named(request, UnloadRequest)
+    model = await service_of(request).control.unload(name, dependents=body.unload_dependents)
     return json_response(Unloaded(model=model))
 
 
-def _name(request: web.Request) -> str:
-    """Return the model's name. Raises :class:`ModelNotFound` for one that the request's key does not open."""
+async def _named(request: web.Request, kind: type[_Body]) -> tuple[str, _Body]:
+    """
+    Return the model's name, and the body, which may be missing.
+
+    Raises :class:`ManagementDisabled`, and :class:`ModelNotFound` for a model that the request's key does not open.
+    """
+    service_of(request).control.check_allowed()
+    check_may_manage(request)
+    body = await read_json(request, kind, strict=True) if request.can_read_body else kind()
     name = request.match_info["model"]
     if not may_use(request, name):
         raise ModelNotFound(name, hidden=True)
-    return name
+    return name, body

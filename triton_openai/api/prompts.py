@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
+from triton_openai.api.bodies import explain
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
@@ -15,6 +16,7 @@ from triton_openai.prompts.infill import choose, recognise
 from triton_openai.prompts.messages import ContentPart, Message, Rendering, is_image, marks
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
+from triton_openai.prompts.tokenizer import Tokenizer
 
 # Most published templates are shorter. Compiling one of this size takes some tenths of a second.
 _LONGEST_TEMPLATE = 16 * 1024
@@ -113,6 +115,15 @@ def outside(ids: Sequence[int], size: int) -> int | None:
     return lowest if lowest < 0 else highest if highest >= size else None
 
 
+def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = "") -> None:
+    """Raise :class:`InvalidRequest` for *ids* that the vocabulary lacks; *hint* is added to what it says."""
+    unknown = outside(ids, tokenizer.vocab_size)
+    if unknown is not None:
+        raise InvalidRequest(
+            f"'{param}' holds {unknown}, which is no token of this model.{hint}", param=param, code="invalid_value"
+        )
+
+
 async def _as_text(model: ServedModel, ids: list[int]) -> Written:
     tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None:
@@ -124,11 +135,7 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Written:
     adds_bos = model.adapter.hints.adds_bos and tokenizer.adds_bos
     bos = tokenizer.token_id(tokenizer.special_tokens.get("bos_token", ""))
     own = ids[1:] if adds_bos and ids[0] == bos else ids
-    unknown = outside(ids, tokenizer.vocab_size)
-    if unknown is not None:
-        raise InvalidRequest(
-            f"'prompt' holds {unknown}, which is no token of this model.", param="prompt", code="invalid_value"
-        )
+    check_ids(ids, tokenizer, "prompt")
     text = await tokenizer.decode_async(own, skip_special_tokens=False)
     if await tokenizer.encode_async(text, adds_bos) != ids:
         raise UnsupportedParameter(
@@ -232,8 +239,14 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
     return prompter.with_template(template)
 
 
-# Levels of detail that clients may ask for. No backend takes one, so each of them is accepted and has no effect.
-_DETAILS = ("auto", "low", "high", "original")
+class _ImageUrl(msgspec.Struct):
+    url: str
+    # No backend takes a level of detail, so each of them is accepted and has no effect.
+    detail: Literal["auto", "low", "high", "original"] | None = None
+
+
+class _ImagePart(msgspec.Struct):
+    image_url: str | _ImageUrl
 
 
 def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageReference]:
@@ -253,22 +266,10 @@ def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageRefe
                     raise UnsupportedParameter(
                         f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
                     )
-                found.append(ImageReference(f"{place}.image_url", _url(part, f"{place}.image_url")))
+                try:
+                    given = msgspec.convert({"image_url": part.image_url}, _ImagePart).image_url
+                except msgspec.ValidationError as error:
+                    raise explain(str(error), f"{place}.") from error
+                url = given if isinstance(given, str) else given.url
+                found.append(ImageReference(f"{place}.image_url", url.strip()))
     return found
-
-
-def _url(part: ContentPart, place: str) -> str:
-    given = part.image_url
-    if isinstance(given, dict):
-        detail = given.get("detail")
-        if detail is not None and detail not in _DETAILS:
-            raise InvalidRequest(
-                f"'detail' must be one of {', '.join(_DETAILS)}.", param=f"{place}.detail", code="invalid_value"
-            )
-        given = given.get("url")
-        place = f"{place}.url"
-    if given is None:
-        raise InvalidRequest(f"Missing required parameter: '{place}'.", param=place, code="missing_required_parameter")
-    if not isinstance(given, str):
-        raise InvalidRequest(f"Invalid type for '{place}': expected a string.", param=place, code="invalid_type")
-    return given.strip()

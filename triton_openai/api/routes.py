@@ -143,19 +143,11 @@ def describe(settings: Settings) -> dict[str, Any]:
             described["requestBody"] = {"required": True, "content": content}
         for number, route in enumerate(operation.routes):
             method, path = re.sub(r":[^}]+", "", route).split()
-            names = re.findall(r"\{(\w+)\}", path)
-            parameters = [
-                *(_parameter(name, "path", None, {**_STRING, "minLength": 1}, required=True) for name in names),
-                *_request_headers(operation, settings),
-            ]
-            alias = {}
+            one = {**described, "parameters": list(_parameters(operation, path, settings))}
             if number:
-                suffix = re.sub(r"[^a-z0-9]+", "_", path).rstrip("_")
-                alias = {
-                    "operationId": f"{operation.name}_{method.lower()}{suffix}",
-                    "description": f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`.",
-                }
-            paths.setdefault(path, {})[method.lower()] = {**described, **alias, "parameters": parameters}
+                one["operationId"] += "_" + re.sub(r"[^a-z0-9]+", "_", f"{method}{path}".lower()).rstrip("_")
+                one["description"] = f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`."
+            paths.setdefault(path, {})[method.lower()] = one
     responses = {
         f"Error{status}": _failure(status, kinds, _schema(ErrorEnvelope), keys=keys)
         for status, kinds in sorted(raised.items())
@@ -230,33 +222,21 @@ def _failure(
     return {"description": "\n".join(lines), "headers": headers, "content": {"application/json": {"schema": schema}}}
 
 
-def _request_headers(operation: Operation, settings: Settings) -> Iterator[dict[str, Any]]:
-    yield _parameter("x-request-id", "header", "A name for the request, in logs too.", _STRING)
+def _parameters(operation: Operation, path: str, settings: Settings) -> Iterator[dict[str, Any]]:
+    for name in re.findall(r"\{(\w+)\}", path):
+        yield {"name": name, "in": "path", "required": True, "schema": {**_STRING, "minLength": 1}}
+    yield {"name": "x-request-id", "in": "header", "description": "A name for the request.", "schema": _STRING}
+    triton = settings.triton
+    seconds: dict[str, tuple[str, float]] = {}
     if operation.infers:
-        triton = settings.triton
-        longest = triton.request_timeout
-        if operation.event is not None:
-            yield _seconds("x-first-token-timeout", "Longest wait for the first token", triton.first_token_timeout)
-            yield _seconds("x-idle-timeout", "Longest silence between two tokens", triton.idle_timeout)
-            longest = max(longest, triton.stream_timeout or math.inf)
-        yield _seconds("x-request-timeout", "Longest time that the answer may take", longest)
-
-
-def _seconds(name: str, description: str, most: float) -> dict[str, Any]:
-    limit = {"maximum": most} if most < math.inf else {}
-    return _parameter(name, "header", f"{description}, in seconds.", {"type": "number", "exclusiveMinimum": 0, **limit})
-
-
-def _parameter(
-    name: str, place: str, description: str | None, schema: Mapping[str, Any], **more: Any
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "in": place,
-        "schema": schema,
-        **({"description": description} if description else {}),
-        **more,
-    }
+        seconds["request"] = "Longest time that the answer may take", triton.request_timeout
+    if operation.event is not None:
+        seconds["request"] = seconds["request"][0], max(triton.request_timeout, triton.stream_timeout or math.inf)
+        seconds["first-token"] = "Longest wait for the first token", triton.first_token_timeout
+        seconds["idle"] = "Longest silence between two tokens", triton.idle_timeout
+    for name, (text, most) in seconds.items():
+        schema = {"type": "number", "exclusiveMinimum": 0, **({"maximum": most} if most < math.inf else {})}
+        yield {"name": f"x-{name}-timeout", "in": "header", "description": f"{text}, in seconds.", "schema": schema}
 
 
 @cache

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from triton_openai.api.bodies import ModelRequest, json_response
 from triton_openai.api.context import read_request
-from triton_openai.api.prompts import outside, rendered_chat
+from triton_openai.api.prompts import check_ids, rendered_chat
 from triton_openai.api.tools import Tool, plan
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts import offload
@@ -107,9 +107,7 @@ async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
     _, body, model = await read_request(request, DetokenizeRequest)
     tokenizer = _tokenizer(await model.prompter())
-    unknown = outside(body.tokens, tokenizer.vocab_size)
-    if unknown is not None:
-        raise InvalidRequest(f"{unknown} is not a token of this model.", param="tokens", code="invalid_value")
+    check_ids(body.tokens, tokenizer, "tokens")
     answer = DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False))
     return json_response(answer)
 

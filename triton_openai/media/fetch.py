@@ -17,7 +17,6 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_netw
 from typing import Any, TypeAlias
 
 import aiohttp
-import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
@@ -114,18 +113,6 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _INSTEAD = "send the image itself, as a data URL (data:image/png;base64,...)."
 
 
-class _Entry(msgspec.Struct, frozen=True):
-    host: str
-    port: int | None
-    any_below: bool
-
-    def covers(self, url: URL) -> bool:
-        host = url.raw_host or ""
-        # A suffix begins with its dot, so that "evilexample.com" does not end with it.
-        named = host.endswith(self.host) and host != self.host if self.any_below else host == self.host
-        return named and url.port == (_DEFAULT_PORTS[url.scheme] if self.port is None else self.port)
-
-
 class AllowedHosts:
     """
     Hosts as the operator lists them: ``example.com``, ``*.example.com`` (every host below it, and not itself), each
@@ -135,7 +122,7 @@ class AllowedHosts:
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        self._entries = tuple(map(_entry, entries))
+        self._entries = set(map(_entry, entries))
 
     def check(self, url: URL) -> None:
         """Raise :class:`InvalidRequest` unless *url* may be fetched, by its form and its host."""
@@ -145,9 +132,16 @@ class AllowedHosts:
             raise _refused("An image's URL must not contain a user name or a password.")
         if not url.raw_host:
             raise _refused("The image's URL names no host.")
-        if not any(entry.covers(url) for entry in self._entries):
+        if not self._covers(url):
             source = f" from '{url.raw_host[:200]}'" if self._entries else ""
             raise _refused(f"This service does not fetch images{source}: {_INSTEAD}")
+
+    def _covers(self, url: URL) -> bool:
+        host, default = url.raw_host or "", url.port == _DEFAULT_PORTS[url.scheme]
+        first, *labels = host.split(".")
+        names = {host, *("*." + ".".join(labels[number:]) for number in range(len(labels)) if first)}
+        ports = {url.port, None} if default else {url.port}
+        return any((name, port) in self._entries for name in names for port in ports)
 
 
 def _refused(message: str) -> InvalidRequest:
@@ -168,9 +162,9 @@ def parse_url(text: str) -> URL:
     return url
 
 
-def _entry(text: str) -> _Entry:
-    any_below = text.startswith("*.")
-    rest = text.removeprefix("*.")
+def _entry(text: str) -> tuple[str, int | None]:
+    """Return the host of an entry, with its star, and its port."""
+    star, rest = ("*.", text[2:]) if text.startswith("*.") else ("", text)
     try:
         url = URL(f"http://{rest}")
         host, port = url.raw_host, url.explicit_port
@@ -180,7 +174,7 @@ def _entry(text: str) -> _Entry:
         raise ConfigurationError(
             f"'{text}' is not a host for --allowed-media-domain: give example.com, *.example.com or either with :PORT."
         )
-    return _Entry(host=f".{host}" if any_below else host, port=port, any_below=any_below)
+    return f"{star}{host}", port
 
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
