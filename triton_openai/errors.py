@@ -141,6 +141,13 @@ class RequestRefused(InvalidRequest):
         self.said = said
 
 
+class InvalidValue(InvalidRequest, code="invalid_value"):
+    """The parameter *param* has a value that it does not take."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message, param=param)
+
+
 class PromptRefused(InvalidRequest, code="invalid_value"):
     """The model cannot continue the prompt, such as an empty one. The endpoint adds the name of its field."""
 

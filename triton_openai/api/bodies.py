@@ -200,8 +200,8 @@ _MOST_UNKNOWN = 16
 _WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>.*)`$")
 _MENDABLE = re.compile(r"got `float`|^Object contains unknown field `")
 _MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
-_WRONG_TYPE = re.compile(r"Expected `(?P<expected>[^`]*)`(?:, got `(?P<got>[^`]*)`)?$")
-_TYPE = re.compile(r"`(\w+)`")
+_WRONG_TYPE = re.compile(r"Expected `[^`]*`(, got `[^`]*`)?$")
+_TYPE = re.compile(r"`([^`]*)`")
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _NUMBERS = re.compile(rb"[\[\],\s\d.eE+-]{1,4096}")
 # Of the largest integers that a backend takes.
@@ -353,18 +353,9 @@ def explain(message: str, within: str = "") -> InvalidRequest:
     subject = f"'{param}'" if param else "the request's body"
     if where and where.group("key"):
         subject = f"a key of {subject}"
-    wrong = _WRONG_TYPE.search(what)
-    if wrong:
-        expected = " or ".join(
-            _TYPE_NAMES.get(name.strip(), name.strip()) for name in wrong.group("expected").split("|")
-        )
-        got = wrong.group("got")
-        but = f", but got {_TYPE_NAMES.get(got, got)} instead" if got else ""
-        return InvalidRequest(
-            f"Invalid type for {subject}: expected {expected}{but}.", param=param, code="invalid_type"
-        )
-    what = _TYPE.sub(lambda name: _TYPE_NAMES.get(name[1], name[1]), what.removeprefix("Invalid enum value "))
-    what = what.removeprefix("Invalid value ")
-    return InvalidRequest(
-        f"Invalid value for {subject}: {what[:1].lower()}{what[1:]}.", param=param, code="invalid_value"
-    )
+    fault = "type" if _WRONG_TYPE.search(what) else "value"
+    # Types stand in backticks, with bars between alternatives.
+    what = _TYPE.sub(lambda found: " or ".join(_TYPE_NAMES.get(name, name) for name in found[1].split(" | ")), what)
+    what = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
+    what = f"{what[:1].lower()}{what[1:]}"
+    return InvalidRequest(f"Invalid {fault} for {subject}: {what}.", param=param, code=f"invalid_{fault}")

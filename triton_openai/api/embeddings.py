@@ -24,7 +24,7 @@ from triton_openai.api.context import begin
 from triton_openai.api.parameters import ABSENT, Accepted, check_size, neutral_values, truncation, unused
 from triton_openai.api.prompts import check_ids
 from triton_openai.api.service import Service, new_id
-from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
@@ -123,7 +123,7 @@ def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[i
     items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
     if not items or not all(items):
         what = "must not hold an empty item" if items else "must not be empty"
-        raise InvalidRequest(f"'input' {what}.", param="input", code="invalid_value")
+        raise InvalidValue(f"'input' {what}.", "input")
     if len(set(map(type, items))) > 1:
         raise InvalidRequest(
             "'input' must hold either texts or lists of token ids.", param="input", code="invalid_type"
@@ -175,7 +175,7 @@ async def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     check_ids(ids, tokenizer, "input", _LANGCHAIN)
     text = await tokenizer.decode_async(ids)
     if not text:
-        raise InvalidRequest("'input' must not hold an empty item.", param="input", code="invalid_value")
+        raise InvalidValue("'input' must not hold an empty item.", "input")
     return text
 
 

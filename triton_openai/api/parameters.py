@@ -18,7 +18,7 @@ from triton_openai.adapters._common.base import Adapter, Rule, check_range
 from triton_openai.answer.logprobs import Scoring
 from triton_openai.api.structured_output import GuidedRequest
 from triton_openai.config.tree import DefaultParameters
-from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Sampling
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -90,10 +90,8 @@ def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]])
     words = []
     for number, weight in biases:
         if number >= tokenizer.vocab_size:
-            raise InvalidRequest(
-                f"'logit_bias' names the token {number}, and the model has {tokenizer.vocab_size} tokens.",
-                param="logit_bias",
-                code="invalid_value",
+            raise InvalidValue(
+                f"'logit_bias' names the token {number}, and the model has {tokenizer.vocab_size} tokens.", "logit_bias"
             )
         text = tokenizer.decode([number], skip_special_tokens=False)
         if not text or sorted(tokenizer.encode(text, add_special_tokens=True)) != sorted([*frame, number]):
@@ -281,7 +279,7 @@ def stop_strings(stop: str | list[str] | tuple[str, ...] | None) -> tuple[str, .
 
 def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
     if any(not word for word in words):
-        raise InvalidRequest(f"'{name}' must not hold an empty string.", param=name, code="invalid_value")
+        raise InvalidValue(f"'{name}' must not hold an empty string.", name)
     if sum(map(len, words)) > _LONGEST_WORDS:
         raise InvalidRequest(
             f"'{name}' may have {_LONGEST_WORDS} characters in all.", param=name, code="string_above_max_length"
@@ -314,10 +312,9 @@ def sampling(
     }
     limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
     if values["min_tokens"] is not None and values["min_tokens"] > limit:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{max_tokens_name}' ({limit}).",
-            param="min_tokens",
-            code="invalid_value",
+            "min_tokens",
         )
     result = Sampling(
         max_tokens=limit,
@@ -372,15 +369,12 @@ def truncation(
     """
     if request.truncate_prompt_tokens is None:
         if request.truncation_side is not None:
-            raise InvalidRequest(
-                "'truncation_side' needs 'truncate_prompt_tokens'.", param="truncation_side", code="invalid_value"
-            )
+            raise InvalidValue("'truncation_side' needs 'truncate_prompt_tokens'.", "truncation_side")
         return None
     if request.truncate_prompt_tokens == 0:
-        raise InvalidRequest(
+        raise InvalidValue(
             "'truncate_prompt_tokens' must be -1 (as many as there is room for) or at least 1.",
-            param="truncate_prompt_tokens",
-            code="invalid_value",
+            "truncate_prompt_tokens",
         )
     return Truncation(
         tokens=request.truncate_prompt_tokens,
@@ -399,10 +393,9 @@ def priority(request: SamplingRequest, levels: int) -> int:
     if given and not levels:
         raise UnsupportedParameter("The model's queue has no priorities.", param="priority")
     if given > levels:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"'priority' must be from 0 (the default) or 1 (the first) to {levels} for this model, got {given}.",
-            param="priority",
-            code="invalid_value",
+            "priority",
         )
     return given
 
@@ -428,9 +421,7 @@ def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = 
     count, param = echoed, "logprobs"
     if request.prompt_logprobs is not None:
         if request.stream:
-            raise InvalidRequest(
-                "'prompt_logprobs' cannot be used with 'stream'.", param="prompt_logprobs", code="invalid_value"
-            )
+            raise InvalidValue("'prompt_logprobs' cannot be used with 'stream'.", "prompt_logprobs")
         count, param = max(request.prompt_logprobs, echoed or 0), "prompt_logprobs"
     if count is None:
         return None
@@ -451,9 +442,7 @@ def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOpt
     if request.stream_options is None:
         return StreamOptions(include_usage=always_usage)
     if not request.stream:
-        raise InvalidRequest(
-            "'stream_options' is only allowed when 'stream' is true.", param="stream_options", code="invalid_value"
-        )
+        raise InvalidValue("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     if always_usage:
         return msgspec.structs.replace(request.stream_options, include_usage=True)
     return request.stream_options

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from triton_openai.api.bodies import explain
-from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
@@ -49,7 +49,7 @@ async def prompts_of(
     if set(map(type, items)) == {int}:
         items = [items]
     if not items:
-        raise InvalidRequest("'prompt' must not be an empty list.", param="prompt", code="invalid_value")
+        raise InvalidValue("'prompt' must not be an empty list.", "prompt")
     prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, int):
@@ -119,9 +119,7 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = 
     """Raise :class:`InvalidRequest` for *ids* that the vocabulary lacks; *hint* is added to what it says."""
     unknown = outside(ids, tokenizer.vocab_size)
     if unknown is not None:
-        raise InvalidRequest(
-            f"'{param}' holds {unknown}, which is no token of this model.{hint}", param=param, code="invalid_value"
-        )
+        raise InvalidValue(f"'{param}' holds {unknown}, which is no token of this model.{hint}", param)
 
 
 async def _as_text(model: ServedModel, ids: list[int]) -> Written:
@@ -131,7 +129,7 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Written:
             "Prompts given as token ids need the model's tokenizer, which is not configured.", param="prompt"
         )
     if not ids:
-        raise InvalidRequest("'prompt' must not hold an empty list of token ids.", param="prompt", code="invalid_value")
+        raise InvalidValue("'prompt' must not hold an empty list of token ids.", "prompt")
     adds_bos = model.adapter.hints.adds_bos and tokenizer.adds_bos
     bos = tokenizer.token_id(tokenizer.special_tokens.get("bos_token", ""))
     own = ids[1:] if adds_bos and ids[0] == bos else ids

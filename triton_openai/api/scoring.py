@@ -26,6 +26,7 @@ from triton_openai.errors import (
     ConfigurationError,
     ContextLengthExceeded,
     InvalidRequest,
+    InvalidValue,
     UnsupportedParameter,
     UpstreamError,
 )
@@ -103,10 +104,8 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
     most = context.service.settings.server.max_body_size
     if capabilities.score and sum(len(query) + len(document) for query, document in pairs) > most:
         # A long query and many documents are a short body, and a query is sent along with every document.
-        raise InvalidRequest(
-            f"The query, once for each document, and the documents have more than {most} characters together.",
-            param=param,
-            code="invalid_value",
+        raise InvalidValue(
+            f"The query, once for each document, and the documents have more than {most} characters together.", param
         )
     async with context.admitted(param=param):
         result = await (_crossed if capabilities.score else _compared)(context, job_id, pairs)
@@ -243,7 +242,7 @@ async def handle_rerank(request: web.Request) -> web.StreamResponse:
     body = context.body
     (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
     if not query:
-        raise InvalidRequest("'query' must not be empty.", param="query", code="invalid_value")
+        raise InvalidValue("'query' must not be empty.", "query")
     rerank_id = context.observation.response_id = new_id("rerank")
     result = await score(context, rerank_id, [(query, document) for document in documents], param="documents")
     # Equal scores keep the order of their documents.
@@ -330,9 +329,8 @@ def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
-        raise InvalidRequest(
+        raise InvalidValue(
             f"'{names[0]}' must be one text, or as many as '{names[1]}': there are {len(first)} and {len(second)}.",
-            param=names[0],
-            code="invalid_value",
+            names[0],
         )
     return list(zip(first, second, strict=True)), names[1]

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.api.bodies import ModelRequest
-from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide
 from triton_openai.prompts.json_values import decoder
 
@@ -122,7 +122,7 @@ def _guide(kind: Any, value: Any, param: str) -> Guide:
     try:
         schema = decoder(dict[str, Any]).decode(value) if isinstance(value, str) else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise InvalidRequest(f"'{param}' must be a JSON schema.", param=param, code="invalid_value") from error
+        raise InvalidValue(f"'{param}' must be a JSON schema.", param) from error
     return Guide(kind="json_schema", value=_encoded(schema), param=param)
 
 

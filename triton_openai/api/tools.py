@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.api.bodies import explain
-from triton_openai.errors import InvalidRequest
+from triton_openai.errors import InvalidRequest, InvalidValue
 from triton_openai.generation import Guide
 
 
@@ -190,14 +190,12 @@ def plan(
     schemas: dict[str, Mapping[str, Any]] = {}
     for function in given.functions or [tool.function for tool in given.tools]:
         if function.name in schemas:
-            raise InvalidRequest(
-                f"There are two tools of the name '{function.name}'.", param=names, code="invalid_value"
-            )
+            raise InvalidValue(f"There are two tools of the name '{function.name}'.", names)
         parameters = function.parameters
         schemas[function.name] = {"type": "object", "properties": {}} if parameters is None else parameters
     if not schemas:
         if choice not in (None, "none", "auto"):
-            raise InvalidRequest(f"'{key}' is only allowed when '{names}' are given.", param=key, code="invalid_value")
+            raise InvalidValue(f"'{key}' is only allowed when '{names}' are given.", key)
         return ToolPlan()
     if choice == "none":
         # As OpenAI does it: the model knows of the tools and must not call them. Without them in the prompt it cannot.
@@ -224,9 +222,7 @@ def plan(
 
 def _known(function: NamedFunction, place: str, schemas: Mapping[str, Any]) -> str:
     if function.name not in schemas:
-        raise InvalidRequest(
-            f"'{place}.name' is not one of the given tools.", param=f"{place}.name", code="invalid_value"
-        )
+        raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
     return function.name
 
 
