@@ -27,6 +27,7 @@ from triton_openai.api.parameters import (
     ABSENT,
     Accepted,
     SamplingRequest,
+    guide_of,
     neutral_values,
     priority,
     sampling,
@@ -39,7 +40,6 @@ from triton_openai.api.parameters import (
 from triton_openai.api.prompts import as_sent, images_of, rendered_chat
 from triton_openai.api.service import Service, Task, new_id, now
 from triton_openai.api.streaming import collect, stream, usage_of
-from triton_openai.api.structured_output import guide_of
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.config.tree import DefaultParameters

@@ -18,6 +18,7 @@ from triton_openai.api.completion_response import Completion, CompletionChunks, 
 from triton_openai.api.context import RequestContext, begin
 from triton_openai.api.parameters import (
     SamplingRequest,
+    guide_of,
     neutral_values,
     priority,
     sampling,
@@ -29,7 +30,6 @@ from triton_openai.api.parameters import (
 from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import Service, Task, new_id, now
 from triton_openai.api.streaming import Collected, collect, stream, usage_of
-from triton_openai.api.structured_output import guide_of
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.models.served import ServedModel

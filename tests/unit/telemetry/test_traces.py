@@ -28,7 +28,7 @@ from tests.unit.telemetry.fake_answer import FakeAnswer
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest
-from triton_openai.api.structured_output import (
+from triton_openai.api.parameters import (
     JsonObjectFormat,
     JsonSchemaFormat,
     NamedSchema,
