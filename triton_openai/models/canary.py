@@ -44,7 +44,7 @@ class Canary(Observer):
     ) -> None:
         self._models = models
         self._ask = ask
-        self._report = report or (lambda model, answers: None)
+        self._report = report or (lambda _model, _answers: None)
         self._failures: dict[str, int] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._silent: dict[str, ServedModel] = {}
