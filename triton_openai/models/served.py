@@ -21,7 +21,7 @@ from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
-from triton_openai.models.lora.discovery import FoundLora, find_loras, names_of, served_names
+from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
 from triton_openai.parsers.choose import Parsers
 from triton_openai.prompts.cache import LazyPrompter, Prompters
 from triton_openai.prompts.prompter import Prompter, may_have_tokenizer
