@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Literal
 
 import msgspec
 
@@ -42,28 +43,30 @@ _INDEX, _TOKENS = "index", "token_count"
 
 class _Interface(msgspec.Struct, frozen=True, kw_only=True):
     """
-    How pairs are handed over: as ``texts`` (the query's input, the document's), in one ``joint`` input, or as ``ids``.
+    How pairs are handed over: *batch* of them in one request, whose *inputs* are by *kind*
 
-    ``batch`` is how many of them one request takes. ``many`` is whether a row holds one query and several documents.
+    - ``texts``: a query for each pair, and a document for each,
+    - ``documents``: one query, and its documents,
+    - ``joint``: both texts of a pair in one input,
+    - ``ids``: those of :data:`_IDS`, :data:`_MASK` and :data:`_SEGMENTS` that the model has.
     """
 
+    kind: Literal["texts", "documents", "joint", "ids"]
+    inputs: tuple[TensorSpec, ...]
     output: str
     batch: int
-    texts: tuple[TensorSpec, TensorSpec] | None = None
-    joint: TensorSpec | None = None
-    ids: tuple[TensorSpec, ...] = ()
-    many: bool = False
 
     @property
     def claim(self) -> str:
         """What the interface is, in words."""
-        if self.texts is not None:
-            inputs = f"two texts ({self.texts[0].name} and {self.texts[1].name})"
-        elif self.joint is not None:
-            inputs = f"pairs of texts ({self.joint.name})"
+        names = [spec.name for spec in self.inputs]
+        if self.kind == "joint":
+            what = f"pairs of texts ({names[0]})"
+        elif self.kind == "ids":
+            what = f"token ids ({', '.join(names)})"
         else:
-            inputs = f"token ids ({', '.join(spec.name for spec in self.ids)})"
-        return f"{inputs} and a score per pair out ({self.output})"
+            what = f"two texts ({' and '.join(names)})"
+        return f"{what} and a score per pair out ({self.output})"
 
 
 def _interface(config: ModelConfig, *, any_output: bool) -> _Interface | None:
@@ -71,82 +74,72 @@ def _interface(config: ModelConfig, *, any_output: bool) -> _Interface | None:
     required = [spec for spec in config.inputs.values() if not spec.optional]
     texts = all(spec.datatype == "BYTES" for spec in required)
     output = _score_output(config, any_output=any_output, any_width=texts)
-    if output is None:
+    if output is None or not required:
         return None
-    if texts:
-        if len(required) == 2:
-            return _two_texts(config, required, output)
-        if len(required) == 1:
-            return _one_joint(config, required[0], output)
-        return None
-    return _token_ids(config, required, output)
-
-
-def _score_output(config: ModelConfig, *, any_output: bool, any_width: bool) -> str | None:
-    found = {
-        spec.name.lower(): spec.name
-        for spec in config.outputs.values()
-        if spec.datatype in _FLOATS and _is_score(config, spec, any_width=any_width)
-    }
-    for name in _SCORES:
-        if name in found:
-            return found[name]
-    return next(iter(found.values())) if any_output and len(found) == 1 else None
-
-
-def _is_score(config: ModelConfig, spec: TensorSpec, *, any_width: bool) -> bool:
-    """
-    Whether *spec* can be one number per pair: the batch's dimension, if it is written out, and at most a 1.
-
-    Models of texts are often declared with a free width (*any_width*); that of a classifier is its classes.
-    """
-    rest = spec.dims if config.batching else spec.dims[1:]
-    return rest in ((), (1,)) or (any_width and config.batching and rest == (-1,))
-
-
-def _rows(config: ModelConfig, spec: TensorSpec) -> tuple[tuple[int, ...], int]:
-    """Return the dims of one row of *spec*, and how many rows a request takes."""
-    if config.batching:
-        return spec.dims, config.max_batch_size
-    first = spec.dims[0] if spec.dims else 1
-    return spec.dims[1:], _FREE_BATCH if first < 0 else first
-
-
-def _two_texts(config: ModelConfig, required: Sequence[TensorSpec], output: str) -> _Interface | None:
+    if not texts:
+        return _ids_interface(config, {spec.name for spec in required}, output)
+    first, batch = required[0], _batch(config, required[0])
+    if len(required) == 1:
+        joint = _row(config, first) == (2,)
+        return _Interface(kind="joint", inputs=(first,), output=output, batch=batch) if joint else None
     by_role = {_role(spec): spec for spec in required}
-    if by_role.keys() != {"query", "document"}:
+    if len(required) != 2 or by_role.keys() != {"query", "document"}:
         return None
-    query, document = by_role["query"], by_role["document"]
-    (query_row, _), (document_row, batch) = _rows(config, query), _rows(config, document)
-    if config.batching and document_row == (-1,):
-        return _Interface(output=output, batch=_FREE_BATCH, texts=(query, document), many=True)
-    if not config.batching and document.dims == (-1,) and query.dims in ((1,), ()):
-        return _Interface(output=output, batch=_FREE_BATCH, texts=(query, document), many=True)
-    if query_row == document_row and document_row in ((), (1,)):
-        return _Interface(output=output, batch=batch, texts=(query, document))
+    inputs = query, document = by_role["query"], by_role["document"]
+    one_query = config.batching or query.dims in ((1,), ())
+    if one_query and (_row(config, document) if config.batching else document.dims) == (-1,):
+        return _Interface(kind="documents", inputs=inputs, output=output, batch=_FREE_BATCH)
+    if _row(config, query) == _row(config, document) and _row(config, document) in ((), (1,)):
+        return _Interface(kind="texts", inputs=inputs, output=output, batch=_batch(config, document))
     return None
 
 
-def _role(spec: TensorSpec) -> str:
-    name = spec.name.lower()
-    return "query" if name in _QUERIES else "document" if name in _DOCUMENTS else name
-
-
-def _one_joint(config: ModelConfig, spec: TensorSpec, output: str) -> _Interface | None:
-    row, batch = _rows(config, spec)
-    return _Interface(output=output, batch=batch, joint=spec) if row == (2,) else None
-
-
-def _token_ids(config: ModelConfig, required: Sequence[TensorSpec], output: str) -> _Interface | None:
-    names = {spec.name for spec in required}
-    if not ({_IDS, _MASK} <= names <= {_IDS, _MASK, _SEGMENTS}):
+def _ids_interface(config: ModelConfig, required: set[str], output: str) -> _Interface | None:
+    if not ({_IDS, _MASK} <= required <= {_IDS, _MASK, _SEGMENTS}):
         return None
     # One that is optional is given too.
     specs = tuple(config.inputs[name] for name in (_IDS, _MASK, _SEGMENTS) if name in config.inputs)
     if any(spec.datatype not in _INTEGERS or spec.dims != specs[0].dims for spec in specs):
         return None
-    row, batch = _rows(config, specs[0])
-    return _Interface(output=output, batch=batch, ids=specs) if len(row) == 1 else None
+    if len(_row(config, specs[0])) != 1:
+        return None
+    return _Interface(kind="ids", inputs=specs, output=output, batch=_batch(config, specs[0]))
+
+
+def _score_output(config: ModelConfig, *, any_output: bool, any_width: bool) -> str | None:
+    """
+    Return the output that has one number per pair: the batch's dimension, if it is written out, and at most a 1.
+
+    Models of texts are often declared with a free width (*any_width*); that of a classifier is its classes.
+    """
+    widths: list[tuple[int, ...]] = [(), (1,), *([(-1,)] if any_width and config.batching else [])]
+    found = {
+        spec.name.lower(): spec.name
+        for spec in config.outputs.values()
+        if spec.datatype in _FLOATS and _row(config, spec) in widths
+    }
+    named = [found[name] for name in _SCORES if name in found]
+    if not named and any_output and len(found) == 1:
+        named = list(found.values())
+    return named[0] if named else None
+
+
+def _row(config: ModelConfig, spec: TensorSpec) -> tuple[int, ...]:
+    """Return the dims of one row of *spec*."""
+    return spec.dims if config.batching else spec.dims[1:]
+
+
+def _batch(config: ModelConfig, spec: TensorSpec) -> int:
+    """Return how many rows of *spec* a request takes."""
+    if config.batching:
+        return config.max_batch_size
+    rows = spec.dims[0] if spec.dims else 1
+    return _FREE_BATCH if rows < 0 else rows
+
+
+def _role(spec: TensorSpec) -> str:
+    name = spec.name.lower()
+    return "query" if name in _QUERIES else "document" if name in _DOCUMENTS else name
 
 
 class CrossEncoder(Adapter):
@@ -163,6 +156,11 @@ class CrossEncoder(Adapter):
                 "the adapter 'cross-encoder' needs."
             )
         self._interface = interface
+        self._ids = interface.kind == "ids"
+        # The length of every sequence of ids, where the model has a fixed one.
+        width = interface.inputs[0].dims[-1] if self._ids else -1
+        self._width = width if width > 0 else None
+        self.capabilities = Capabilities(score=True, token_pairs=self._ids)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -170,29 +168,16 @@ class CrossEncoder(Adapter):
         interface = _interface(config, any_output=False)
         return None if interface is None else interface.claim
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Scores pairs of texts."""
-        return Capabilities(score=True, token_pairs=bool(self._interface.ids))
-
     def encode_scores(self, job: ScoreJob) -> Sequence[InferRequest]:
         """
         Return the pairs in batches.
 
         Raises :class:`ContextLengthExceeded` for what is longer than the model's fixed length, if it has one.
         """
+        wanted = {self._interface.output.lower(), _INDEX, _TOKENS}
+        outputs = [name for name in self.config.outputs if name.lower() in wanted]
         return [
-            InferRequest(
-                model=self.config.name,
-                id=f"{job.id}-{number}",
-                inputs=tuple(self._inputs(job, places)),
-                outputs=tuple(
-                    spec.name
-                    for spec in self.config.outputs.values()
-                    if spec.name == self._interface.output or spec.name.lower() in (_INDEX, _TOKENS)
-                ),
-                stream=self.config.decoupled,
-            )
+            self.request(f"{job.id}-{number}", list(self._inputs(job, places)), outputs)
             for number, places in enumerate(self._batches(job))
         ]
 
@@ -218,41 +203,30 @@ class CrossEncoder(Adapter):
 
     def _batches(self, job: ScoreJob) -> Iterator[range]:
         """Yield the places of the pairs that share a request."""
-        batch = self._interface.batch
-        if self._interface.ids and job.pad_id is None and self._width is None:
-            batch = 1
+        alone = self._ids and job.pad_id is None and self._width is None
+        batch = 1 if alone else self._interface.batch
         start = 0
-        for _, group in groupby(job.pairs, key=lambda pair: pair[0] if self._interface.many else None):
+        for _, group in groupby(job.pairs, key=lambda pair: self._interface.kind == "documents" and pair[0]):
             end = start + sum(1 for _ in group)
             for first in range(start, end, batch):
                 yield range(first, min(first + batch, end))
             start = end
 
     def _inputs(self, job: ScoreJob, places: range) -> Iterator[Tensor]:
-        interface, rows = self._interface, len(places)
-        if interface.ids:
+        kind, specs, rows = self._interface.kind, self._interface.inputs, len(places)
+        if kind == "ids":
             yield from self._id_tensors(job, [job.encoded[place] for place in places])
             return
         pairs = [job.pairs[place] for place in places]
-        if interface.joint is not None:
-            yield Tensor(interface.joint.name, "BYTES", (rows, 2), [text for pair in pairs for text in pair])
-        if interface.texts is None:
+        if kind == "joint":
+            yield Tensor(specs[0].name, "BYTES", (rows, 2), [text for pair in pairs for text in pair])
             return
-        query, document = interface.texts
-        documents = [pair[1] for pair in pairs]
-        if interface.many:
-            yield Tensor(query.name, "BYTES", self.config.wire_shape(query, 1), [pairs[0][0]])
-            yield Tensor(document.name, "BYTES", self.config.wire_shape(document, rows), documents)
-            return
-        row, _ = _rows(self.config, document)
-        yield Tensor(query.name, "BYTES", (rows, *row), [pair[0] for pair in pairs])
-        yield Tensor(document.name, "BYTES", (rows, *row), documents)
-
-    @property
-    def _width(self) -> int | None:
-        """The length of every sequence, where the model has a fixed one."""
-        width = self._interface.ids[0].dims[-1]
-        return width if width > 0 else None
+        for spec, texts in zip(specs, zip(*pairs, strict=True), strict=True):
+            if kind == "texts":
+                yield Tensor(spec.name, "BYTES", (rows, *_row(self.config, spec)), texts)
+            else:
+                given = texts[:1] if spec is specs[0] else texts
+                yield Tensor(spec.name, "BYTES", self.config.wire_shape(spec, len(given)), given)
 
     def _id_tensors(self, job: ScoreJob, encoded: Sequence[TokenPair]) -> Iterator[Tensor]:
         longest = max(len(pair.ids) for pair in encoded)
@@ -266,15 +240,10 @@ class CrossEncoder(Adapter):
             raise ConfigurationError(
                 f"The model '{self.config.name}' takes sequences of {width} tokens, and its tokenizer has no pad token."
             )
-        pad = job.pad_id or 0
-        for spec in self._interface.ids:
+        for spec in self._interface.inputs:
             values: list[int] = []
             for pair in encoded:
-                missing = width - len(pair.ids)
-                if spec.name == _IDS:
-                    values += [*pair.ids, *([pad] * missing)]
-                elif spec.name == _MASK:
-                    values += [1] * len(pair.ids) + [0] * missing
-                else:
-                    values += [*pair.segments, *([0] * missing)]
+                row = {_IDS: pair.ids, _MASK: [1] * len(pair.ids), _SEGMENTS: pair.segments}[spec.name]
+                fill = (job.pad_id or 0) if spec.name == _IDS else 0
+                values += [*row, *[fill] * (width - len(row))]
             yield Tensor(spec.name, spec.datatype, (len(encoded), width), values)

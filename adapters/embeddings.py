@@ -8,6 +8,7 @@ BYTES, and a floating output with one vector per text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
@@ -16,14 +17,8 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 
 # Where a model has several floating outputs, the first of these that it has is the embedding.
 _PREFERRED = (
-    "embedding",
-    "embeddings",
-    "sentence_embedding",
-    "sentence_embeddings",
-    "text_embedding",
-    "pooled_output",
-    "pooler_output",
-    "output",
+    *("embedding", "embeddings", "sentence_embedding", "sentence_embeddings", "text_embedding"),
+    *("pooled_output", "pooler_output", "output"),
 )
 _FLOATS = ("FP32", "FP16", "FP64")
 # How many texts go into one request of a model that takes a free number of them.
@@ -51,9 +46,14 @@ def _vector_output(config: ModelConfig) -> TensorSpec | None:
 
 
 class Embeddings(Adapter):
-    """Sends as many texts at a time as the model batches."""
+    """
+    Sends as many texts at a time as the model batches.
+
+    Token ids are refused: the model has no tokenizer of its own that they could be meant for.
+    """
 
     name = "embeddings"
+    capabilities = Capabilities(embed=True)
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
@@ -65,11 +65,8 @@ class Embeddings(Adapter):
                 param="model",
             )
         self._input, self._output = text, vector
-        self._width = vector.dims[-1] if vector.dims[-1] > 0 else None
-        if config.batching:
-            self._batch = config.max_batch_size
-        else:
-            self._batch = _FREE_BATCH if text.dims[:1] == (-1,) and len(vector.dims) == 2 else 1
+        free = _FREE_BATCH if text.dims[:1] == (-1,) and len(vector.dims) == 2 else 1
+        self._batch = config.max_batch_size if config.batching else free
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -79,39 +76,24 @@ class Embeddings(Adapter):
             return None
         return f"one required BYTES input ({text.name}) and a vector per text out ({vector.name})"
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Embeds texts only: it has no tokenizer of its own that token ids could be meant for."""
-        return Capabilities(embed=True)
-
     def encode_embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
         """Return the texts in batches. Raises :class:`InvalidRequest` for token ids."""
-        texts: list[str] = []
-        for item in job.inputs:
-            if not isinstance(item, str):
-                raise InvalidRequest(
-                    f"The model '{self.config.name}' takes text, not token ids.",
-                    param="input",
-                    code="unsupported_value",
-                )
-            texts.append(item)
-        if job.dimensions is not None and job.dimensions != self._width:
+        if not all(isinstance(item, str) for item in job.inputs):
+            raise InvalidRequest(
+                f"The model '{self.config.name}' takes text, not token ids.", param="input", code="unsupported_value"
+            )
+        if job.dimensions not in (None, self._output.dims[-1]):
             raise UnsupportedParameter(
                 f"The model '{self.config.name}' cannot change the number of dimensions of its embeddings.",
                 param="dimensions",
             )
+        starts = range(0, len(job.inputs), self._batch)
+        batches = [self._tensor(job.inputs[start : start + self._batch]) for start in starts]
         return [
-            InferRequest(
-                model=self.config.name,
-                id=f"{job.id}-{start // self._batch}",
-                inputs=(self._tensor(texts[start : start + self._batch]),),
-                outputs=(self._output.name,),
-                stream=self.config.decoupled,
-            )
-            for start in range(0, len(texts), self._batch)
+            self.request(f"{job.id}-{number}", [batch], [self._output.name]) for number, batch in enumerate(batches)
         ]
 
-    def _tensor(self, texts: Sequence[str]) -> Tensor:
+    def _tensor(self, texts: Sequence[Any]) -> Tensor:
         ones = (1,) * (len(self._input.dims) - (0 if self.config.batching else 1))
         return Tensor(self._input.name, self._input.datatype, (len(texts), *ones), texts)
 

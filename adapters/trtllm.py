@@ -8,116 +8,82 @@ tensorrtllm_backend 0.5 to 0.19 and of TensorRT-LLM since 0.20.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
-from triton_openai.adapters._common.base import (
-    Adapter,
-    BoundParameter,
-    Capabilities,
-    Hints,
-    ModelFiles,
-    Parameter,
-    Rule,
-    bind,
-    refused,
-    values_of,
-)
+from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused
+from triton_openai.adapters._common.decoding import Reader
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.adapters._common.trtllm import (
-    RANDOMNESS,
-    CachedTokens,
-    adds_special_tokens,
-    cache_report,
-    guide_tensors,
-    guides,
-    lora_format,
-    lora_tensors,
-    prompt_limit,
-    randomness,
-    samples,
-    stop_request,
-)
-from triton_openai.adapters._common.trtllm_outputs import (
-    CONTEXT,
     CUMULATIVE,
-    GENERATION,
+    ENGINE_INPUTS,
     LOGPROBS,
-    MOST_ALTERNATIVES,
-    TokenDecoder,
-    available,
-    check_size,
-    dense_bias,
-    read,
-    word_list,
+    TrtllmAdapter,
+    newest,
+    stop_request,
+    tokenizing_hints,
 )
-from triton_openai.errors import ConfigurationError, UnsupportedParameter
-from triton_openai.generation import Generation, Logits, Sampling, Vocabulary
+from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
+from triton_openai.generation import Delta, Generation, Logits, Sampling, TokenLogprob, Vocabulary
 from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter(name="max_tokens", inputs=("request_output_len",)),
-    Parameter(name="temperature", inputs=("temperature",), note="0 is sent as top_k 1"),
-    Parameter(name="top_p", inputs=("runtime_top_p",), note="0 is sent as top_k 1"),
-    Parameter(name="top_k", inputs=("runtime_top_k",), note="-1 (off) is sent as 0"),
+    Parameter("max_tokens", ("request_output_len",)),
+    Parameter("temperature", ("temperature",), note="0 is sent as top_k 1", special=True),
+    Parameter("top_p", ("runtime_top_p",), note="0 is sent as top_k 1", special=True),
+    Parameter("top_k", ("runtime_top_k",), note="-1 (off) is sent as 0", special=True),
     # The names before and after TensorRT-LLM 0.20.
-    Parameter(name="min_tokens", inputs=("min_tokens", "min_length")),
-    Parameter(name="seed", inputs=("seed", "random_seed")),
-    Parameter(name="frequency_penalty", inputs=("frequency_penalty",)),
-    Parameter(name="presence_penalty", inputs=("presence_penalty",)),
-    Parameter(name="repetition_penalty", inputs=("repetition_penalty",)),
-    Parameter(name="length_penalty", inputs=("len_penalty",), note="beam search only"),
-    Parameter(name="bad_words", inputs=("bad_words_list",), note="as token ids"),
-    Parameter(name="logit_bias", inputs=("embedding_bias",), note="one value per token of the vocabulary"),
-    Parameter(name="ignore_eos", inputs=("end_id",), note="sent as -1", signed=True),
-    Parameter(name="logprobs", inputs=("return_log_probs",), note="alternatives by return_generation_logits"),
-    Parameter(name="stop", otherwise=Rule.PROXY),
-    Parameter(name="stop_token_ids", otherwise=Rule.PROXY),
-    Parameter(name="include_stop_str_in_output", otherwise=Rule.PROXY),
-    Parameter(name="skip_special_tokens", otherwise=Rule.PROXY),
-    Parameter(name="min_p"),
+    Parameter("min_tokens", ("min_tokens", "min_length")),
+    Parameter("seed", ("seed", "random_seed")),
+    Parameter("frequency_penalty", ("frequency_penalty",)),
+    Parameter("presence_penalty", ("presence_penalty",)),
+    Parameter("repetition_penalty", ("repetition_penalty",)),
+    Parameter("length_penalty", ("len_penalty",), note="beam search only"),
+    Parameter("bad_words", ("bad_words_list",), note="as token ids", special=True),
+    Parameter("logit_bias", ("embedding_bias",), note="one value per token of the vocabulary", special=True),
+    Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
+    Parameter("logprobs", ("return_log_probs",), note="alternatives by return_generation_logits", special=True),
+    Parameter("stop", otherwise=Rule.PROXY),
+    Parameter("stop_token_ids", otherwise=Rule.PROXY),
+    Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
+    Parameter("skip_special_tokens", otherwise=Rule.PROXY),
+    Parameter("min_p"),
 )
 
-# Sent by rules of their own, see encode().
-_OWN_RULES = (*RANDOMNESS, "ignore_eos", "bad_words", "logit_bias", "logprobs")
-_REQUIRED = frozenset({"input_ids", "input_lengths", "request_output_len"})
-_SUPPLIED = frozenset({*_REQUIRED, "end_id", "pad_id", "streaming"})
+_SUPPLIED = frozenset({*ENGINE_INPUTS, "end_id", "pad_id", "streaming"})
 # The C++ flavour refuses a choice of outputs without the first two.
 _OUTPUTS = ("output_ids", "sequence_length")
+GENERATION, _CONTEXT = "generation_logits", "context_logits"
+# As many alternatives as OpenAI allows: any number could be made from logits.
+_MOST_ALTERNATIVES = 20
+# Protocol buffers end at 2 GiB, and this process has to hold it.
+_MOST_BYTES = 2**30
+_SIZES = {"FP32": 4, "FP16": 2, "BF16": 2}
 
 
-class Trtllm(Adapter):
+class Trtllm(TrtllmAdapter):
     """Token ids; the engine sees a cancellation itself, so closing the stream stops it."""
 
     name = "trtllm"
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        self._repository = repository
-        self._parameters = tuple(
-            refused("logprobs") if parameter.name == "logprobs" and LOGPROBS not in config.outputs else parameter
-            for parameter in bind(PARAMETERS, config)
+        logprobs = "return_log_probs" in config.inputs and LOGPROBS in config.outputs
+        self.parameters = tuple(
+            refused("logprobs") if row.name == "logprobs" and not logprobs else row for row in bind(PARAMETERS, config)
         )
-        self._cache = cache_report(config)
-        logprobs = any(each.name == "logprobs" and each.rule is Rule.MAPPED for each in self._parameters)
-        self._alternatives = logprobs and available(config, GENERATION)
-        lora = lora_format(config)
-        self._capabilities = Capabilities(
-            generate=True,
-            streaming=config.decoupled,
+        self._alternatives = logprobs and _sends(config, GENERATION)
+        self.capabilities = self.capabilities_with(
             usage=True,
             tokens=True,
-            guides=guides(config, self._executor()),
             logprobs=logprobs,
-            top_logprobs=MOST_ALTERNATIVES if self._alternatives else 0,
+            top_logprobs=_MOST_ALTERNATIVES if self._alternatives else 0,
             cumulative_logprob=logprobs and CUMULATIVE in config.outputs,
-            prompt_logprobs=available(config, CONTEXT),
+            prompt_logprobs=_sends(config, _CONTEXT),
             token_ids=True,
-            lora=lora is not None,
-            lora_format=lora,
-            samples=samples(self._executor()),
-            fixed_seed=True,
         )
 
     @classmethod
@@ -126,27 +92,18 @@ class Trtllm(Adapter):
         inputs = config.inputs
         if config.parameter("encoder_model_path") is not None:
             return None
-        if not inputs.keys() >= _REQUIRED or "output_ids" not in config.outputs:
+        if not inputs.keys() >= ENGINE_INPUTS or "output_ids" not in config.outputs:
             return None
         if not all(spec.optional or name in _SUPPLIED for name, spec in inputs.items()):
             return None
         kind = "disaggregated, " if config.parameter("generation_model_name") is not None else ""
         return f"{kind}inputs input_ids, input_lengths and request_output_len and output output_ids"
 
-    def _executor(self) -> ModelConfig | None:
-        """Return the config of the model that runs the engine: a disaggregated one hands requests on."""
+    @property
+    def engine(self) -> ModelConfig | None:
+        """The config of the model that runs the engine: a disaggregated one hands requests on."""
         name = self.config.parameter("generation_model_name")
-        return self.config if name is None else self._repository.get(name)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the model can do."""
-        return self._capabilities
-
-    @property
-    def parameters(self) -> Sequence[BoundParameter]:
-        """The bound table."""
-        return self._parameters
+        return self.config if name is None else self.repository.get(name)
 
     @property
     def hints(self) -> Hints:
@@ -155,21 +112,11 @@ class Trtllm(Adapter):
 
         The engine names one for its guides (0.19 and later). Special tokens are added as preprocessing does it.
         """
-        steps = [
-            self._repository.get(step.model) for user in users_of(self.config, self._repository) for step in user.steps
-        ]
-        steps.append(self._repository.get("preprocessing"))
-        for step in steps:
-            if step is not None and "QUERY" in step.inputs:
-                return Hints(
-                    tokenizer_dir=step.parameter("tokenizer_dir") or self.config.parameter("tokenizer_dir"),
-                    adds_bos=adds_special_tokens(step),
-                )
-        return Hints(tokenizer_dir=self.config.parameter("tokenizer_dir"), adds_bos=True)
-
-    def hints_with(self, files: ModelFiles) -> Hints:
-        """Return what the engine tells of the longest prompt, too."""
-        return msgspec.structs.replace(self.hints, max_prompt_len=prompt_limit(self._executor()))
+        steps = [step.model for user in users_of(self.config, self.repository) for step in user.steps]
+        known = [self.repository.get(name) for name in (*steps, "preprocessing")]
+        found = tokenizing_hints(known) or Hints(adds_bos=True)
+        own = self.config.parameter("tokenizer_dir")
+        return msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
 
     def encode(self, generation: Generation) -> InferRequest:
         """
@@ -178,56 +125,56 @@ class Trtllm(Adapter):
 
         Raises :class:`UnsupportedParameter` for alternatives to the chosen tokens.
         """
-        ids, vocabulary = generation.prompt_ids, generation.vocabulary
+        ids, vocabulary, sampling = generation.prompt_ids, generation.vocabulary, generation.sampling
         if ids is None or vocabulary is None:
             raise ConfigurationError(
                 f"The model '{self.config.name}' takes token ids: give its tokenizer with --tokenizer."
             )
-        sampling = generation.sampling
         if sampling.logprobs and not self._alternatives:
             raise UnsupportedParameter(
                 "This model tells the log probabilities of the chosen tokens only, not those of alternatives.",
                 param="logprobs",
             )
-        if sampling.logprobs and not self.config.decoupled:
-            limit = sampling.max_tokens
-            check_size(self.config, GENERATION, tokens=limit, vocabulary=vocabulary.size, param="max_tokens")
         inputs = [self.tensor("input_ids", *ids), self.tensor("input_lengths", len(ids))]
         inputs += self._switches(generation, vocabulary)
-        for parameter in self._parameters:
-            values = values_of(parameter, sampling) if parameter.name not in _OWN_RULES else ()
-            if values and parameter.target is not None:
-                inputs.append(self.tensor(parameter.target, *values))
-        random = randomness(self, self._parameters, sampling)
-        reports = sampling.logprobs is not None or generation.scored
-        if not random and reports and "runtime_top_k" in self.config.inputs:
-            # Without any of the three it decodes greedily and reports no probabilities; this asks for the same.
-            random = [self.tensor("runtime_top_k", 1)]
-        inputs += random
-        inputs += guide_tensors(self, generation.guide)
-        inputs += lora_tensors(self, generation.lora)
+        outputs: tuple[str, ...] = _OUTPUTS
+        needed_for = None
+        if generation.bad_word_ids:
+            # Two dimensions are more than the generate extension can say.
+            inputs.append(word_list(self.config, "bad_words_list", generation.bad_word_ids))
+            needed_for = "bad_words"
         if sampling.logit_bias:
             inputs.append(self.tensor("embedding_bias", *dense_bias(sampling.logit_bias, vocabulary.size)))
-        outputs: tuple[str, ...] = _OUTPUTS
         if sampling.logprobs:
+            if not self.config.decoupled:
+                check_size(self.config, GENERATION, sampling.max_tokens, vocabulary, param="max_tokens")
             inputs.append(self.tensor(f"return_{GENERATION}", True))
             outputs += (GENERATION,)
+            # Written out as JSON they would be megabytes for each token.
+            needed_for = "logprobs"
         if sampling.logprobs == 0 or generation.scored:
             inputs.append(self.tensor("return_log_probs", True))
             outputs += (LOGPROBS, CUMULATIVE)
-        if self._cache is not None and generation.kv_cache_block_size is not None:
-            inputs.append(self.tensor(self._cache.flag, True))
-            outputs += (self._cache.output,)
-        if generation.bad_word_ids:
-            inputs.append(word_list(self.config, "bad_words_list", generation.bad_word_ids))
-        request = self.request(generation.id, inputs, outputs)
-        if sampling.logprobs:
-            # Written out as JSON they would be megabytes for each token.
-            return msgspec.structs.replace(request, json_expressible=False, needed_for="logprobs")
-        # Two dimensions are more than the generate extension can say.
-        if not generation.bad_word_ids:
+        logprobs = sampling.logprobs is not None or generation.scored
+        request = self.generation_request(generation, inputs, outputs, logprobs=logprobs)
+        if needed_for is None:
             return request
-        return msgspec.structs.replace(request, json_expressible=False, needed_for="bad_words")
+        return msgspec.structs.replace(request, json_expressible=False, needed_for=needed_for)
+
+    def _switches(self, generation: Generation, vocabulary: Vocabulary) -> list[Tensor]:
+        """Return the inputs that are there in every request: where to end, and in what form to answer."""
+        end_id = vocabulary.end_ids[0] if vocabulary.end_ids else -1
+        values = {
+            "end_id": -1 if generation.sampling.ignore_eos else end_id,
+            "pad_id": end_id if vocabulary.pad_id is None else vocabulary.pad_id,
+        }
+        for name, value in values.items():
+            spec = self.config.inputs.get(name)
+            if value == -1 and spec is not None and spec.datatype.startswith("UINT"):
+                # An id that is never generated; 0.5 has unsigned ones.
+                values[name] = INTEGER_RANGES[spec.datatype][1]
+        # Always explicit: the Python flavour fails where it is absent.
+        return self.declared_tensors(**values, streaming=self.config.decoupled, exclude_input_in_output=True)
 
     def encode_prompt_logits(self, generation: Generation) -> InferRequest:
         """
@@ -236,67 +183,161 @@ class Trtllm(Adapter):
         Not asked for in passing: a stream repeats the prompt's logits at every step, and several answers to one prompt
         would each bring them.
         """
-        vocabulary, config = generation.vocabulary, self.config
-        if vocabulary is not None:
-            tokens = len(generation.prompt_ids or ())
-            check_size(config, CONTEXT, tokens=tokens, vocabulary=vocabulary.size, param=None)
+        if generation.vocabulary is not None:
+            check_size(self.config, _CONTEXT, len(generation.prompt_ids or ()), generation.vocabulary, param=None)
         plain = Sampling(max_tokens=1, temperature=0)
         request = self.encode(
             msgspec.structs.replace(generation, sampling=plain, guide=None, scored=False, bad_word_ids=())
         )
         inputs = [tensor for tensor in request.inputs if tensor.name != "streaming"]
-        if "streaming" in config.inputs:
-            inputs.append(self.tensor("streaming", False))
-        inputs.append(self.tensor(f"return_{CONTEXT}", True))
-        outputs = (*request.outputs, CONTEXT)
+        inputs += self.declared_tensors(**{"streaming": False, f"return_{_CONTEXT}": True})
+        outputs = (*request.outputs, _CONTEXT)
         return msgspec.structs.replace(
             request, id=f"{generation.id}-prompt", inputs=tuple(inputs), outputs=outputs, json_expressible=False
         )
 
     def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
         """Return the logits of the prompt; the last response of a stream may have none."""
-        if response.tensor(CONTEXT) is None and not response.numbers("output_ids"):
+        if response.tensor(_CONTEXT) is None and not response.numbers("output_ids"):
             return None
-        return read(response, CONTEXT, count=1, total=1)
-
-    def _switches(self, generation: Generation, vocabulary: Vocabulary) -> list[Tensor]:
-        """Return the inputs that are there in every request: where to end, and in what form to answer."""
-        config = self.config
-        values: dict[str, int | bool] = {}
-        end_id = vocabulary.end_ids[0] if vocabulary.end_ids else -1
-        values["end_id"] = -1 if generation.sampling.ignore_eos else end_id
-        values["pad_id"] = end_id if vocabulary.pad_id is None else vocabulary.pad_id
-        # Always explicit: the Python flavour fails where it is absent.
-        values["streaming"] = config.decoupled
-        values["exclude_input_in_output"] = True
-        tensors = []
-        for name, value in values.items():
-            spec = config.inputs.get(name)
-            if spec is not None:
-                # An id that is never generated; 0.5 has unsigned ones.
-                never = value == -1 and spec.datatype.startswith("UINT")
-                tensors.append(self.tensor(name, INTEGER_RANGES[spec.datatype][1] if never else value))
-        return tensors
+        return read_logits(response, _CONTEXT, count=1, total=1)
 
     def decoder(self, generation: Generation) -> TokenDecoder:
         """Return a decoder for one request."""
-        config = self.config
-        vocabulary = generation.vocabulary
-        ends = vocabulary.end_ids if vocabulary is not None else ()
+        config, vocabulary, logprobs = self.config, generation.vocabulary, generation.sampling.logprobs
+        padding: Collection[int | None] = ()
+        if "sequence_length" not in config.outputs and vocabulary is not None:
+            # Without lengths (0.5) the ids are filled up behind the end.
+            padding = {*vocabulary.end_ids[:1], vocabulary.pad_id, -1}
         return TokenDecoder(
             generation.prompt_ids or (),
             # Streams never repeat the prompt.
             repeats="exclude_input_in_output" not in config.inputs and not config.decoupled,
-            # Without lengths (0.5) the ids are filled up behind the end.
-            padding=frozenset({*ends[:1], vocabulary.pad_id if vocabulary is not None else None, -1})
-            if "sequence_length" not in config.outputs
-            else frozenset(),
-            logprobs=generation.sampling.logprobs is not None,
-            alternatives=bool(generation.sampling.logprobs),
-            scored=generation.scored,
-            cached_tokens=CachedTokens.of(self._cache, generation),
+            padding=padding,
+            logprobs=None if logprobs is None else GENERATION if logprobs else LOGPROBS,
+            readers=self.readers(generation),
         )
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return the engine's stop request for answers that come at once: Triton does not see such a client leave."""
         return None if self.config.decoupled else stop_request(self.config, generation.id)
+
+
+class TokenDecoder:
+    """
+    Reads the ids of each response: those that are new when it streams, all of them when it does not.
+
+    *repeats* is whether the prompt may come first, *padding* the ids that fill up where no length says how many count,
+    *logprobs* the output from which log probabilities are made, those of the chosen tokens or the logits of all.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        repeats: bool,
+        padding: Collection[int | None],
+        logprobs: str | None,
+        readers: Sequence[Reader],
+    ) -> None:
+        self._prompt_ids = list(prompt_ids)
+        self._repeats = repeats
+        self._padding = padding
+        self._logprobs = logprobs
+        self._readers = readers
+        # The tokens so far, None before the first response.
+        self._count: int | None = None
+
+    def feed(self, response: InferResponse) -> Sequence[Delta]:
+        """Return the delta of one response; the last one often has no ids."""
+        ids = response.numbers("output_ids")
+        if lengths := response.numbers("sequence_length"):
+            # One beam, so what is behind the length is padding.
+            ids = ids[: int(lengths[0])]
+        if self._repeats and list(ids[: len(self._prompt_ids)]) == self._prompt_ids:
+            ids = ids[len(self._prompt_ids) :]
+        if self._padding:
+            ids = ids[: next((place for place, number in enumerate(ids) if number in self._padding), len(ids))]
+        delta = Delta(token_ids=ids, tokens=len(ids))
+        if self._count is None:
+            self._count, delta.prompt_tokens = 0, len(self._prompt_ids)
+        self._count += len(ids)
+        if self._logprobs == GENERATION and len(ids):
+            delta.logits = read_logits(response, GENERATION, count=len(ids), total=self._count)
+        elif self._logprobs == LOGPROBS and len(ids):
+            values = newest(response.numbers(LOGPROBS), count=len(ids), total=self._count)
+            # Names are added where the tokenizer is.
+            delta.logprobs = [TokenLogprob("", value, id=number) for number, value in zip(ids, values, strict=True)]
+        for read in self._readers:
+            read(response, delta)
+        return (delta,)
+
+    def flush(self) -> Sequence[Delta]:
+        """Return nothing: ids are never held back."""
+        return ()
+
+
+def _sends(config: ModelConfig, logits: str) -> bool:
+    return f"return_{logits}" in config.inputs and logits in config.outputs
+
+
+def check_size(config: ModelConfig, name: str, tokens: int, vocabulary: Vocabulary, *, param: str | None) -> None:
+    """Raise :class:`InvalidRequest` for more *tokens* than one response should hold the logits *name* of."""
+    most = _MOST_BYTES // (vocabulary.size * _SIZES.get(config.outputs[name].datatype, 4))
+    if tokens > most:
+        raise InvalidRequest(
+            f"The model sends {vocabulary.size} numbers for each token, and for {most} tokens at once at most;"
+            f" this request has {tokens}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def read_logits(response: InferResponse, name: str, *, count: int, total: int) -> Logits:
+    """
+    Return the logits of the *count* new tokens, of *total* so far.
+
+    Raises :class:`UnsupportedParameter` where there are none, :class:`UpstreamError` where they do not fit.
+    """
+    tensor, what = response.tensor(name), name.replace("_", " ")
+    if tensor is None or not tensor.data:
+        raise UnsupportedParameter(
+            f"The model's engine sends no {what}, which this needs: it has to be built with gather_{name}.",
+            param="logprobs",
+        )
+    width = tensor.shape[-1] if tensor.shape else 0
+    rows = math.prod(tensor.shape[:-1])
+    if width < 2 or len(tensor.data) != rows * width * _SIZES.get(tensor.datatype, 0):
+        raise UpstreamError(f"The model sent malformed {what}.")
+    if rows != count and rows < total:
+        raise UpstreamError("The model sent logits that do not match its tokens.")
+    first = 0 if rows == count else total - count
+    return Logits(data=tensor.data, datatype=tensor.datatype, width=width, first=first)
+
+
+def word_list(config: ModelConfig, name: str, words: Sequence[Sequence[int]]) -> Tensor:
+    """
+    Return the input *name* that holds *words*: one row with their ids, one with the offsets of their ends.
+
+    Both rows are as long as the longer one, the first filled up with 0 and the second with -1.
+    """
+    ids = [number for word in words for number in word]
+    ends = list(accumulate(len(word) for word in words))
+    width = max(len(ids), len(ends))
+    values = [*ids, *[0] * (width - len(ids)), *ends, *[-1] * (width - len(ends))]
+    shape = (1, 2, width) if config.batching else (2, width)
+    return Tensor(name, config.inputs[name].datatype, shape, values)
+
+
+def dense_bias(bias: Sequence[tuple[int, float]], size: int) -> list[float]:
+    """Return the bias of every id. Raises :class:`InvalidRequest` for ids that the vocabulary of *size* lacks."""
+    dense = [0.0] * size
+    for number, value in bias:
+        if not 0 <= number < size:
+            raise InvalidRequest(
+                f"'logit_bias' names the token {number}, and the model has {size} tokens.",
+                param="logit_bias",
+                code="invalid_value",
+            )
+        dense[number] = value
+    return dense

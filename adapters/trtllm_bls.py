@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from triton_openai.adapters._common.base import Hints
-from triton_openai.adapters._common.trtllm import adds_special_tokens
-from triton_openai.adapters._common.trtllm_text import TrtllmText, is_text_model
+from triton_openai.adapters._common.trtllm import tokenizing_hints
+from triton_openai.adapters.trtllm_ensemble import TrtllmText, is_text_model
 from triton_openai.triton.tensors import ModelConfig
 
 
@@ -30,18 +30,19 @@ class TrtllmBls(TrtllmText):
 
     @property
     def engine(self) -> ModelConfig | None:
-        """Return the model that the parameter ``tensorrt_llm_model_name`` names, by default ``tensorrt_llm``."""
-        return self._repository.get(self.config.parameter("tensorrt_llm_model_name") or "tensorrt_llm")
+        """The model that the parameter ``tensorrt_llm_model_name`` names, by default ``tensorrt_llm``."""
+        return self.repository.get(self.config.parameter("tensorrt_llm_model_name") or "tensorrt_llm")
 
+    @property
     def cumulative(self) -> bool:
-        """Return whether ``accumulate_tokens`` is on; it only acts on a decoupled model."""
+        """Whether ``accumulate_tokens`` is on; it only acts on a decoupled model."""
         flag = self.config.parameter("accumulate_tokens") or ""
         return self.config.decoupled and flag.lower() in ("true", "yes", "1", "t")
 
     @property
     def splits_characters(self) -> bool:
         """Whether ``accumulate_tokens`` is there and not on. A model without it decodes in a way of its own."""
-        return "accumulate_tokens" in self.config.parameters and not self.cumulative()
+        return "accumulate_tokens" in self.config.parameters and not self.cumulative
 
     @property
     def unread(self) -> Mapping[str, str]:
@@ -53,10 +54,4 @@ class TrtllmBls(TrtllmText):
     @property
     def hints(self) -> Hints:
         """The tokenizer of ``preprocessing``, a name that the BLS has built in."""
-        config = self._repository.get("preprocessing")
-        if config is None:
-            return Hints()
-        return Hints(
-            tokenizer_dir=config.parameter("tokenizer_dir"),
-            adds_bos=adds_special_tokens(config),
-        )
+        return tokenizing_hints([self.repository.get("preprocessing")]) or Hints()

@@ -1,17 +1,213 @@
-"""TensorRT-LLM's ``ensemble``: preprocessing, tensorrt_llm and postprocessing as one model of text in and text out."""
+"""
+TensorRT-LLM's ``ensemble``: preprocessing, tensorrt_llm and postprocessing as one model of text in and text out.
+
+The BLS has the same interface, see :mod:`triton_openai.adapters.trtllm_bls`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from triton_openai.adapters._common.base import Hints
-from triton_openai.adapters._common.trtllm import ENGINE_INPUTS, adds_special_tokens, stop_request
-from triton_openai.adapters._common.trtllm_text import TrtllmText, is_text_model
-from triton_openai.generation import Generation
-from triton_openai.triton.tensors import InferRequest, ModelConfig
+from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, SplitText, TextDecoder, TextStage
+from triton_openai.adapters._common.trtllm import (
+    CUMULATIVE,
+    ENGINE_INPUTS,
+    LOGPROBS,
+    TrtllmAdapter,
+    newest,
+    stop_request,
+    tokenizing_hints,
+    truthy,
+)
+from triton_openai.errors import UpstreamError
+from triton_openai.generation import Delta, Generation, Image, TokenLogprob
+from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
+# What a client whose request is refused can do.
+_TOKEN_BY_TOKEN = "its engine can do it, answered token by token with --prefer-token-level always"
+PARAMETERS: tuple[Parameter, ...] = (
+    Parameter("max_tokens", ("max_tokens",)),
+    Parameter("temperature", ("temperature",), note="0 is sent as top_k 1", special=True),
+    Parameter("top_p", ("top_p",), note="0 is sent as top_k 1", special=True),
+    Parameter("top_k", ("top_k",), note="-1 (off) is sent as 0", special=True),
+    # The names before and after TensorRT-LLM 0.20.
+    Parameter("min_tokens", ("min_tokens", "min_length")),
+    Parameter("seed", ("seed", "random_seed")),
+    Parameter("frequency_penalty", ("frequency_penalty",)),
+    Parameter("presence_penalty", ("presence_penalty",)),
+    Parameter("repetition_penalty", ("repetition_penalty",)),
+    Parameter("length_penalty", ("length_penalty",), note="beam search only"),
+    Parameter("bad_words", ("bad_words",)),
+    Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
+    Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
+    Parameter("min_p"),
+    Parameter("stop_token_ids"),
+    Parameter("skip_special_tokens"),
+    Parameter("logprobs", ("return_log_probs",), note="of the chosen tokens, where it streams", special=True),
+    Parameter("logit_bias", ("embedding_bias_words",), note="as texts, with embedding_bias_weights", special=True),
+    # The backend matches token ids and leaves the match in the text, so its stop words only end the work earlier.
+    Parameter("stop", ("stop_words",), Rule.PROXY, note="matched and removed here"),
+)
+
+# What has its effect without the input: 0 is sent as top_k, and 1 is the default.
+_NEUTRAL: Mapping[str, tuple[float, ...]] = {"temperature": (0, 1)}
+_COUNTS = ("return_num_input_tokens", "return_num_output_tokens")
+_FLAGS = ("exclude_input_in_output", *_COUNTS)
+_WORDS = ("stop_words", "bad_words")
+_SUPPLIED = frozenset({"text_input", "stream", *_FLAGS, *_WORDS, *(name for row in PARAMETERS for name in row.inputs)})
+_OUTPUTS = ("text_output", "num_input_tokens", "num_output_tokens")
+# By which a BLS names its encoders, without which its image inputs lead nowhere; and a draft model.
+_ENCODERS, _DRAFT = "multimodal_encoders_name", "tensorrt_llm_draft_model_name"
+# The others take decoded pixels. This one takes addresses too, but those the backend would fetch from anywhere.
+_IMAGE = "image_url_input"
+_IMAGE_ID = "prompt_table_extra_id"
+# The only prefix that is not taken for an address; what the file really is, is found out from the file.
+_IMAGE_PREFIX = "data:image/jpeg;base64,"
 # An input of each of the three steps that every release has.
 _STAGES = ("QUERY", "request_output_len", "TOKENS_BATCH")
+
+
+class TrtllmText(TrtllmAdapter):
+    """Base of the ensemble and BLS adapters."""
+
+    def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
+        super().__init__(config, repository)
+        inputs, outputs = config.inputs, config.outputs
+        logprobs = "return_log_probs" in inputs
+        # An answer that comes at once does not say which text is which token's.
+        steps = logprobs and LOGPROBS in outputs and config.decoupled
+        biases = {"embedding_bias_words", "embedding_bias_weights"} <= inputs.keys()
+        missing = {name: _TOKEN_BY_TOKEN for name, there in (("logprobs", steps), ("logit_bias", biases)) if not there}
+        missing |= self.unread
+        self.parameters = tuple(
+            refused(row.name, missing[row.name], neutral=_NEUTRAL.get(row.name, ())) if row.name in missing else row
+            for row in bind(PARAMETERS, config)
+        )
+        self._counts = all(name in inputs and name.removeprefix("return_") in outputs for name in _COUNTS)
+        excludes = self.engine is not None and truthy(self.engine.parameter("exclude_input_in_output"))
+        image = inputs.get(_IMAGE)
+        self.capabilities = self.capabilities_with(
+            echoes="exclude_input_in_output" not in inputs and not excludes,
+            splits_characters=config.decoupled and self.splits_characters,
+            usage=self._counts,
+            images=image is not None and (config.platform == "ensemble" or config.parameter(_ENCODERS) is not None),
+            max_images=1 if image is not None and image.dims == (1,) else None,
+            logprobs=steps,
+            cumulative_logprob=logprobs and CUMULATIVE in outputs,
+            bias_words=biases,
+        )
+
+    @property
+    def token_level(self) -> ModelConfig | None:
+        """The engine, unless more takes part: encoders of images, a draft model, a second prompt for a decoder."""
+        engine = self.engine
+        alone = (
+            engine is not None
+            and engine.parameter("encoder_model_path") is None
+            and not any(self.config.parameter(name) for name in (_ENCODERS, _DRAFT))
+            and not any("OUT_PROMPT_EMBEDDING_TABLE" in step.output_map for step in self.config.steps)
+        )
+        return engine if alone else None
+
+    @property
+    def splits_characters(self) -> bool:
+        """Whether each response of a stream is decoded alone."""
+        return True
+
+    @property
+    def unread(self) -> Mapping[str, str]:
+        """The parameters whose inputs are there and do not reach the engine, and why."""
+        return {}
+
+    @property
+    def cumulative(self) -> bool:
+        """Whether every response of a stream repeats the text from its start."""
+        return False
+
+    def at_once(self, generation: Generation) -> bool:
+        """
+        Return whether the answer is asked for whole: its text is then decoded whole, with every character.
+
+        So it is unless the client wants a stream, or log probabilities, which have their tokens' texts in streams only.
+        A prompt that would come back with the answer has to be one that can be taken out again; 0.5, whose engine has
+        no output of lengths, fills its answers up with special tokens.
+        """
+        if not self.config.decoupled:
+            return True
+        if generation.stream or generation.sampling.logprobs is not None or "stream" not in self.config.inputs:
+            return False
+        if self.engine is not None and "sequence_length" not in self.engine.outputs:
+            return False
+        return not self.capabilities.echoes or (generation.prompt_echo is not None and not self.cumulative)
+
+    def encode(self, generation: Generation) -> InferRequest:
+        """Return the request: the prompt, the flags that are always set, and what the client asked for."""
+        config, sampling = self.config, generation.sampling
+        flags = dict.fromkeys(_FLAGS, True)
+        # Always explicit: the Python flavour of the engine fails where it is absent.
+        inputs = [
+            self.tensor("text_input", generation.prompt),
+            *self.declared_tensors(**flags, stream=not self.at_once(generation)),
+        ]
+        outputs: tuple[str, ...] = _OUTPUTS
+        logprobs = sampling.logprobs is not None or generation.scored
+        if logprobs:
+            inputs.append(self.tensor("return_log_probs", True))
+            outputs += (LOGPROBS,) if sampling.logprobs is not None else ()
+            outputs += (CUMULATIVE,) if generation.scored else ()
+        if generation.bias_words:
+            words, weights = zip(*generation.bias_words, strict=True)
+            inputs += [self.tensor("embedding_bias_words", *words), self.tensor("embedding_bias_weights", *weights)]
+        if sampling.ignore_eos:
+            # An id that is never generated.
+            inputs.append(self.tensor("end_id", -1))
+        inputs += self._image_tensors(generation.images)
+        # 0.5 requires the word lists; an empty word has no effect.
+        inputs += [
+            self.tensor(name, "")
+            for name, given in (("stop_words", sampling.stop), ("bad_words", sampling.bad_words))
+            if not given and name in config.inputs and not config.inputs[name].optional
+        ]
+        # An ensemble's engine does not learn of a cancellation, and a BLS model never looks for one.
+        return self.generation_request(generation, inputs, outputs, logprobs=logprobs, cancellable=False)
+
+    def _image_tensors(self, images: Sequence[Image]) -> list[Tensor]:
+        """
+        Return the inputs for *images*.
+
+        An engine that reuses its KV cache knows a prompt by its token ids, and those of all images are the same. Unless
+        the images have an id, it answers about somebody else's. (Preprocessing for Qwen2-VL and Pixtral fails when it
+        is given one: those cannot be served with reuse, and a refusal is better than another's image.)
+        """
+        if not images:
+            return []
+        tensors = [self.tensor(_IMAGE, *(_IMAGE_PREFIX + image.base64 for image in images))]
+        if self.engine is not None and truthy(self.engine.parameter("enable_kv_cache_reuse")):
+            digest = 0
+            for image in images:
+                # One id for the row: the order of the images counts.
+                digest = (digest * 31 + image.digest) % 2**63
+            tensors += self.declared_tensors(**{_IMAGE_ID: digest})
+        return tensors
+
+    def decoder(self, generation: Generation) -> TextDecoder:
+        """Return a decoder for one request."""
+        logprobs = generation.sampling.logprobs is not None
+        stage: TextStage | None = None
+        if self.at_once(generation):
+            stage = PromptEcho(generation.prompt, generation.prompt_echo) if self.capabilities.echoes else None
+        elif self.cumulative:
+            stage = CumulativeText()
+        elif self.capabilities.splits_characters and not logprobs:
+            # Log probabilities name each token by its text, so nothing of that is held back.
+            stage = SplitText()
+        return TextDecoder(
+            stage,
+            prompt_count="num_input_tokens" if self._counts else None,
+            token_count="num_output_tokens" if self._counts else None,
+            readers=[*self.readers(generation), *([StepLogprobs()] if logprobs else [])],
+        )
 
 
 class TrtllmEnsemble(TrtllmText):
@@ -27,40 +223,32 @@ class TrtllmEnsemble(TrtllmText):
         return None
 
     @property
+    def _steps(self) -> list[ModelConfig | None]:
+        return [self.repository.get(step.model) for step in self.config.steps]
+
+    @property
     def engine(self) -> ModelConfig | None:
-        """Return the step that takes stop requests: the one with token-level inputs."""
-        for step in self.config.steps:
-            config = self._repository.get(step.model)
-            if config is not None and config.inputs.keys() >= ENGINE_INPUTS:
-                return config
-        return None
+        """The step that takes stop requests: the one with token-level inputs."""
+        return next((step for step in self._steps if step is not None and step.inputs.keys() >= ENGINE_INPUTS), None)
 
     @property
     def token_level(self) -> ModelConfig | None:
         """The engine, unless more takes part than the three steps of every release."""
-        known = [self._repository.get(step.model) for step in self.config.steps]
-        plain = all(config is not None and any(name in config.inputs for name in _STAGES) for config in known)
+        plain = all(step is not None and any(name in step.inputs for name in _STAGES) for step in self._steps)
         return super().token_level if plain else None
 
     @property
     def unread(self) -> Mapping[str, str]:
         """The bad words of 0.5, which its preprocessing encodes and nobody hands to the engine."""
-        for step in self.config.steps:
-            if "request_output_len" in step.input_map and "bad_words_list" not in step.input_map:
-                return {"bad_words": "this ensemble does not hand them to its engine"}
+        maps = [step.input_map for step in self.config.steps]
+        if any("request_output_len" in each and "bad_words_list" not in each for each in maps):
+            return {"bad_words": "this ensemble does not hand them to its engine"}
         return {}
 
     @property
     def hints(self) -> Hints:
         """The tokenizer of the step that tokenizes."""
-        for step in self.config.steps:
-            config = self._repository.get(step.model)
-            if config is not None and "QUERY" in config.inputs:
-                return Hints(
-                    tokenizer_dir=config.parameter("tokenizer_dir"),
-                    adds_bos=adds_special_tokens(config),
-                )
-        return Hints()
+        return tokenizing_hints(self._steps) or Hints()
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """
@@ -69,5 +257,50 @@ class TrtllmEnsemble(TrtllmText):
         Triton does not tell a running step that the ensemble was cancelled, but it gives every step the ensemble's
         request id, and the engine ends the request whose id comes with ``stop`` set.
         """
-        engine = self.engine
-        return None if engine is None else stop_request(engine, generation.id)
+        return None if self.engine is None else stop_request(self.engine, generation.id)
+
+
+def is_text_model(config: ModelConfig) -> bool:
+    """Return whether *config* has the tensors of TensorRT-LLM's text models, and requires none that we cannot give."""
+    inputs = config.inputs
+    if not {"text_input", "max_tokens"} <= inputs.keys() or "text_output" not in config.outputs:
+        return False
+    return all(spec.optional or name in _SUPPLIED for name, spec in inputs.items())
+
+
+class StepLogprobs:
+    """Reads the log probabilities of one stream of text, whose steps are tokens."""
+
+    def __init__(self) -> None:
+        # How many tokens there were, and whether a list holds the new ones alone where nobody counts them.
+        self._total = 0
+        self._only_new = False
+        # Whether bytes of the last token may still be to come.
+        self._open = False
+
+    def __call__(self, response: InferResponse, delta: Delta) -> None:
+        """Set the entry of *delta*'s token. Raises :class:`UpstreamError` for a step of several."""
+        new = self._new(response.numbers(LOGPROBS), delta)
+        if not len(new):
+            return
+        if len(new) > 1:
+            raise UpstreamError(
+                "The model sent several tokens in one step, whose log probabilities cannot be told apart by its text:"
+                f" {_TOKEN_BY_TOKEN}."
+            )
+        text = delta.text
+        whole = bool(text) and not self._open and "\ufffd" not in text
+        self._open = not text
+        delta.logprobs = (TokenLogprob(text, float(new[0]), raw=text.encode() if whole else None),)
+
+    def _new(self, values: Sequence[float], delta: Delta) -> Sequence[float]:
+        if delta.tokens is not None:
+            self._total += delta.tokens
+            return newest(values, count=delta.tokens, total=self._total) if delta.tokens else ()
+        # A release that does not count tokens: the list grows, or shows that it does not.
+        if not self._only_new and len(values) > self._total:
+            new, self._total = values[self._total :], len(values)
+            return new
+        # As long as before although there is new text: these are the new token's, and so were those before.
+        self._only_new = self._only_new or bool(delta.text)
+        return values if delta.text else ()

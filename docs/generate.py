@@ -15,8 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
-from triton_openai.adapters import trtllm, trtllm_llmapi, vllm
-from triton_openai.adapters._common import trtllm_text
+from triton_openai.adapters import trtllm, trtllm_ensemble, trtllm_llmapi, vllm
 from triton_openai.adapters._common.base import BoundParameter, Parameter, Rule
 from triton_openai.api import chat, completions
 from triton_openai.api.parameters import SamplingRequest
@@ -31,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: The adapters that generate text, by the table that they share.
 TABLES: Mapping[str, Sequence[Parameter | BoundParameter]] = {
-    "`trtllm-ensemble`, `trtllm-bls`": trtllm_text.PARAMETERS,
+    "`trtllm-ensemble`, `trtllm-bls`": trtllm_ensemble.PARAMETERS,
     "`trtllm`": trtllm.PARAMETERS,
     "`trtllm-llmapi`": trtllm_llmapi.PARAMETERS,
     "`vllm`": vllm.PARAMETERS,

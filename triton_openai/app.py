@@ -24,10 +24,8 @@ from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_publi
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
-from triton_openai.models.draining import DRAINING, Draining, first_of
-from triton_openai.models.gates import ModelGates
-from triton_openai.models.served import Models, ServedModel
-from triton_openai.models.served_model import keep_loaded
+from triton_openai.models.draining import DRAINING, Draining, ModelDraining, first_of
+from triton_openai.models.served import Models, ServedModel, keep_loaded
 from triton_openai.parsers.choose import AUTO, NONE
 from triton_openai.parsers.reasoning import registry as reasoning_parsers
 from triton_openai.parsers.tools import registry as tool_parsers
@@ -79,10 +77,10 @@ def create_app(
     content = None if characters is None else ContentLog(characters)
     lag = LoopLag(report=None if metrics is None else metrics.observe_loop_lag)
     draining = Draining()
-    gates = ModelGates(draining, shared)
+    model_draining = ModelDraining(draining, shared)
     if shared is not None:
-        shared.listen(gates.apply)
-    models = Models(settings, connection, version=lambda: gates.version)
+        shared.listen(model_draining.apply)
+    models = Models(settings, connection, version=lambda: model_draining.version)
     canary = Canary(
         models,
         lambda model: _ask(service, model),
@@ -97,10 +95,12 @@ def create_app(
     service = Service(
         live=LiveSettings(settings),
         models=models,
-        control=ModelControl(settings, models, connection, gates),
+        control=ModelControl(settings, models, connection, model_draining),
         client=connection,
         background=Background(),
-        admission=Admission(settings.server, lambda: lag.sustained, worker=worker, gates=gates, observer=metrics),
+        admission=Admission(
+            settings.server, lambda: lag.sustained, worker=worker, model_draining=model_draining, observer=metrics
+        ),
         images=images or _image_loader(settings),
     )
     app = web.Application(

@@ -12,12 +12,12 @@ from typing import Literal
 
 import msgspec
 
-#: The log probability of a token that cannot be, as OpenAI and vLLM's server tell it: JSON has no minus infinity.
+#: The log probability of a token that cannot be, as OpenAI and vLLM's server write it: JSON has no minus infinity.
 IMPOSSIBLE = -9999.0
 
 
 class FinishReason(enum.StrEnum):
-    """Why a generation ended. The values are the words of the field; there is no value for "unknown"."""
+    """Why a generation ended. There is no value for "unknown"."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -36,7 +36,7 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A token considered at one position: its text, its log probability, its bytes and its id where they are known."""
+    """A token considered at one position; bytes and id where they are known."""
 
     token: str
     logprob: float
@@ -48,8 +48,8 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """
     The token chosen at one position, and the most likely ones there (the chosen one not always among them).
 
-    ``logprob`` is ``None`` for the first token of a prompt, which nothing stands before. ``rank`` is its place among
-    all tokens, 1 for the likeliest. ``hidden`` is whether it shows in no text, as a special token that is skipped.
+    ``logprob`` is ``None`` for the first token of a prompt. ``rank`` is 1 for the likeliest token. ``hidden`` is
+    whether the token shows in no text, as a special token that is skipped.
     """
 
     token: str
@@ -63,9 +63,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 class Logits(msgspec.Struct, frozen=True, kw_only=True):
     """
-    The scores of every token at some positions, as a backend sends them: rows of *width* little-endian floats.
-
-    Log probabilities are made from the rows of ``data`` from number *first* on.
+    The scores of every token at some positions: rows of *width* little-endian floats, to be used from row *first* on.
     """
 
     data: bytes
@@ -78,10 +76,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """
     How to choose tokens. ``None`` means "not asked for": nothing is sent and the backend's own default holds.
 
-    ``max_tokens`` counts new tokens; with 0 the model is not asked for any. ``seed`` is any integer the client chose;
-    an adapter checks it against the dtype of its input. ``stop`` strings never appear in the answer, unless
-    ``include_stop_str_in_output``. ``logprobs`` is how many alternatives to report beside each chosen token; 0 reports
-    the chosen ones alone. ``logit_bias`` holds token ids and what is added to their logits.
+    ``max_tokens`` counts new tokens; with 0 the model is not asked for any. ``stop`` strings never appear in the
+    answer, unless ``include_stop_str_in_output``. ``logprobs`` is how many alternatives to report beside each chosen
+    token. ``logit_bias`` holds token ids and what is added to their logits.
     """
 
     max_tokens: int
@@ -111,11 +108,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    What a backend that is given token ids has to be told about them.
-
-    ``end_ids`` are those that end a text, the usual one first. ``pad_id`` is the one that fills up.
-    """
+    """The tokens of a model: ``end_ids`` end a text, the usual one first; ``pad_id`` fills up."""
 
     size: int
     end_ids: tuple[int, ...] = ()
@@ -141,7 +134,7 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
     """
     A LoRA adapter to answer with: its *name*, and for engines that know adapters by one, its *number*.
 
-    ``weights``, and ``config`` which says what each of their rows is for, are there on requests that bring them.
+    ``weights``, and ``config`` which says what each of their rows is for, are set on requests that bring them.
     """
 
     name: str
@@ -152,11 +145,10 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
 
 class Image(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One image file, as the client gave it or as it was fetched: nothing is decoded or scaled here.
+    One image file, neither decoded nor scaled.
 
-    ``base64`` is the file in the standard alphabet, padded and in one line, which is the form in which backends take
-    it; ``size`` is its length in bytes; ``media_type`` (``image/png``) is what its first bytes say it is. ``digest`` is
-    63 bits that tell images apart.
+    ``base64`` is the file in the standard alphabet, padded and in one line, as backends take it; ``size`` its length in
+    bytes; ``media_type`` (``image/png``) comes from its first bytes. ``digest`` are 63 bits that tell images apart.
     """
 
     media_type: str
@@ -173,22 +165,17 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """
     One prompt to continue.
 
-    ``id`` is unique among all requests of this process: Triton sees it, logs it, and (for an ensemble) it is the
-    handle by which the engine is told to stop. ``prompt_echo`` is the prompt as the model's tokenizer gives it back,
-    for backends that repeat it.
-
-    ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are set for backends that
-    are given token ids, the first also where ``token_ids`` are wanted; ``bias_words`` (``sampling.logit_bias`` as
-    texts) for those that take a bias of texts.
-
-    ``written`` is the prompt as the client wrote it, where that is not the text that is sent: ``echo`` shows it.
-
-    ``scored`` is whether the log probability of the whole answer is wanted, ``token_ids`` whether its token ids are.
-
-    ``kv_cache_block_size`` is how many tokens a block of the engine's cache holds, where that is known: with it, a
-    count of blocks is one of tokens. ``priority`` is the place in the server's queue: 1 comes first, 0 is the server's
-    default. ``images`` stand in the order in which the prompt refers to them. ``stream`` is whether the client wants
-    the answer bit by bit.
+    - ``id`` is unique among all requests of this process: Triton logs it, and stop requests name it.
+    - ``stream`` is whether the client wants the answer in parts.
+    - ``prompt_echo`` is the prompt as the model's tokenizer gives it back, for backends that repeat it.
+    - ``written`` is the prompt as the client wrote it, where another text is sent.
+    - ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are for backends that
+      take token ids, the first also where ``token_ids`` are wanted.
+    - ``bias_words`` is ``sampling.logit_bias`` as texts.
+    - ``scored`` asks for the log probability of the whole answer, ``token_ids`` for its token ids.
+    - ``kv_cache_block_size`` is the number of tokens in a block of the engine's cache, where it is known.
+    - ``priority`` is the place in the server's queue: 1 comes first, 0 is the server's default.
+    - ``images`` stand in the order in which the prompt refers to them.
     """
 
     id: str
@@ -217,32 +204,24 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Token counts as the backend or the model's own tokenizer gave them. ``cached_tokens`` are those of the prompt that
-    came from the backend's cache, ``None`` where it does not tell.
+    Token counts of the backend or of the model's own tokenizer.
+
+    ``cached_tokens`` are those of the prompt that came from the backend's cache, ``None`` where it does not tell.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None = None
 
-    @property
-    def total_tokens(self) -> int:
-        """Prompt and completion together."""
-        return self.prompt_tokens + self.completion_tokens
-
 
 class Delta(msgspec.Struct, gc=False):
     """
-    What one step of a stream adds.
+    What one step of a stream adds. What the backend does not tell on this step is ``None``.
 
-    ``tokens`` is the number of new tokens that the backend says this step brought, ``None`` where it does not say;
-    a step may bring tokens and no text (a character still incomplete, a stop string still possible).
-    ``prompt_tokens``, ``cached_tokens`` (of the prompt, from the backend's cache) and ``finish_reason`` are set on the
-    steps on which the backend tells them. ``logprobs`` are those
-    of the new tokens, whether or not their text is there already. A backend that answers in token ids sets
-    ``token_ids``: the text, and the names of the log probabilities' tokens, are added here. ``logits`` are those that
-    log probabilities have to be made from, a row for each of ``token_ids``. ``cumulative_logprob`` is that of the
-    answer so far.
+    ``tokens`` is the number of new tokens, with or without text (a character still incomplete, a stop string still
+    possible); ``logprobs`` are theirs. A backend that answers in token ids sets ``token_ids``, and ``logits``, a row
+    for each of them, where log probabilities have to be made from these. ``cached_tokens`` are those of the prompt that
+    came from the backend's cache. ``cumulative_logprob`` is that of the answer so far.
     """
 
     text: str = ""
@@ -264,6 +243,13 @@ class EmbeddingJob(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None
 
 
+class EmbeddingResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One little-endian float32 vector per input. ``prompt_tokens`` is ``None`` where the backend does not count."""
+
+    vectors: Sequence[bytes]
+    prompt_tokens: int | None = None
+
+
 class TokenPair(msgspec.Struct, frozen=True):
     """A query and a document as one sequence of a cross-encoder: the ids, and for each which of the two it is of."""
 
@@ -275,8 +261,8 @@ class ScoreJob(msgspec.Struct, frozen=True, kw_only=True):
     """
     Pairs of a query and a document to score.
 
-    ``encoded`` holds the same pairs as token ids for models that take those, and ``pad_id`` what fills up the shorter
-    ones; without it no two of them can share a request.
+    ``encoded`` holds the same pairs as token ids for models that take those. Without ``pad_id``, sequences of different
+    lengths cannot share a request.
     """
 
     id: str
@@ -289,15 +275,4 @@ class ScoreResult(msgspec.Struct, frozen=True, kw_only=True):
     """One score per pair, in the order of the pairs. ``prompt_tokens`` is ``None`` where the backend does not count."""
 
     scores: Sequence[float]
-    prompt_tokens: int | None = None
-
-
-class EmbeddingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One little-endian float32 vector per input, in the order of the inputs.
-
-    ``prompt_tokens`` is ``None`` where the backend does not count.
-    """
-
-    vectors: Sequence[bytes]
     prompt_tokens: int | None = None

@@ -2,14 +2,12 @@
 What an adapter is, and the parts that all of them share.
 
 An adapter is made per *model*, from that model's Triton config, and knows what can be asked of it. A decoder is made
-per *request* and holds that stream's state. A third party's adapter subclasses :class:`Adapter` and registers under
-the entry point group ``triton_openai.adapters`` (see ``docs/adapters.md``).
+per *request* and holds that stream's state. See ``docs/adapters.md``.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -44,11 +42,13 @@ class Rule(enum.StrEnum):
     """A request that uses it is refused with 400 and the parameter's name."""
 
 
-class Parameter(msgspec.Struct, frozen=True, kw_only=True):
+class Parameter(msgspec.Struct, frozen=True):
     """
-    One row: the *name* of a :class:`Sampling` field, the inputs (or JSON keys) that can carry it in order of
-    preference, and what to do when the model declares none of them. *why* tells a client whose request is refused what
-    can be done about it.
+    One row of an adapter's table: the *name* of a :class:`Sampling` field, the inputs (or JSON keys) that can carry it
+    in order of preference, and what to do *otherwise*, when the model declares none of them.
+
+    *why* tells a client whose request is refused what to do. *signed* is whether the input has to hold negative
+    numbers, *special* whether the adapter converts the value itself, instead of :meth:`Adapter.parameter_tensors`.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     otherwise: Rule = Rule.REFUSED
     note: str = ""
     why: str = ""
-    # Whether the input has to hold negative numbers.
     signed: bool = False
+    special: bool = False
 
 
 class BoundParameter(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,35 +74,32 @@ class BoundParameter(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     why: str = ""
     neutral: tuple[Any, ...] = ()
+    special: bool = False
 
 
 def bind(table: Sequence[Parameter], config: ModelConfig) -> tuple[BoundParameter, ...]:
     """Resolve *table* against the inputs that *config* declares."""
     bound = []
-    for parameter in table:
-        target = next((name for name in parameter.inputs if _fits(parameter, config, name)), None)
-        if target is None:
-            bound.append(
-                BoundParameter(name=parameter.name, rule=parameter.otherwise, note=parameter.note, why=parameter.why)
+    for row in table:
+        specs = [config.inputs[name] for name in row.inputs if name in config.inputs]
+        spec = next((each for each in specs if not (row.signed and each.datatype.startswith("UINT"))), None)
+        bound.append(
+            BoundParameter(
+                name=row.name,
+                rule=row.otherwise if spec is None else Rule.MAPPED,
+                target=None if spec is None else spec.name,
+                datatype=None if spec is None else spec.datatype,
+                note=row.note,
+                why=row.why if spec is None else "",
+                special=row.special,
             )
-        else:
-            datatype = config.inputs[target].datatype
-            bound.append(
-                BoundParameter(
-                    name=parameter.name, rule=Rule.MAPPED, target=target, datatype=datatype, note=parameter.note
-                )
-            )
+        )
     return tuple(bound)
 
 
 def refused(name: str, why: str = "", *, neutral: tuple[Any, ...] = ()) -> BoundParameter:
     """Return the row of a parameter that the model cannot honour, *why*, and the *neutral* values that it can."""
     return BoundParameter(name=name, rule=Rule.REFUSED, why=why, neutral=neutral)
-
-
-def _fits(parameter: Parameter, config: ModelConfig, name: str) -> bool:
-    spec = config.inputs.get(name)
-    return spec is not None and not (parameter.signed and spec.datatype.startswith("UINT"))
 
 
 def values_of(parameter: BoundParameter, sampling: Sampling) -> Sequence[Any]:
@@ -112,10 +109,8 @@ def values_of(parameter: BoundParameter, sampling: Sampling) -> Sequence[Any]:
     Raises :class:`InvalidRequest` with the parameter's name for a number that the input's dtype cannot hold.
     """
     value = getattr(sampling, parameter.name)
-    if value is None or value == ():
-        return ()
-    if isinstance(value, tuple):
-        return value
+    if value is None or isinstance(value, tuple):
+        return value or ()
     check_range(parameter.name, value, parameter.datatype)
     return (value,)
 
@@ -129,7 +124,9 @@ def check_range(name: str, value: Any, datatype: str | None) -> None:
             param=name,
             code="integer_above_max_value" if value > limits[1] else "integer_below_min_value",
         )
-    if datatype in ("FP32", "FP16") and (not math.isfinite(value) or abs(value) > _MAX_FLOAT[datatype]):
+    most = _MAX_FLOAT.get(datatype or "")
+    # A NaN compares as false.
+    if most is not None and not abs(value) <= most:
         raise InvalidRequest(f"'{name}' is out of range for this model, got {value}.", param=name)
 
 
@@ -140,26 +137,23 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a model can do through its adapter. The rest of the service asks these, never an adapter's or a backend's name.
 
-    ``streaming`` is whether answers come bit by bit. ``stop`` is whether the backend itself keeps stop strings out of
-    the text (where not, this service does); ``stop_shown`` is whether it leaves them in all the same where
-    :attr:`Sampling.stop_showable` is, so that the one that ended the answer is seen and cut off here. ``echoes`` is
-    whether an answer that comes at once begins with the prompt. ``splits_characters`` is whether a stream loses the
-    characters that span several tokens. ``usage`` and ``finish_reason`` are whether the backend reports them.
-    ``dimensions`` and ``token_inputs`` are about embeddings. ``tokens`` is whether it is given token ids and answers
-    in them: the text is made here. ``guides`` are the kinds of :class:`Guide` that the answer can be held to; ``lora``
-    whether a request can name a LoRA adapter, and ``lora_format`` how it takes an adapter's weights where they have to
-    be sent. ``images`` is whether a prompt can come with images, and ``max_images`` how many of them, where the
-    model's tensors tell.
-
-    ``logprobs`` is whether tokens come with their log probabilities, ``top_logprobs`` with how many alternatives at
-    most. ``cumulative_logprob`` is whether an answer's own is told, ``prompt_logprobs`` whether those of the prompt's
-    tokens can be had. ``token_ids`` is whether the answer's are told. ``bias_words`` is whether a logit bias goes to
-    the backend as texts, each of which it tokenizes with its special tokens. ``score`` is whether it scores pairs of
-    texts, and ``token_pairs`` whether it has to be given them as token ids.
-
-    ``samples`` is whether a request without temperature, top_p and top_k is sampled with OpenAI's defaults (1, 1 and
-    none); where not, the backend decodes in its own way. ``fixed_seed`` is whether the backend takes the same seed for
-    every request that brings none.
+    - ``streaming``: answers come in parts. ``echoes``: an answer in one response begins with the prompt.
+      ``splits_characters``: a stream loses the characters that span several tokens.
+    - ``stop``: the backend keeps stop strings out of the text; where not, this service does. ``stop_shown``: it leaves
+      them in where :attr:`Sampling.stop_showable` is, to show which one ended the answer, and they are cut off here.
+    - ``usage``, ``finish_reason``: the backend reports them.
+    - ``dimensions``, ``token_inputs``: embeddings of a length of choice, and of token ids.
+    - ``tokens``: the model takes token ids and answers in them; the text is made here.
+    - ``guides``: the kinds of :class:`Guide` that it follows.
+    - ``logprobs``: tokens come with their log probabilities, and with up to ``top_logprobs`` alternatives;
+      ``cumulative_logprob``: the answer with its own; ``prompt_logprobs``: the prompt's tokens with theirs;
+      ``token_ids``: tokens with their ids.
+    - ``bias_words``: a logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
+    - ``lora``: a request can name a LoRA adapter; ``lora_format``: how the model takes weights, where it needs them.
+    - ``images``: a prompt can come with images, ``max_images`` of them where the model's tensors show a limit.
+    - ``score``: it scores pairs of texts; ``token_pairs``: as token ids.
+    - ``samples``: a request without temperature, top_p and top_k gets OpenAI's defaults; where not, the backend's own.
+      ``fixed_seed``: the backend uses one seed for all requests that bring none.
     """
 
     generate: bool = False
@@ -197,13 +191,12 @@ ModelFiles = Callable[[str, str], bytes | None]
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What a model's config and files tell beside its tensors.
+    What a model's config and files say beside its tensors.
 
-    ``tokenizer_dir`` is a path on the server's machine. ``tokenizer`` is what the model's own files name: a folder, or
-    a name on the Hugging Face hub. ``adds_bos`` is whether the backend adds special tokens to a prompt.
-    ``max_model_len`` is how many tokens prompt and answer may have together; ``max_prompt_len`` is a number of tokens
-    that no prompt can exceed. ``loras`` and ``generates`` are whether the engine takes LoRA adapters, and generates
-    text, as far as the files tell.
+    ``tokenizer_dir`` is a path on the server's machine; ``tokenizer`` is a folder, or a name on the Hugging Face hub,
+    from the model's own files. ``adds_bos`` is whether the backend adds special tokens to a prompt. ``max_model_len``
+    is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras`` and
+    ``generates`` are whether the engine takes LoRA adapters, and generates text, as far as the files tell.
     """
 
     tokenizer_dir: str | None = None
@@ -215,18 +208,23 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     generates: bool = True
 
 
-def named_tokenizer(*, model: Any, revision: Any, tokenizer: Any, tokenizer_revision: Any) -> str | None:
+def with_engine_arguments(hints: Hints, arguments: Mapping[str, Any], *, length: str) -> Hints:
     """
-    Return the tokenizer that an engine's arguments name: the model's own unless there is another one.
+    Return *hints* with the tokenizer and the context length that an engine's *arguments* name.
 
-    Of the hub it is ``NAME@REVISION`` where a revision is given. Values are as people write them in files.
+    The tokenizer is the model's own unless there is another one; of the hub it is ``NAME@REVISION`` where a revision is
+    given. *length* is the argument for the context length: "auto" and "32k" leave it to the engine, as -1 does.
     """
-    source, wanted = tokenizer, tokenizer_revision
+    source, revision = arguments.get("tokenizer"), arguments.get("tokenizer_revision")
     if not isinstance(source, str):
-        source, wanted = model, tokenizer_revision or revision
+        source, revision = arguments.get("model"), revision or arguments.get("revision")
     if not isinstance(source, str):
-        return None
-    return f"{source}@{wanted}" if isinstance(wanted, str) and not Path(source).exists() else source
+        source = None
+    elif isinstance(revision, str) and not Path(source).exists():
+        source = f"{source}@{revision}"
+    limit = arguments.get(length)
+    limit = limit if type(limit) is int and limit > 0 else None
+    return msgspec.structs.replace(hints, tokenizer=source, max_model_len=limit)
 
 
 class Decoder(Protocol):
@@ -242,9 +240,15 @@ class Decoder(Protocol):
 
 
 class Adapter:
-    """Base of all adapters: refuses everything; an adapter overrides what its backend can do."""
+    """
+    Base of all adapters: refuses everything; an adapter overrides what its backend can do.
+
+    :attr:`capabilities` says what the model can do, :attr:`parameters` what each parameter of a request becomes on it.
+    """
 
     name: ClassVar[str]
+    capabilities: Capabilities = Capabilities()
+    parameters: Sequence[BoundParameter] = ()
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         """
@@ -254,15 +258,11 @@ class Adapter:
         (an ensemble and its steps).
         """
         self.config = config
+        self.repository = repository
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Return why this adapter claims the model (for a person to read), or ``None`` if it does not."""
-        raise NotImplementedError
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the model can do."""
         raise NotImplementedError
 
     @property
@@ -278,11 +278,6 @@ class Adapter:
     def token_level(self) -> ModelConfig | None:
         """The model behind this one that can answer all of its requests in token ids, where there is one."""
         return None
-
-    @property
-    def parameters(self) -> Sequence[BoundParameter]:
-        """What each parameter of a request becomes on this model."""
-        return ()
 
     def at_once(self, generation: Generation) -> bool:
         """Return whether the whole answer to :meth:`encode`'s request comes in one response."""
@@ -312,7 +307,7 @@ class Adapter:
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """
-        Return a request that tells the engine to stop *generation*, or ``None`` where closing the stream is enough.
+        Return a request that makes the engine stop *generation*, or ``None`` where closing the stream is enough.
 
         It is sent beside closing the stream, and its answer is ignored.
         """
@@ -348,6 +343,18 @@ class Adapter:
                 f"The adapter '{self.name}' needs the input '{name}', which the model '{self.config.name}' lacks."
             )
         return Tensor(name, spec.datatype, self.config.wire_shape(spec, len(values)), values)
+
+    def declared_tensors(self, **values: Any) -> list[Tensor]:
+        """Return the inputs with these *values*, of those that the model declares."""
+        return [self.tensor(name, value) for name, value in values.items() if name in self.config.inputs]
+
+    def parameter_tensors(self, sampling: Sampling) -> list[Tensor]:
+        """Return the inputs for the parameters that *sampling* has; not those whose row is special."""
+        return [
+            self.tensor(row.target, *values)
+            for row in self.parameters
+            if row.target is not None and not row.special and (values := values_of(row, sampling))
+        ]
 
     def request(
         self, generation_id: str, inputs: Sequence[Tensor], outputs: Sequence[str], *, cancellable: bool = True

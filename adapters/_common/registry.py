@@ -5,7 +5,6 @@ Finds adapters: the built-in ones in one literal table, a third party's under an
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
@@ -16,12 +15,28 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.tensors import ModelConfig
 
+_log = structlog.get_logger(__name__)
+
+ENTRY_POINT_GROUP = "triton_openai.adapters"
+
+# In the order in which they are asked; a class is imported when it is first needed.
+BUILT_IN: Mapping[str, str] = {
+    "vllm": "triton_openai.adapters.vllm:Vllm",
+    "trtllm-ensemble": "triton_openai.adapters.trtllm_ensemble:TrtllmEnsemble",
+    "trtllm": "triton_openai.adapters.trtllm:Trtllm",
+    "trtllm-llmapi": "triton_openai.adapters.trtllm_llmapi:TrtllmLlmapi",
+    "trtllm-bls": "triton_openai.adapters.trtllm_bls:TrtllmBls",
+    "embeddings": "triton_openai.adapters.embeddings:Embeddings",
+    "cross-encoder": "triton_openai.adapters.cross_encoder:CrossEncoder",
+}
+
 ENGINE = "engine of a TensorRT-LLM model"
-_ROLES: tuple[tuple[str, frozenset[str], frozenset[str]], ...] = (
-    ("preprocessing of a TensorRT-LLM model", frozenset({"QUERY", "REQUEST_OUTPUT_LEN"}), frozenset()),
-    ("postprocessing of a TensorRT-LLM model", frozenset({"TOKENS_BATCH"}), frozenset()),
-    (ENGINE, frozenset({"input_lengths", "request_output_len"}), frozenset({"output_ids"})),
-    ("encoders of a multimodal TensorRT-LLM model", frozenset(), frozenset({"OUT_PROMPT_EMBEDDING_TABLE"})),
+# What a model does for others, and the inputs and outputs that show it.
+_ROLES: tuple[tuple[str, set[str], set[str]], ...] = (
+    ("preprocessing of a TensorRT-LLM model", {"QUERY", "REQUEST_OUTPUT_LEN"}, set()),
+    ("postprocessing of a TensorRT-LLM model", {"TOKENS_BATCH"}, set()),
+    (ENGINE, {"input_lengths", "request_output_len"}, {"output_ids"}),
+    ("encoders of a multimodal TensorRT-LLM model", set(), {"OUT_PROMPT_EMBEDDING_TABLE"}),
 )
 # Parameters with which a model names another that it calls.
 _CALLS = (
@@ -59,22 +74,6 @@ def _uses(user: ModelConfig, name: str) -> bool:
     return is_bls and name == "tensorrt_llm"
 
 
-_log = structlog.get_logger(__name__)
-
-ENTRY_POINT_GROUP = "triton_openai.adapters"
-
-# In the order in which they are asked; a class is imported when it is first needed.
-BUILT_IN: Mapping[str, str] = {
-    "vllm": "triton_openai.adapters.vllm:Vllm",
-    "trtllm-ensemble": "triton_openai.adapters.trtllm_ensemble:TrtllmEnsemble",
-    "trtllm": "triton_openai.adapters.trtllm:Trtllm",
-    "trtllm-llmapi": "triton_openai.adapters.trtllm_llmapi:TrtllmLlmapi",
-    "trtllm-bls": "triton_openai.adapters.trtllm_bls:TrtllmBls",
-    "embeddings": "triton_openai.adapters.embeddings:Embeddings",
-    "cross-encoder": "triton_openai.adapters.cross_encoder:CrossEncoder",
-}
-
-
 class Claim(msgspec.Struct, frozen=True):
     """Which adapter takes a model, and why."""
 
@@ -82,36 +81,40 @@ class Claim(msgspec.Struct, frozen=True):
     reason: str
 
 
-def _third_party() -> dict[str, EntryPoint]:
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        if point.name in BUILT_IN or (point.name in found and found[point.name].value != point.value):
-            raise ConfigurationError(
-                f"The adapter name '{point.name}' is taken twice ({point.value}). Known adapters: {', '.join(names())}."
-            )
-        found[point.name] = point
+def _points() -> dict[str, set[EntryPoint]]:
+    """Return what is registered under each name, built-in adapters first."""
+    found = {name: {EntryPoint(name, value, ENTRY_POINT_GROUP)} for name, value in BUILT_IN.items()}
+    for point in sorted(entry_points(group=ENTRY_POINT_GROUP)):
+        found.setdefault(point.name, set()).add(point)
     return found
 
 
 def names() -> list[str]:
     """Return the names of all adapters, built-in ones first."""
-    third_party = {point.name for point in entry_points(group=ENTRY_POINT_GROUP)} - BUILT_IN.keys()
-    return [*BUILT_IN, *sorted(third_party)]
+    return list(_points())
 
 
 def load(name: str) -> type[Adapter]:
-    """Return the adapter class called *name*. Raises :class:`ConfigurationError` listing the known names."""
-    if name in BUILT_IN:
-        module, _, attribute = BUILT_IN[name].partition(":")
-        loaded = getattr(importlib.import_module(module), attribute)
-    else:
-        point = _third_party().get(name)
-        if point is None:
-            raise ConfigurationError(f"There is no adapter '{name}'. Known adapters: {', '.join(names())}.")
-        try:
-            loaded = point.load()
-        except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"The adapter '{name}' ({point.value}) cannot be loaded: {error}.") from error
+    """
+    Return the adapter class called *name*.
+
+    Raises :class:`ConfigurationError` listing the known names, also for a name that two packages have.
+    """
+    return _load(name, _points())
+
+
+def _load(name: str, points: Mapping[str, set[EntryPoint]]) -> type[Adapter]:
+    known = f"Known adapters: {', '.join(points)}."
+    if name not in points:
+        raise ConfigurationError(f"There is no adapter '{name}'. {known}")
+    if len(points[name]) > 1:
+        values = ", ".join(point.value for point in points[name])
+        raise ConfigurationError(f"The adapter name '{name}' is taken twice ({values}). {known}")
+    (point,) = points[name]
+    try:
+        loaded = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"The adapter '{name}' ({point.value}) cannot be loaded: {error}.") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Adapter)):
         raise ConfigurationError(f"The adapter '{name}' is not a subclass of triton_openai.adapters.Adapter.")
     return loaded
@@ -121,8 +124,8 @@ class Registry:
     """All adapters, loaded once. A third party's are asked first: whoever installs one means it."""
 
     def __init__(self) -> None:
-        ordered = [name for name in names() if name not in BUILT_IN] + list(BUILT_IN)
-        self._adapters = {name: load(name) for name in ordered}
+        points = _points()
+        self._adapters = {name: _load(name, points) for name in sorted(points, key=BUILT_IN.__contains__)}
 
     def claim(self, config: ModelConfig) -> Claim | None:
         """Return the first adapter that claims the model."""

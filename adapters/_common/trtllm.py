@@ -1,30 +1,32 @@
 """
-LoRA adapters of TensorRT-LLM: by number, and with weights and config when the engine does not have them yet.
+What the adapters of TensorRT-LLM's models share.
 
-Source of the facts: ``all_models/inflight_batcher_llm`` of tensorrtllm_backend 0.8 to 0.19 and of TensorRT-LLM since
-0.20, and the executor's cache: what it has under a number stays, whatever weights a later request brings.
+Source of the facts: ``all_models/inflight_batcher_llm`` of tensorrtllm_backend 0.5 to 0.19 and of TensorRT-LLM since
+0.20, and the executor behind them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from triton_openai.adapters._common.base import Adapter, BoundParameter, check_range
+from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, check_range
+from triton_openai.adapters._common.decoding import Reader, cumulative_logprob
 from triton_openai.errors import ConfigurationError, UpstreamError
-from triton_openai.generation import Generation, Guide, Image, Lora, LoraFormat, Matrix, Sampling
+from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat, Sampling
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
-#: Sent by rules of their own, see :func:`randomness`.
-RANDOMNESS = ("temperature", "top_p", "top_k")
-# OpenAI's; a top_k of 0 is none.
-_DEFAULTS: Mapping[str, float | int] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 #: What every model that takes token ids takes.
-ENGINE_INPUTS = frozenset({"input_lengths", "request_output_len"})
+ENGINE_INPUTS = frozenset({"input_ids", "input_lengths", "request_output_len"})
+LOGPROBS = "output_log_probs"
+CUMULATIVE = "cum_log_probs"
+# OpenAI's; a top_k of 0 is none.
+_DEFAULTS: Mapping[str, float] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+_GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
 _GUIDE_TYPES: Mapping[str, str] = {
     "json": "json",
     "json_schema": "json_schema",
@@ -33,11 +35,150 @@ _GUIDE_TYPES: Mapping[str, str] = {
     "grammar": "ebnf_grammar",
 }
 _META = re.compile(r"[\\.^$*+?()\[\]{}|]")
+# The input that asks for the use of the KV cache, and the output with the number of blocks that were there.
+_CACHE_REPORTS = (
+    ("return_perf_metrics", "kv_cache_reused_blocks"),
+    # 0.16 to 0.18.
+    ("return_kv_cache_reuse_stats", "kv_cache_reused_blocks"),
+    # The LLM API's model.
+    ("sampling_param_return_perf_metrics", "kv_cache_reused_block"),
+)
+_TASK, _WEIGHTS, _CONFIG = "lora_task_id", "lora_weights", "lora_config"
+_CONFIG_WIDTH = 3
+
+
+class TrtllmAdapter(Adapter):
+    """Base of the adapters of TensorRT-LLM: sampling, guides, LoRA adapters and the use of the KV cache."""
+
+    @property
+    def engine(self) -> ModelConfig | None:
+        """The config of the model that runs the engine, if it is known."""
+        return None
+
+    def capabilities_with(self, **more: Any) -> Capabilities:
+        """Return those that the model's config and its engine's decide, and *more*."""
+        config, engine = self.config, self.engine
+        # An engine without a backend for guides ignores them: a refusal is better than an answer that looks right.
+        guided = {_GUIDE_TYPE, _GUIDE} <= config.inputs.keys() and (
+            engine is None or engine.parameter("guided_decoding_backend") is not None
+        )
+        lora = _lora_format(config)
+        return Capabilities(
+            generate=True,
+            streaming=config.decoupled,
+            guides=frozenset(_GUIDE_TYPES) if guided else frozenset(),
+            lora=lora is not None,
+            lora_format=lora,
+            # With another mode and ``top_k`` alone, the engine answers nothing to a request that sends top_p (server
+            # issues 7724 and 7868); the speculative modes have rules of their own.
+            samples=engine is None or engine.parameter("decoding_mode") in (None, "auto", "top_k_top_p", "top_p"),
+            fixed_seed=True,
+            **more,
+        )
+
+    def hints_with(self, files: ModelFiles) -> Hints:
+        """Return what the engine's config and files tell of the longest prompt, too."""
+        return msgspec.structs.replace(self.hints, max_prompt_len=_prompt_limit(self.engine))
+
+    def generation_request(
+        self,
+        generation: Generation,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[str],
+        *,
+        logprobs: bool = False,
+        cancellable: bool = True,
+    ) -> InferRequest:
+        """
+        Return the request with the inputs of parameters, guide, LoRA adapter and cache in addition to *inputs*.
+
+        *logprobs* is whether log probabilities are asked for, which the executor has where it samples only.
+        """
+        tensors = [
+            *inputs,
+            *self.parameter_tensors(generation.sampling),
+            *self._randomness(generation.sampling, logprobs=logprobs),
+            *self._guide_tensors(generation.guide),
+            *self._lora_tensors(generation.lora),
+        ]
+        cache = self._cache_report(generation)
+        if cache is not None:
+            tensors.append(self.tensor(cache[0], True))
+            outputs = (*outputs, cache[1])
+        return self.request(generation.id, tensors, outputs, cancellable=cancellable)
+
+    def readers(self, generation: Generation) -> list[Reader]:
+        """Return what reads the use of the cache, and the log probability of the answer, where they are asked for."""
+        cache, size = self._cache_report(generation), generation.kv_cache_block_size
+        readers = [cumulative_logprob(CUMULATIVE)] if generation.scored else []
+        if cache is not None and size is not None:
+            readers.append(_cached_tokens(cache[1], size))
+        return readers
+
+    def _cache_report(self, generation: Generation) -> tuple[str, str] | None:
+        """Return the flag and the output where the model tells of its cache and the size of a block is known."""
+        inputs, outputs = self.config.inputs, self.config.outputs
+        if generation.kv_cache_block_size is None:
+            return None
+        return next((pair for pair in _CACHE_REPORTS if pair[0] in inputs and pair[1] in outputs), None)
+
+    def _randomness(self, sampling: Sampling, *, logprobs: bool) -> list[Tensor]:
+        """
+        Return temperature, top_p and top_k as the executor understands them.
+
+        It decodes greedily when neither top_p nor top_k is there, whatever the temperature. So what the request leaves
+        out is sent with OpenAI's defaults, where ``capabilities.samples``. It takes no temperature of 0 and reads a
+        top_p of 0 as none: either 0, which means the likeliest token alone, becomes ``top_k`` 1. Without any of the
+        three it reports no probabilities; ``top_k`` 1 asks for the same answer.
+        """
+        values: dict[str, float] = dict(_DEFAULTS) if self.capabilities.samples else {}
+        top_k = None if sampling.top_k is None else max(0, sampling.top_k)
+        asked = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
+        values |= {name: value for name, value in asked.items() if value is not None}
+        if 0 in (sampling.temperature, sampling.top_p) or (logprobs and not values):
+            values = {"top_k": 1}
+        tensors = []
+        for row in self.parameters:
+            if row.name in values and row.target is not None:
+                check_range(row.name, values[row.name], row.datatype)
+                tensors.append(self.tensor(row.target, values[row.name]))
+        return tensors
+
+    def _guide_tensors(self, guide: Guide | None) -> list[Tensor]:
+        if guide is None:
+            return []
+        text = guide.value
+        if guide.kind == "choice":
+            # The engine has no choices, but a regular expression of their literal texts is the same language.
+            choices = msgspec.json.decode(text, type=list[str])
+            text = "(" + "|".join(_META.sub(r"\\\g<0>", choice) for choice in choices) + ")"
+        tensors = [self.tensor(_GUIDE_TYPE, _GUIDE_TYPES[guide.kind])]
+        return tensors if guide.kind == "json" else [*tensors, self.tensor(_GUIDE, text)]
+
+    def _lora_tensors(self, lora: Lora | None) -> list[Tensor]:
+        if lora is None:
+            return []
+        if lora.number is None:
+            raise ConfigurationError(f"The LoRA adapter '{lora.name}' has no task id.", param="model")
+        tensors = [self.tensor(_TASK, lora.number)]
+        for name, matrix in ((_WEIGHTS, lora.weights), (_CONFIG, lora.config)):
+            if matrix is not None:
+                shape = (1, *matrix.shape) if self.config.batching else matrix.shape
+                tensors.append(Tensor(name, matrix.datatype, shape, matrix.data))
+        return tensors
 
 
 def truthy(value: str | None) -> bool:
     """Return a parameter of the engine's config as the engine reads flags; without a value they are off."""
     return value is not None and value.lower() in ("true", "1")
+
+
+def tokenizing_hints(steps: Iterable[ModelConfig | None]) -> Hints | None:
+    """Return what the first of *steps* that tokenizes says, ``None`` where there is none."""
+    step = next((each for each in steps if each is not None and "QUERY" in each.inputs), None)
+    if step is None:
+        return None
+    return Hints(tokenizer_dir=step.parameter("tokenizer_dir"), adds_bos=adds_special_tokens(step))
 
 
 def adds_special_tokens(preprocessing: ModelConfig) -> bool:
@@ -56,43 +197,66 @@ def adds_special_tokens(preprocessing: ModelConfig) -> bool:
     return value in ("true", "1", "t", "y", "yes")
 
 
-def samples(engine: ModelConfig | None) -> bool:
+def stop_request(engine: ModelConfig, generation_id: str) -> InferRequest | None:
     """
-    Return whether *engine* can sample by temperature, top_p and top_k alike.
+    Return the request that makes *engine* end the request of the same id, ``None`` where it takes none.
 
-    One with another ``decoding_mode`` cannot: with ``top_k`` alone it answers nothing to a request that sends top_p
-    (server issues 7724 and 7868), and the speculative modes have rules of their own.
+    Its answer is one empty final response.
     """
-    return engine is None or engine.parameter("decoding_mode") in (None, "auto", "top_k_top_p", "top_p")
+    if "stop" not in engine.inputs:
+        return None
+    return InferRequest(
+        model=engine.name,
+        id=generation_id,
+        inputs=tuple(
+            Tensor(name, spec.datatype, engine.wire_shape(spec, 1), (True if name == "stop" else 0,))
+            for name, spec in engine.inputs.items()
+            if name in {"stop", *ENGINE_INPUTS}
+        ),
+        stream=engine.decoupled,
+    )
 
 
-def randomness(adapter: Adapter, parameters: Sequence[BoundParameter], sampling: Sampling) -> list[Tensor]:
+def newest(values: Sequence[float], *, count: int, total: int) -> Sequence[float]:
     """
-    Return temperature, top_p and top_k as the executor understands them.
+    Return the log probabilities of the *count* new tokens, of *total* so far.
 
-    It decodes greedily when neither top_p nor top_k is there, whatever the temperature. So what the request leaves out
-    is sent with OpenAI's defaults, where ``capabilities.samples``. It takes no temperature of 0 and reads a top_p of 0
-    as none: either 0, which means the likeliest token alone, becomes ``top_k`` 1.
+    The executor repeats those of all tokens so far, maybe with padding behind them; a list that is just as long as the
+    new tokens is taken for theirs. Raises :class:`UpstreamError` for a list that is neither.
     """
-    defaults: Mapping[str, float | int] = _DEFAULTS if adapter.capabilities.samples else {}
-    asked = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": None if sampling.top_k is None else max(0, sampling.top_k),
-    }
-    values = {**defaults, **{name: value for name, value in asked.items() if value is not None}}
-    if 0 in (sampling.temperature, sampling.top_p):
-        values = {"top_k": 1}
-    tensors = []
-    for parameter in parameters:
-        value = values.get(parameter.name)
-        if value is not None and parameter.target is not None:
-            check_range(parameter.name, value, parameter.datatype)
-            tensors.append(adapter.tensor(parameter.target, value))
-    return tensors
+    if len(values) >= total:
+        values = values[total - count : total]
+    if len(values) != count:
+        raise UpstreamError("The model sent log probabilities that do not match its tokens.")
+    return values
 
 
-def prompt_limit(engine: ModelConfig | None) -> int | None:
+def _cached_tokens(output: str, block_size: int) -> Reader:
+    """Return a reader of the tokens of a prompt that came from the cache, of blocks of *block_size* tokens."""
+
+    def read(response: InferResponse, delta: Delta) -> None:
+        # Only the last response has it; from the LLM API's model, as text. A last block counts whole.
+        if blocks := response.numbers(output):
+            try:
+                delta.cached_tokens = int(blocks[0]) * block_size
+            except ValueError as error:
+                raise UpstreamError(f"The model sent a malformed '{output}' output.") from error
+
+    return read
+
+
+def _lora_format(config: ModelConfig) -> LoraFormat | None:
+    """Return how the model takes weights, ``None`` where it takes no LoRA adapters."""
+    if not {_TASK, _WEIGHTS, _CONFIG} <= config.inputs.keys():
+        return None
+    weights, table = config.inputs[_WEIGHTS], config.inputs[_CONFIG]
+    if weights.datatype not in ("FP16", "BF16", "FP32") or table.datatype != "INT32":
+        return None
+    width = table.dims[-1] if table.dims else -1
+    return LoraFormat(weights.datatype, width if width > 0 else _CONFIG_WIDTH)
+
+
+def _prompt_limit(engine: ModelConfig | None) -> int | None:
     """
     Return a number of tokens that no prompt of *engine* can exceed, where its config or its files tell one.
 
@@ -127,175 +291,3 @@ def _positive(value: int | str | None) -> int | None:
     except (TypeError, ValueError):
         return None
     return number if number > 0 else None
-
-
-def guides(config: ModelConfig, engine: ModelConfig | None) -> frozenset[str]:
-    """
-    Return the guides that the *engine* behind the model *config* is set up for.
-
-    Without ``guided_decoding_backend`` the engine ignores a guide, and an answer that looks constrained and is not
-    would be worse than a refusal.
-    """
-    if not {"guided_decoding_guide_type", "guided_decoding_guide"} <= config.inputs.keys():
-        return frozenset()
-    if engine is not None and engine.parameter("guided_decoding_backend") is None:
-        return frozenset()
-    return frozenset(_GUIDE_TYPES)
-
-
-def guide_tensors(adapter: Adapter, guide: Guide | None) -> list[Tensor]:
-    """Return the inputs that hold the answer to *guide*."""
-    if guide is None:
-        return []
-    tensors = [adapter.tensor("guided_decoding_guide_type", _GUIDE_TYPES[guide.kind])]
-    if guide.kind == "choice":
-        # The engine has no choices, but a regular expression of their literal texts is the same language.
-        choices = msgspec.json.decode(guide.value, type=list[str])
-        pattern = "|".join(_META.sub(r"\\\g<0>", choice) for choice in choices)
-        tensors.append(adapter.tensor("guided_decoding_guide", f"({pattern})"))
-    elif guide.kind != "json":
-        tensors.append(adapter.tensor("guided_decoding_guide", guide.value))
-    return tensors
-
-
-def stop_request(engine: ModelConfig, generation_id: str) -> InferRequest | None:
-    """
-    Return the request that makes *engine* end the request of the same id, ``None`` where it takes none.
-
-    Its answer is one empty final response.
-    """
-    if "stop" not in engine.inputs:
-        return None
-    values = {"input_ids": 0, "input_lengths": 0, "request_output_len": 0, "stop": True}
-    return InferRequest(
-        model=engine.name,
-        id=generation_id,
-        inputs=tuple(
-            Tensor(name, spec.datatype, engine.wire_shape(spec, 1), (value,))
-            for name, value in values.items()
-            if (spec := engine.inputs.get(name)) is not None
-        ),
-        stream=engine.decoupled,
-    )
-
-
-class CacheReport(msgspec.Struct, frozen=True):
-    """The input that asks for the use of the cache, and the output with the number of blocks that were there."""
-
-    flag: str
-    output: str
-
-
-_REPORTS = (
-    CacheReport("return_perf_metrics", "kv_cache_reused_blocks"),
-    # 0.16 to 0.18.
-    CacheReport("return_kv_cache_reuse_stats", "kv_cache_reused_blocks"),
-    # The LLM API's model.
-    CacheReport("sampling_param_return_perf_metrics", "kv_cache_reused_block"),
-)
-
-
-def cache_report(config: ModelConfig) -> CacheReport | None:
-    """Return how the model tells the use of its cache, ``None`` where it does not."""
-    return next((each for each in _REPORTS if each.flag in config.inputs and each.output in config.outputs), None)
-
-
-class CachedTokens:
-    """Reads the tokens of a prompt that came from the cache; *block_size* is how many a block holds."""
-
-    def __init__(self, output: str, block_size: int) -> None:
-        self._output = output
-        self._block_size = block_size
-
-    @classmethod
-    def of(cls, report: CacheReport | None, generation: Generation) -> CachedTokens | None:
-        """Return the reader for *generation*, or ``None`` where the cache's use or its block size is not known."""
-        size = generation.kv_cache_block_size
-        return None if report is None or size is None else cls(report.output, size)
-
-    def __call__(self, response: InferResponse) -> int | None:
-        """
-        Return the tokens, ``None`` for a response that does not tell: only the last one does.
-
-        The LLM API's model sends the number as text. A last block counts whole, however few tokens are in it.
-        """
-        blocks = response.numbers(self._output)
-        if not blocks:
-            return None
-        try:
-            return int(blocks[0]) * self._block_size
-        except ValueError as error:
-            raise UpstreamError(f"The model sent a malformed '{self._output}' output.") from error
-
-
-#: The parameter by which a BLS knows its encoders; without it, its image inputs lead nowhere.
-ENCODERS_NAME = "multimodal_encoders_name"
-# The other two take decoded pixels. This one takes addresses too, but those the backend would fetch from anywhere.
-_INPUT = "image_url_input"
-_EXTRA_ID = "prompt_table_extra_id"
-# The only prefix that is not taken for an address; what the file really is, is found out from the file.
-_PREFIX = "data:image/jpeg;base64,"
-
-
-def takes_images(config: ModelConfig) -> bool:
-    """Return whether image files can be sent to the model *config*, and go anywhere."""
-    return _INPUT in config.inputs and (config.platform == "ensemble" or config.parameter(ENCODERS_NAME) is not None)
-
-
-def max_images(config: ModelConfig) -> int | None:
-    """Return how many images a prompt can have: one where the input holds one element, else unknown."""
-    spec = config.inputs.get(_INPUT)
-    return 1 if spec is not None and spec.dims == (1,) else None
-
-
-def image_tensors(adapter: Adapter, engine: ModelConfig | None, images: Sequence[Image]) -> list[Tensor]:
-    """
-    Return the inputs for *images*.
-
-    An engine that reuses its KV cache knows a prompt by its token ids, and those of all images are the same. Unless
-    the images have an id, it answers about somebody else's. (Preprocessing for Qwen2-VL and Pixtral fails when it is
-    given one: those cannot be served with reuse, and a refusal is better than another's image.)
-    """
-    if not images:
-        return []
-    tensors = [adapter.tensor(_INPUT, *(_PREFIX + image.base64 for image in images))]
-    reuses = engine is not None and truthy(engine.parameter("enable_kv_cache_reuse"))
-    if reuses and _EXTRA_ID in adapter.config.inputs:
-        digest = 0
-        for image in images:
-            # One id for the row: the order of the images counts.
-            digest = (digest * 31 + image.digest) % 2**63
-        tensors.append(adapter.tensor(_EXTRA_ID, digest))
-    return tensors
-
-
-_TASK, _WEIGHTS, _CONFIG = "lora_task_id", "lora_weights", "lora_config"
-_CONFIG_WIDTH = 3
-
-
-def lora_format(config: ModelConfig) -> LoraFormat | None:
-    """Return how the model takes weights, ``None`` where it takes no LoRA adapters."""
-    if not {_TASK, _WEIGHTS, _CONFIG} <= config.inputs.keys():
-        return None
-    weights, table = config.inputs[_WEIGHTS], config.inputs[_CONFIG]
-    if weights.datatype not in ("FP16", "BF16", "FP32") or table.datatype != "INT32":
-        return None
-    width = table.dims[-1] if table.dims else -1
-    return LoraFormat(weights.datatype, width if width > 0 else _CONFIG_WIDTH)
-
-
-def lora_tensors(adapter: Adapter, lora: Lora | None) -> list[Tensor]:
-    """Return the inputs that select *lora*, its weights among them if it has them."""
-    if lora is None:
-        return []
-    if lora.number is None:
-        raise ConfigurationError(f"The LoRA adapter '{lora.name}' has no task id.", param="model")
-    tensors = [adapter.tensor(_TASK, lora.number)]
-    if lora.weights is not None and lora.config is not None:
-        tensors += [_matrix(adapter.config, _WEIGHTS, lora.weights), _matrix(adapter.config, _CONFIG, lora.config)]
-    return tensors
-
-
-def _matrix(config: ModelConfig, name: str, matrix: Matrix) -> Tensor:
-    shape = (1, *matrix.shape) if config.batching else matrix.shape
-    return Tensor(name, matrix.datatype, shape, matrix.data)

@@ -33,6 +33,12 @@ class Counting(Adapter):
     """Prompt in, answer out."""
 
     name = "counting"
+    capabilities = Capabilities(generate=True, streaming=True, usage=True, finish_reason=True)
+    # It can be asked for a length, and for nothing else.
+    parameters = (
+        BoundParameter(name="max_tokens", rule=Rule.MAPPED, target="limit", datatype="INT32"),
+        BoundParameter(name="temperature", rule=Rule.REFUSED),
+    )
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -40,19 +46,6 @@ class Counting(Adapter):
         if config.name == "confusing":
             raise KeyError(config.name)
         return "prompt in, answer out" if "prompt" in config.inputs and "answer" in config.outputs else None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """It generates."""
-        return Capabilities(generate=True, streaming=True, usage=True, finish_reason=True)
-
-    @property
-    def parameters(self) -> Sequence[BoundParameter]:
-        """It can be asked for a length, and for nothing else."""
-        return [
-            BoundParameter(name="max_tokens", rule=Rule.MAPPED, target="limit", datatype="INT32"),
-            BoundParameter(name="temperature", rule=Rule.REFUSED),
-        ]
 
     def encode(self, generation: Generation) -> InferRequest:
         """Return the request."""

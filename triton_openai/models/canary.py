@@ -1,5 +1,5 @@
 """
-Finds models that do not answer although Triton calls them ready: its state tells of their loading, not of an engine
+Finds models that do not answer although Triton calls them ready: its state is that of their loading, not of an engine
 that died or hangs.
 
 What clients see comes first, and costs nothing: after :data:`FAILURES` requests in a row that got nothing from a model,
@@ -33,18 +33,18 @@ class Canary(Observer):
     """
     Watches the *models*, and asks those that seem not to answer: *ask* raises :class:`UpstreamError` if one does not.
 
-    *tell* learns of the beginning and of the end of that.
+    *report* is called when a model begins not to answer (``False``), and when that ends.
     """
 
     def __init__(
         self,
         models: Models,
         ask: Callable[[ServedModel], Awaitable[None]],
-        tell: Callable[[ServedModel, bool], None] | None = None,
+        report: Callable[[ServedModel, bool], None] | None = None,
     ) -> None:
         self._models = models
         self._ask = ask
-        self._tell = tell
+        self._report = report or (lambda _model, _answers: None)
         self._failures: dict[str, int] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._silent: dict[str, ServedModel] = {}
@@ -71,14 +71,14 @@ class Canary(Observer):
         model = self._models.served.get(observation.model or "")
         if model is None:
             return
+        name = model.owner
         if _answered(observation):
-            self._forget(model.owner)
+            self._forget(name)
         elif _left_without(observation):
-            failures = self._failures[model.owner] = self._failures.get(model.owner, 0) + 1
-            if failures >= FAILURES and model.owner not in self._asking:
+            self._failures[name] = self._failures.get(name, 0) + 1
+            if self._failures[name] >= FAILURES and name not in self._asking:
                 # Without the context of the request that happened to be the last one.
-                empty = contextvars.Context()
-                self._asking[model.owner] = empty.run(asyncio.create_task, self._watch(model.owner))
+                self._asking[name] = contextvars.Context().run(asyncio.create_task, self._watch(name))
 
     async def close(self) -> None:
         """Stop asking."""
@@ -104,13 +104,12 @@ class Canary(Observer):
                 break
             await self._models.catalog.refresh()
             if not self._models.catalog.snapshot.reachable:
-                # Then that is what is wrong, and is told elsewhere.
+                # Then that is what is wrong, and is reported elsewhere.
                 break
             if name not in self._silent and name in self._models.served:
                 self._silent[name] = model
                 _log.error("model does not answer", model=name, failures=self._failures.get(name), reason=reason)
-                if self._tell is not None:
-                    self._tell(model, False)
+                self._report(model, False)
             await asyncio.sleep(_INTERVAL)
         self._forget(name)
 
@@ -124,8 +123,7 @@ class Canary(Observer):
         if model is not None:
             if name in self._models.served:
                 _log.info("model answers again", model=name)
-            if self._tell is not None:
-                self._tell(model, True)
+            self._report(model, True)
 
 
 def _answered(observation: Observation) -> bool:

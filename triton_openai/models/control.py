@@ -26,7 +26,7 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
-from triton_openai.models.gates import ModelGates
+from triton_openai.models.draining import ModelDraining
 from triton_openai.models.served import Models
 from triton_openai.telemetry.logging import warn
 from triton_openai.triton.client import IndexEntry, TritonClient, check_name
@@ -36,18 +36,19 @@ _log = structlog.get_logger(__name__)
 
 # Longest time that Triton gets to let go of a model: engines give back tens of gigabytes of memory.
 _UNLOAD_SECONDS = 120.0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
+# Between two looks at Triton's list.
+_PAUSE = 0.1
 
 
 class ModelControl:
     """Loads and unloads models, one call per model at a time. What was begun goes on when its client leaves."""
 
-    def __init__(self, settings: Settings, models: Models, client: TritonClient, gates: ModelGates) -> None:
+    def __init__(self, settings: Settings, models: Models, client: TritonClient, draining: ModelDraining) -> None:
         self._allowed = settings.triton.model_control_mode == "explicit"
         self._grace = settings.triton.unload_grace
         self._models = models
         self._client = client
-        self._gates = gates
+        self._draining = draining
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def check_allowed(self) -> None:
@@ -67,7 +68,7 @@ class ModelControl:
         and cannot be served.
         """
         model = self._resolve(name)
-        await self._alone(self._load(model))
+        await asyncio.shield(self._start(self._load(model)))
         return model
 
     async def unload(self, name: str, *, dependents: bool = False) -> str:
@@ -79,20 +80,19 @@ class ModelControl:
         :class:`ModelConflict`.
         """
         model = self._resolve(name)
-        await self._alone(self._unload(model, dependents=dependents))
+        await asyncio.shield(self._start(self._unload(model, dependents=dependents)))
         return model
 
     def changed_elsewhere(self) -> None:
         """Look again at what Triton has, because somebody has changed it by another way."""
-        self._start(self._gates.changed())
+        self._start(self._draining.changed())
         self._start(self._models.catalog.renew())
 
     async def close(self) -> None:
         """Stop waiting for what is going on; Triton goes on with it."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _resolve(self, name: str) -> str:
         """Return the Triton model that *name* means."""
@@ -107,34 +107,23 @@ class ModelControl:
         check_name(model)
         return model
 
-    async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
-        # A task of its own: a client that leaves must not make the gate open, or the claim end, before Triton is done.
-        await asyncio.shield(self._start(work))
-
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Return a task of its own for *work*: a client that leaves must not end a claim before Triton is done."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._tasks.discard)
+        # Looked at, so that asyncio does not complain when the client has left.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            # Looked at, so that asyncio does not complain when nobody was left to hear of it.
-            task.exception()
-
     async def _load(self, model: str) -> None:
-        async with self._gates.claim([model]):
+        async with self._draining.claim([model]):
             entries = await self._entries(model)
             if any(entry.ready for entry in entries):
-                raise ModelConflict(
-                    f"The model '{model}' is already loaded.", param="model", code="model_already_loaded"
-                )
+                raise _conflict(f"The model '{model}' is already loaded.", "model_already_loaded")
             if _held(entries, [model]):
                 # By another way than this service.
-                raise ModelConflict(
-                    f"Triton is loading or unloading the model '{model}'.", param="model", code="model_busy"
-                )
+                raise _conflict(f"Triton is loading or unloading the model '{model}'.", "model_busy")
             _log.info("loading model", model=model)
             try:
                 await self._client.load_model(model)
@@ -144,7 +133,7 @@ class ModelControl:
             finally:
                 # Also after a failure, of which the index tells the reason.
                 await self._models.catalog.renew()
-            await self._gates.changed()
+            await self._draining.changed()
             self._check_served(model)
 
     def _check_served(self, model: str) -> None:
@@ -157,28 +146,28 @@ class ModelControl:
             raise UpstreamUnavailable(
                 f"The model '{model}' was loaded and is not ready: {snapshot.waiting[model]}.", param="model"
             )
-        why = {entry.name: entry for entry in self._models.unserved}.get(model)
-        if why is None or why.role is None:
-            reason = "it is gone again" if why is None else why.why
+        entry = next((each for each in self._models.unserved if each.name == model), None)
+        if entry is None or entry.role is None:
+            reason = "it is gone again" if entry is None else entry.why
             raise ConfigurationError(f"The model '{model}' is loaded, but cannot be served: {reason}.", param="model")
 
     async def _unload(self, model: str, *, dependents: bool) -> None:
-        async with self._gates.claim([model]):
+        async with self._draining.claim([model]):
             if not _held(await self._entries(model), [model]):
-                raise ModelConflict(f"The model '{model}' is not loaded.", param="model", code="model_not_loaded")
+                raise _conflict(f"The model '{model}' is not loaded.", "model_not_loaded")
             await self._models.catalog.renew()
             configs = self._models.catalog.snapshot.configs
             parts = _parts(model, configs) if dependents else set()
-            async with self._gates.claim(sorted(parts)):
+            async with self._draining.claim(sorted(parts)):
                 _refuse_used({model, *parts}, configs)
-                async with self._gates.closed({model, *parts}, self._grace):
+                async with self._draining.drained({model, *parts}, self._grace):
                     _log.info("unloading model", model=model, with_parts=sorted(parts))
                     try:
                         await self._client.unload_model(model, dependents=dependents)
                         await self._gone({model, *parts})
                     finally:
                         await self._models.catalog.renew()
-                        await self._gates.changed()
+                        await self._draining.changed()
 
     async def _entries(self, model: str) -> Sequence[IndexEntry]:
         """Return the lines of *model* in the index. Raises :class:`ModelNotFound`: only names in it reach Triton."""
@@ -189,13 +178,13 @@ class ModelControl:
 
     async def _gone(self, models: Collection[str]) -> None:
         """Wait until *models* are unloaded. Raises :class:`UpstreamTimeout`."""
-        deadline = asyncio.get_running_loop().time() + _UNLOAD_SECONDS
-        pause = _FIRST_PAUSE
-        while left := _held(await self._client.repository_index(), models):
-            if asyncio.get_running_loop().time() > deadline:
-                raise UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        left: Sequence[str] = ()
+        try:
+            async with asyncio.timeout(_UNLOAD_SECONDS):
+                while left := _held(await self._client.repository_index(), models):  # noqa: ASYNC110 - it has no event
+                    await asyncio.sleep(_PAUSE)
+        except TimeoutError as error:
+            raise UpstreamTimeout(f"Triton has not yet unloaded {_listed(left)}.", param="model") from error
 
 
 def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:
@@ -206,8 +195,7 @@ def _held(index: Sequence[IndexEntry], models: Collection[str]) -> list[str]:
 
 def _parts(model: str, configs: Mapping[str, ModelConfig]) -> set[str]:
     """Return the models that *model* is an ensemble of, through all levels."""
-    found: set[str] = set()
-    left = [model]
+    found, left = {model}, [model]
     while left:
         config = configs.get(left.pop())
         new = {step.model for step in config.steps} - found if config is not None else set()
@@ -222,11 +210,13 @@ def _refuse_used(models: Collection[str], configs: Mapping[str, ModelConfig]) ->
         config = configs.get(model)
         users = [] if config is None else [user.name for user in users_of(config, configs) if user.name not in models]
         if users:
-            raise ModelConflict(
-                f"The model '{model}' is used by {_listed(sorted(users))}, to be unloaded first.",
-                param="model",
-                code="model_in_use",
+            raise _conflict(
+                f"The model '{model}' is used by {_listed(sorted(users))}, to be unloaded first.", "model_in_use"
             )
+
+
+def _conflict(message: str, code: str) -> ModelConflict:
+    return ModelConflict(message, param="model", code=code)
 
 
 def _listed(names: Sequence[str]) -> str:

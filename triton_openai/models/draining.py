@@ -1,19 +1,22 @@
 """
-The end of the service, or of a model: it says so first, what runs may finish for a while, and what then still runs is
-told so, not cut off.
+Draining of the service, or of a model: running requests may finish for a while, then they are cancelled with a reason.
+
+A model that is to be unloaded takes no new requests first. In a service of several processes each drains its own
+requests, and tells the others of changes through :class:`Peers`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Literal, Protocol
 
 from aiohttp import web
 
-from triton_openai.errors import ServiceError, UpstreamUnavailable
+from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
 
-# Longest time that requests which were told to stop may take to say so to their clients.
+# Longest time that cancelled requests may take to tell their clients, and other processes to make a change.
 _FAREWELL_SECONDS = 1.0
 
 
@@ -22,10 +25,10 @@ class Draining:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._reasons: dict[asyncio.Task[Any], ServiceError] = {}
         self._none = asyncio.Event()
         #: Whether the end has begun: not ready any more, and every connection is closed after its next answer.
         self.begun = False
-        self._told: dict[asyncio.Task[Any], ServiceError] = {}
 
     def enter(self) -> asyncio.Task[Any] | None:
         """Count the running request in; returns what :meth:`leave` takes."""
@@ -38,7 +41,7 @@ class Draining:
         """Count a request out."""
         if task is not None:
             self._tasks.discard(task)
-            self._told.pop(task, None)
+            self._reasons.pop(task, None)
             if not self._tasks:
                 self._none.set()
 
@@ -47,23 +50,22 @@ class Draining:
         self.begun = True
 
     def cancel(self, task: asyncio.Task[Any], error: ServiceError) -> None:
-        """End a request that runs; *error* is what its client is told."""
-        if task in self._tasks and task not in self._told:
-            self._told[task] = error
+        """Cancel a request that runs; its client gets *error*."""
+        if task in self._tasks and task not in self._reasons:
+            self._reasons[task] = error
             task.cancel()
 
     def reason(self) -> ServiceError | None:
-        """Return what a request that is being cancelled tells its client; ``None`` when it is the client that left."""
+        """Return the error for the client of the cancelled request; ``None`` when it is the client that left."""
         task = asyncio.current_task()
-        return None if task is None else self._told.get(task)
+        return None if task is None else self._reasons.get(task)
 
     async def drain(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Wait until every request has ended, for *grace* seconds at most or until *hurried*; then cancel the rest."""
         self.begin()
         if self._tasks:
             self._none.clear()
-            ends = [self._none, *([hurried] if hurried is not None else [])]
-            await first_of(ends, timeout=grace)
+            await first_of([self._none, *([hurried] if hurried is not None else [])], timeout=grace)
         for task in self._tasks:
             self.cancel(task, UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1))
         if self._tasks:
@@ -81,3 +83,154 @@ async def first_of(events: Sequence[asyncio.Event], *, timeout: float) -> None:
 
 
 DRAINING: web.AppKey[Draining] = web.AppKey("draining", Draining)
+
+#: A change that all processes make: models take no requests, their requests are cancelled, they take requests again;
+#: or Triton's list of models is another one.
+ModelChange = Literal["close", "end", "open", "renew"]
+
+
+class Peers(Protocol):
+    """The other processes of the service."""
+
+    async def claim(self, models: Collection[str]) -> str | None:
+        """Claim *models* among all processes, this one included; return the one that is claimed already, if any is."""
+        ...
+
+    def unclaim(self, models: Collection[str]) -> None:
+        """Give the claim back."""
+        ...
+
+    def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
+        """Have the others :meth:`ModelDraining.apply` this at once; the result is there when all have."""
+        ...
+
+
+class NoPeers:
+    """Those of a process that serves alone, see :class:`Peers`."""
+
+    def __init__(self) -> None:
+        self._claimed: set[str] = set()
+
+    async def claim(self, models: Collection[str]) -> str | None:
+        """Claim *models*."""
+        taken = next((model for model in models if model in self._claimed), None)
+        if taken is None:
+            self._claimed.update(models)
+        return taken
+
+    def unclaim(self, models: Collection[str]) -> None:
+        """Give the claim back."""
+        self._claimed.difference_update(models)
+
+    def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
+        """Return a result at once."""
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+class ModelDraining:
+    """
+    The requests of one process by model, and the models that take no new ones. *peers* are the other processes.
+
+    Models are those that Triton knows, not their aliases.
+    """
+
+    def __init__(self, draining: Draining, peers: Peers | None = None) -> None:
+        self._draining = draining
+        self._peers = peers or NoPeers()
+        self._running: dict[str, set[asyncio.Task[Any]]] = {}
+        # Set whenever the last request on some model has ended.
+        self._ended = asyncio.Event()
+        self._closed: set[str] = set()
+        #: Refuses the requests of this process that wait for a model's turn with :class:`ModelUnloading`.
+        self.turn_away: Callable[[str], None] = lambda _: None
+        #: Differs once another process has loaded or unloaded a model.
+        self.version = 0
+
+    def check(self, model: str) -> None:
+        """Raise :class:`ModelUnloading` when *model* takes no new requests."""
+        if model in self._closed:
+            raise ModelUnloading(model)
+
+    @contextmanager
+    def entered(self, model: str) -> Iterator[None]:
+        """Count the current request in and out. Raises :class:`ModelUnloading`."""
+        self.check(model)
+        task = asyncio.current_task()
+        assert task is not None
+        tasks = self._running.setdefault(model, set())
+        tasks.add(task)
+        try:
+            yield
+        finally:
+            tasks.discard(task)
+            if not tasks:
+                del self._running[model]
+                self._ended.set()
+
+    @asynccontextmanager
+    async def claim(self, models: Collection[str]) -> AsyncIterator[None]:
+        """
+        Be the only one to load or unload *models*, among all processes of the service.
+
+        Raises :class:`ModelConflict` at once when somebody else does.
+        """
+        taken = await self._peers.claim(models)
+        if taken is not None:
+            raise ModelConflict(
+                f"The model '{taken}' is being loaded or unloaded by another request.",
+                param="model",
+                code="model_busy",
+            )
+        try:
+            yield
+        finally:
+            self._peers.unclaim(models)
+
+    @asynccontextmanager
+    async def drained(self, models: Collection[str], grace: float) -> AsyncIterator[None]:
+        """
+        Take no new requests for *models*, which the caller has claimed, and wait until those that run have ended.
+
+        After *grace* seconds they are cancelled. Requests are taken again at the end.
+        """
+        others = self._peers.change("close", models)
+        here = asyncio.create_task(self.apply("close", models))
+        try:
+            _, busy = await asyncio.wait({here, others}, timeout=grace)
+            if busy:
+                self._peers.change("end", models)
+                await self.apply("end", models)
+                await asyncio.wait(busy, timeout=_FAREWELL_SECONDS)
+            yield
+        finally:
+            here.cancel()
+            await self.apply("open", models)
+            await self._change_peers("open", models)
+
+    async def changed(self) -> None:
+        """Tell the other processes that a model was loaded or unloaded."""
+        await self._change_peers("renew", ())
+
+    async def _change_peers(self, action: ModelChange, models: Collection[str]) -> None:
+        """Have the other processes make a change, and wait until they have: the client may ask one of them next."""
+        await asyncio.wait({self._peers.change(action, models)}, timeout=_FAREWELL_SECONDS)
+
+    async def apply(self, action: ModelChange, models: Collection[str]) -> None:
+        """Make a change here and return when it is made: a closed model is idle then."""
+        if action == "close":
+            self._closed.update(models)
+            for model in models:
+                self.turn_away(model)
+            while not self._running.keys().isdisjoint(models):
+                self._ended.clear()
+                await self._ended.wait()
+        elif action == "end":
+            for model in models:
+                for task in tuple(self._running.get(model, ())):
+                    self._draining.cancel(task, ModelUnloading(model))
+        elif action == "open":
+            self._closed.difference_update(models)
+        else:
+            self.version += 1

@@ -5,61 +5,140 @@ The served models: what the catalog found, bound to adapters, tokenizers, templa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import difflib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import structlog
 
-from triton_openai.adapters._common.base import Adapter
-from triton_openai.adapters._common.registry import ENGINE, Claim, Registry, helper_role
+from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles, Rule
+from triton_openai.adapters._common.registry import ENGINE, Registry, helper_role
 from triton_openai.config import Settings
-from triton_openai.config.tree import ModelSettings
+from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
-from triton_openai.models.lora.discovery import FoundLora, find_loras, names_of, served_names
-from triton_openai.models.served_model import ServedModel, Unserved, warn_of_names
-from triton_openai.prompts.cache import Prompters
-from triton_openai.prompts.prompter import may_have_tokenizer
+from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
+from triton_openai.parsers.choose import Parsers
+from triton_openai.prompts.cache import LazyPrompter, Prompters
+from triton_openai.prompts.prompter import Prompter, may_have_tokenizer
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.tensors import ModelConfig
-
-# What is read are settings; nobody writes longer ones.
-_LARGEST = 1 << 20
-
-
-class RepositoryFiles:
-    """Reads files of the models in *repositories*."""
-
-    def __init__(self, repositories: Sequence[Path]) -> None:
-        self._repositories = repositories
-
-    def __call__(self, model: str, name: str) -> bytes | None:
-        """
-        Return the file *name* of the newest version of *model*; ``None`` where there is none that can be read.
-
-        The first repository that has the model counts, as it does for Triton. Blocks.
-        """
-        folder = next((path / model for path in self._repositories if (path / model).is_dir()), None)
-        if folder is None:
-            return None
-        try:
-            versions = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
-            path = max(versions, key=lambda path: int(path.name)) / name
-            return path.read_bytes() if path.stat().st_size <= _LARGEST else None
-        except (OSError, ValueError):
-            return None
-
-
-__all__ = ["Models", "ServedModel", "Unserved"]
 
 _log = structlog.get_logger(__name__)
 
 # What a request that names no model has in its place.
 _DEFAULT_NAMES = frozenset({"", "default"})
+# Of a file in a model's folder. What is read are settings; nobody writes longer ones.
+_LARGEST = 1 << 20
+# How often what could not be loaded is tried again.
+_RECHECK_SECONDS = 60.0
+
+
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    A model that clients can use: one Triton model under one public *name*.
+
+    *owner* is the Triton model whose name and settings these are. *adapter* may answer for it with another one, which
+    needs the tokenizer; then *text_level* is the model's own. *lora* is the LoRA adapter that the name stands for,
+    *lora_delivery* sends its weights where requests have to. *priorities* are the levels of its queue, 0 where there
+    are none. *fingerprint*, OpenAI's ``system_fingerprint``, changes with Triton's version and the model's config.
+    *settings* have the context length of the model's files where the operator gives none; *hints* are what else its
+    config and its files tell.
+    """
+
+    name: str
+    owner: str
+    adapter: Adapter
+    reason: str
+    settings: ModelSettings
+    lazy_prompter: LazyPrompter
+    text_level: Adapter | None = None
+    lora: Lora | None = None
+    lora_delivery: LoraDelivery | None = None
+    priorities: int = 0
+    fingerprint: str = ""
+    hints: Hints = Hints()
+
+    @property
+    def answers_as(self) -> str:
+        """The name of what answers: that of the Triton model, or of the LoRA adapter."""
+        return self.owner if self.lora is None else self.lora.name
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What the model is for: ``generate``, ``embed``, ``rerank``."""
+        able = self.adapter.capabilities
+        generates = able.generate and self.hints.generates
+        every = (("generate", generates), ("embed", able.embed), ("rerank", able.score or able.embed))
+        return tuple(task for task, can in every if can)
+
+    @property
+    def can_chat(self) -> bool | None:
+        """Whether chats find a template that works; ``None`` for a model that takes none, and until it is known."""
+        if "generate" not in self.tasks or not self.lazy_prompter.checked.is_set():
+            return None
+        return self.lazy_prompter.problem is None
+
+    def on_text_level(self, why: str) -> ServedModel:
+        """Return the model with its own adapter, where another one answers for it; *why* is for a person to read."""
+        if self.text_level is None:
+            return self
+        return msgspec.structs.replace(self, adapter=self.text_level, reason=why, text_level=None)
+
+    async def prompter(self) -> Prompter:
+        """
+        Return tokenizer and template. Raises :class:`ConfigurationError`, whose reason is for the log: it may hold
+        paths.
+        """
+        try:
+            return await self.lazy_prompter.get()
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"The model '{self.name}' cannot be used: its tokenizer or its chat template cannot be loaded. The log "
+                "of the service says why.",
+                param="model",
+                detail=error.message if error.detail is None else f"{error.message} ({error.detail})",
+                retry_after=error.retry_after,
+            ) from error
+
+    async def default_parameters(self) -> DefaultParameters:
+        """
+        Return what holds where a request leaves parameters out: the operator's values, before those that the model's
+        ``generation_config.json`` recommends and this model can honour. Raises :class:`ConfigurationError`.
+        """
+        recommended = (await self.prompter()).recommended
+        honoured = {row.name for row in self.adapter.parameters if row.rule is not Rule.REFUSED}
+        fitting = {name: value for name, value in recommended.items() if name in honoured}
+        return DefaultParameters(**{**fitting, **self.settings.default_parameters.given()})
+
+    async def parsers(self) -> Parsers:
+        """Return what reads this model's answers. Raises :class:`ConfigurationError`."""
+        return self.lazy_prompter.parsers(await self.prompter())
+
+    async def check(self) -> None:
+        """Load its tokenizer and template, and warn of what its requests lack."""
+        # Another adapter stands in where the tokenizer turns out to be missing.
+        capabilities = (self.text_level or self.adapter).capabilities
+        needs_tokenizer = capabilities.tokens or capabilities.token_pairs
+        await self.lazy_prompter.check(self.owner, chats="generate" in self.tasks, needs_tokenizer=needs_tokenizer)
+
+
+class Unserved(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    A Triton model that is not offered, and why; ``role`` is set for a helper of other models.
+
+    ``failed`` is whether what is configured for it is at fault.
+    """
+
+    name: str
+    why: str
+    role: str | None = None
+    failed: bool = False
 
 
 class Models:
@@ -72,7 +151,8 @@ class Models:
         self._seen = version()
         self._registry = Registry()
         self._aliases = settings.aliases()
-        self._served: dict[str, ServedModel] = {}
+        #: By public name, aliases included.
+        self.served: Mapping[str, ServedModel] = {}
         # The names of LoRA adapters of models that exist and are not ready, each with its model
         self._waiting_loras: Mapping[str, str] = {}
         self._prompters = Prompters()
@@ -87,14 +167,9 @@ class Models:
         self.catalog = Catalog(client, interval=settings.triton.refresh_interval, changed=self._rebind)
 
     @property
-    def served(self) -> Mapping[str, ServedModel]:
-        """Every public name, aliases included."""
-        return self._served
-
-    @property
     def ready(self) -> bool:
         """Whether Triton answers and at least one served model is ready."""
-        return self.catalog.snapshot.reachable and bool(self._served)
+        return self.catalog.snapshot.reachable and bool(self.served)
 
     def owner(self, name: str) -> str:
         """Return the Triton model that *name* stands for, loaded or not: an alias's, or *name* itself."""
@@ -105,7 +180,7 @@ class Models:
 
     def wanted(self, name: str) -> str:
         """Return the name of the model that a request for *name* wants. Raises :class:`InvalidRequest` if none."""
-        if name not in _DEFAULT_NAMES or name in self._served or self._exists(name):
+        if name not in _DEFAULT_NAMES or name in self.served or self._exists(name):
             return name
         default = self._settings.api.default_model
         if default is None and not name:
@@ -127,11 +202,11 @@ class Models:
             await self.catalog.renew()
             self._seen = version
         name = self.wanted(name)
-        found = self._served.get(name)
+        found = self.served.get(name)
         if found is not None and self.catalog.snapshot.reachable:
             return await self.settled(found)
         await self.catalog.refresh_on_miss()
-        found = self._served.get(name)
+        found = self.served.get(name)
         if found is not None:
             return await self.settled(found)
         snapshot = self.catalog.snapshot
@@ -162,7 +237,7 @@ class Models:
 
     def listed(self) -> Sequence[str]:
         """Return the public names for the list of models."""
-        names = [model.name for model in self._served.values()]
+        names = [model.name for model in self.served.values()]
         if self._settings.api.list_all_models:
             names += [entry.name for entry in self.unserved]
         return names
@@ -201,7 +276,7 @@ class Models:
         served: dict[str, ServedModel] = {}
         unserved: list[Unserved] = []
         configs = snapshot.configs
-        files = RepositoryFiles(self._settings.triton.readable_repositories)
+        files = partial(_read_file, self._settings.triton.readable_repositories)
         # In a thread: it reads files.
         every = await asyncio.to_thread(lambda: [(each, self._bind(each, configs, files)) for each in configs.values()])
         for config, bound in every:
@@ -209,7 +284,7 @@ class Models:
                 served[config.name] = bound
             else:
                 unserved.append(bound)
-                if refuse and bound.failed and config.name in self._served:
+                if refuse and bound.failed and config.name in self.served:
                     raise ConfigurationError(f"{config.name}: {bound.why}")
         for alias, name in self._aliases.items():
             if alias in snapshot.configs:
@@ -217,32 +292,29 @@ class Models:
             elif name in served:
                 served[alias] = msgspec.structs.replace(served[name], name=alias)
         await self._add_loras(served, snapshot)
-        for name in served.keys() - self._served.keys():
+        for name in served.keys() - self.served.keys():
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
-        for name in self._served.keys() - served.keys():
+        for name in self.served.keys() - served.keys():
             _log.info("model is gone", model=name)
-        self._served, self.unserved = served, unserved
+        self.served, self.unserved = served, unserved
         self._prompters.keep({model.owner for model in served.values()})
         known = {entry.name for entry in snapshot.index}
-        self._warned = warn_of_names(self._settings, known, served.keys() | self._waiting_loras, self._warned)
+        self._warned = _warn_of_names(self._settings, known, served.keys() | self._waiting_loras, self._warned)
         self.changed.set()
 
     async def _add_loras(self, served: dict[str, ServedModel], snapshot: Snapshot) -> None:
         """Add the LoRA adapters of the models that can be asked for one, under names that are free and unambiguous."""
+        settings = self._settings
+        repositories, separator = settings.triton.readable_repositories, settings.api.lora_separator
         named: dict[str, list[ServedModel]] = {}
         problems: dict[str, Sequence[str]] = {}
         for model in served.values():
-            if model.name != model.owner or not model.adapter.capabilities.lora:
-                continue
-            if not model.hints.loras:
-                if model.settings.loras:
-                    problems[model.name] = ["Its engine takes no LoRA adapters, as the model's files say."]
-                continue
-            found, problems[model.name] = await asyncio.to_thread(self._find_loras, model)
-            for lora in found:
-                bound = self._bind_lora(model, lora)
-                for name in served_names(model.name, lora.name, self._settings.api.lora_separator):
-                    named.setdefault(name, []).append(msgspec.structs.replace(bound, name=name))
+            if model.name == model.owner and model.adapter.capabilities.lora:
+                found, problems[model.name] = await asyncio.to_thread(self._find_loras, model)
+                for lora in found:
+                    bound = self._bind_lora(model, lora)
+                    for name in served_names(model.name, lora.name, separator):
+                        named.setdefault(name, []).append(msgspec.structs.replace(bound, name=name))
         for name, models in named.items():
             if len(models) > 1 or name in served or name in snapshot.configs:
                 _log.warning("a LoRA adapter's name is taken", name=name)
@@ -253,16 +325,14 @@ class Models:
                 if sentence not in self.lora_problems.get(owner, ()):
                     _log.warning("LoRA adapter is not served", model=owner, reason=sentence)
         self.lora_problems = problems
-        settings = self._settings
         self._waiting_loras = await asyncio.to_thread(
-            names_of,
-            snapshot.waiting,
-            settings.model,
-            settings.triton.readable_repositories,
-            settings.api.lora_separator,
+            names_of, snapshot.waiting, settings.model, repositories, separator
         )
 
     def _find_loras(self, model: ServedModel) -> tuple[list[FoundLora], list[str]]:
+        if not model.hints.loras:
+            why = "Its engine takes no LoRA adapters, as the model's files say."
+            return [], [why] if model.settings.loras else []
         triton, capabilities = self._settings.triton, model.adapter.capabilities
         found, problems = find_loras(model.name, model.settings, triton.readable_repositories, capabilities.lora_format)
         if capabilities.streaming and triton.grpc_url is None:
@@ -286,7 +356,7 @@ class Models:
         return msgspec.structs.replace(model, lora=lora, lora_delivery=delivery)
 
     def _bind(
-        self, config: ModelConfig, repository: Mapping[str, ModelConfig], files: RepositoryFiles
+        self, config: ModelConfig, repository: Mapping[str, ModelConfig], files: ModelFiles
     ) -> ServedModel | Unserved:
         settings = self._settings.model(config.name)
         try:
@@ -329,16 +399,15 @@ class Models:
         role = helper_role(config, repository)
         if role == ENGINE and self._settings.api.list_all_models:
             role = None
-        claim: Claim | None
         if settings.adapter is not None and (role is None or named):
             claim = self._registry.named(settings.adapter)
-        elif role is not None:
+            return claim.adapter(config, repository), claim.reason
+        if role is not None:
             return Unserved(name=config.name, why=f"it is the {role}", role=role)
-        else:
-            claim = self._registry.claim(config)
-        if claim is None:
+        found = self._registry.claim(config)
+        if found is None:
             return Unserved(name=config.name, why=_why_unclaimed(config))
-        return claim.adapter(config, repository), claim.reason
+        return found.adapter(config, repository), found.reason
 
     def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
         """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""
@@ -363,3 +432,60 @@ def _why_unclaimed(config: ModelConfig) -> str:
     inputs = ", ".join(f"{spec.name}{'?' if spec.optional else ''} {spec.datatype}" for spec in config.inputs.values())
     outputs = ", ".join(f"{spec.name} {spec.datatype}" for spec in config.outputs.values())
     return f"no adapter knows its tensors (inputs: {inputs or 'none'}; outputs: {outputs or 'none'})"
+
+
+def _read_file(repositories: Sequence[Path], model: str, name: str) -> bytes | None:
+    """
+    Return the file *name* of the newest version of *model*; ``None`` where there is none that can be read.
+
+    The first of *repositories* that has the model counts, as it does for Triton. Blocks.
+    """
+    folder = next((path / model for path in repositories if (path / model).is_dir()), None)
+    if folder is None:
+        return None
+    try:
+        versions = [path for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+        path = max(versions, key=lambda path: int(path.name)) / name
+        return path.read_bytes() if path.stat().st_size <= _LARGEST else None
+    except (OSError, ValueError):
+        return None
+
+
+async def keep_loaded(models: Models) -> None:
+    """
+    Load the tokenizers and templates of served models, and warn of models that cannot chat.
+
+    Runs until cancelled. What failed is tried again every minute.
+    """
+    while True:
+        models.changed.clear()
+        owners = {model.owner: model for model in models.served.values() if model.lora is None}
+        await asyncio.gather(*(model.check() for model in owners.values() if not model.lazy_prompter.settled))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_RECHECK_SECONDS):
+                await models.changed.wait()
+
+
+def _warn_of_names(
+    settings: Settings, known: Collection[str], served: Collection[str], warned: frozenset[str]
+) -> frozenset[str]:
+    """
+    Warn of names in *settings* that no model has, which nothing else would show, and return them.
+
+    *known* are the models that Triton has, loaded or not, *served* further public names; *warned* are names of which it
+    was warned before.
+    """
+    aliases = settings.aliases()
+    unknown = {
+        name: f"settings are for an alias: give them to the model '{aliases[name]}'"
+        if name in aliases
+        else "settings are for a model that Triton does not have"
+        for name in settings.models.keys() - set(known)
+    }
+    default = settings.api.default_model
+    if default is not None and default not in {*known, *served, *aliases}:
+        unknown[default] = "the default model is none that Triton has"
+    for name in sorted(unknown.keys() - warned):
+        close = difflib.get_close_matches(name, known, 1)
+        _log.warning(unknown[name], name=name, did_you_mean=close[0] if close else None)
+    return frozenset(unknown)

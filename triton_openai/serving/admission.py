@@ -18,8 +18,7 @@ from contextlib import asynccontextmanager
 from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
-from triton_openai.models.draining import Draining
-from triton_openai.models.gates import ModelGates
+from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.telemetry.observation import Observation, Observer
 
 
@@ -84,8 +83,8 @@ class Admission:
     Admits the requests of one process, first come, first served.
 
     A request whose model is full does not hold up those for other models. *lag* returns the seconds by which the event
-    loop is late; *gates* tells which models take no requests now; *worker* is this process among those that serve
-    together, which gets its share of each limit.
+    loop is late; *model_draining* knows which models take no requests now; *worker* is this process among those that
+    serve together, which gets its share of each limit.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class Admission:
         lag: Callable[[], float],
         *,
         worker: Worker | None = None,
-        gates: ModelGates | None = None,
+        model_draining: ModelDraining | None = None,
         observer: Observer | None = None,
     ) -> None:
         self._lag = lag
         self._worker = worker or Worker()
-        self._gates = gates or ModelGates(Draining())
-        self._gates.watch_queue(self)
+        self._model_draining = model_draining or ModelDraining(Draining())
+        self._model_draining.turn_away = self.turn_away
         self._observer = observer or Observer()
         self._queue = Queue()
         self._running: Counter[str] = Counter()
@@ -137,7 +136,7 @@ class Admission:
         Raises :class:`ServiceOverloaded` at once where the queue is full or the process cannot follow, and when the
         wait was too long; and :class:`ModelUnloading` where the model is being unloaded.
         """
-        self._gates.check(model)
+        self._model_draining.check(model)
         limit = self._settings.max_loop_lag
         if limit is not None and self._lag() > limit:
             raise ServiceOverloaded("The service has more to do than it can.", retry_after=1)
@@ -147,7 +146,7 @@ class Admission:
         else:
             await self._wait(model, observation, patience)
         try:
-            with self._gates.entered(model):
+            with self._model_draining.entered(model):
                 yield
         finally:
             self._leave(model)

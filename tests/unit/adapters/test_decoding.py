@@ -129,7 +129,7 @@ def test_a_generation_that_was_broken_off_is_an_error(reason):
 
 def test_a_cumulative_decoder_gives_back_what_it_held():
     """The end of the stream settles what an incomplete character was."""
-    decoder = TextDecoder(cumulative=True)
+    decoder = TextDecoder(CumulativeText())
 
     assert "a" == feed(decoder, text_output=f"a{BROKEN}").text
     assert [Delta(BROKEN)] == list(decoder.flush())
@@ -138,7 +138,7 @@ def test_a_cumulative_decoder_gives_back_what_it_held():
 
 def test_the_echo_is_removed_in_any_of_its_forms():
     """The longest form that fits is taken: the prompt as sent, or as the backend's tokenizer gives it back."""
-    remove = PromptEcho("<s>Hi", "Hi").strip
+    remove = PromptEcho("<s>Hi", "Hi").feed
 
     assert " there" == remove("<s>Hi there")
     assert " there" == remove("Hi there")
@@ -148,11 +148,11 @@ def test_the_echo_is_removed_in_any_of_its_forms():
 def test_an_echo_that_is_not_found_is_an_error():
     """What may hold the prompt is not shown; the message says what can be done."""
     with pytest.raises(UpstreamError) as caught:
-        TextDecoder(echo=PromptEcho("<s>Hi")).feed(JsonResponse({"text_output": "hi there"}))
+        TextDecoder(PromptEcho("<s>Hi")).feed(JsonResponse({"text_output": "hi there"}))
 
     assert re.search("exclude_input_in_output", caught.value.message)
 
 
 def test_the_echo_is_removed_by_the_decoder():
     """The decoder of a model that repeats the prompt shows the answer alone."""
-    assert Delta(" there") == feed(TextDecoder(echo=PromptEcho("Hi")), text_output="Hi there")
+    assert Delta(" there") == feed(TextDecoder(PromptEcho("Hi")), text_output="Hi there")

@@ -12,7 +12,7 @@ import pytest
 from tests.cases import every_case
 from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
-from triton_openai.adapters._common.trtllm_outputs import dense_bias, word_list
+from triton_openai.adapters.trtllm import dense_bias, word_list
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
 from triton_openai.api.service import Task, prepare
 from triton_openai.config.tree import ModelSettings

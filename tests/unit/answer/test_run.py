@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.adapters._common.base import Capabilities, Hints
-from triton_openai.adapters._common.decoding import TextDecoder
+from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.run import Background, Run
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.config.tree import TritonSettings
@@ -162,7 +162,7 @@ async def test_how_an_answer_ended_without_a_tokenizer(texts: list[str], limit: 
 
 async def test_half_a_character_that_is_held_back_counts() -> None:
     """Text that repeats from its start shows an incomplete character only when nothing follows."""
-    run = await answered("a", f"a{BROKEN}", f"a{BROKEN}", limit=3, cumulative=True)
+    run = await answered("a", f"a{BROKEN}", f"a{BROKEN}", limit=3, stage=CumulativeText())
 
     assert ("length", 3, f"a{BROKEN}") == (run.finish_reason, run.usage and run.usage.completion_tokens, run.text)
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from tests.cases import every_case
-from triton_openai.adapters._common.trtllm_outputs import GENERATION, StepLogprobs, check_size, read
+from triton_openai.adapters.trtllm import GENERATION, check_size, read_logits
+from triton_openai.adapters.trtllm_ensemble import StepLogprobs
 from triton_openai.adapters.vllm import VllmLogprobs
 from triton_openai.answer.logprobs import log_probabilities
 from triton_openai.answer.stop_strings import HeldLogprobs, StopStrings
@@ -27,7 +28,7 @@ from triton_openai.answer.tokens import TokenNames
 from triton_openai.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from triton_openai.api.parameters import bias_words
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
-from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Logits, TokenLogprob
+from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Logits, TokenLogprob, Vocabulary
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.triton.tensors import BinaryResponse, JsonResponse, ModelConfig, OutputTensor, TensorSpec
 
@@ -129,7 +130,7 @@ def response(shape: Sequence[int], datatype: str = "FP32") -> BinaryResponse:
 )
 def test_the_new_tokens_rows_are_found(shape: Sequence[int], count: int, total: int, first: int) -> None:
     """Whether they come alone, or among others."""
-    found = read(response(shape), GENERATION, count=count, total=total)
+    found = read_logits(response(shape), GENERATION, count=count, total=total)
 
     assert (7, first) == (found.width, found.first)
 
@@ -137,14 +138,14 @@ def test_the_new_tokens_rows_are_found(shape: Sequence[int], count: int, total: 
 def test_logits_that_are_missing_or_malformed() -> None:
     """An engine that does not gather them sends none; the text tells what to do."""
     with pytest.raises(UnsupportedParameter, match="gather_generation_logits"):
-        read(BinaryResponse({}), GENERATION, count=1, total=1)
+        read_logits(BinaryResponse({}), GENERATION, count=1, total=1)
     with pytest.raises(UnsupportedParameter):
-        read(JsonResponse({GENERATION: [1.0, 2.0]}), GENERATION, count=1, total=1)
+        read_logits(JsonResponse({GENERATION: [1.0, 2.0]}), GENERATION, count=1, total=1)
     with pytest.raises(UpstreamError):
-        read(response((1, 1, 2, 7)), GENERATION, count=3, total=4)
+        read_logits(response((1, 1, 2, 7)), GENERATION, count=3, total=4)
     broken = OutputTensor("FP32", (1, 1, 1, 7), b"1234")
     with pytest.raises(UpstreamError):
-        read(BinaryResponse({GENERATION: broken}), GENERATION, count=1, total=1)
+        read_logits(BinaryResponse({GENERATION: broken}), GENERATION, count=1, total=1)
 
 
 def test_a_response_has_a_limit() -> None:
@@ -154,9 +155,9 @@ def test_a_response_has_a_limit() -> None:
         spec = TensorSpec(name=GENERATION, datatype=datatype, dims=(-1, -1, -1))
         config = ModelConfig(name="m", outputs={GENERATION: spec})
         most[datatype] = 2**30 // (100_000 * (4 if datatype == "FP32" else 2))
-        check_size(config, GENERATION, tokens=most[datatype], vocabulary=100_000, param="max_tokens")
+        check_size(config, GENERATION, most[datatype], Vocabulary(size=100_000), param="max_tokens")
         with pytest.raises(InvalidRequest, match=str(most[datatype])) as caught:
-            check_size(config, GENERATION, tokens=most[datatype] + 1, vocabulary=100_000, param="max_tokens")
+            check_size(config, GENERATION, most[datatype] + 1, Vocabulary(size=100_000), param="max_tokens")
         assert "max_tokens" == caught.value.param
     assert 2 * most["FP32"] == most["FP16"]
 
@@ -164,11 +165,10 @@ def test_a_response_has_a_limit() -> None:
 def steps(*responses: tuple[str, int | None, Any]) -> list[TokenLogprob]:
     """Return what is read from text, count of new tokens, and list of each response."""
     reader = StepLogprobs()
-    return [
-        entry
-        for text, tokens, values in responses
-        for entry in reader(JsonResponse({"output_log_probs": values}), Delta(text, tokens=tokens))
-    ]
+    deltas = [(Delta(text, tokens=tokens), values) for text, tokens, values in responses]
+    for delta, values in deltas:
+        reader(JsonResponse({"output_log_probs": values}), delta)
+    return [entry for delta, _ in deltas for entry in delta.logprobs]
 
 
 @every_case(
@@ -200,6 +200,13 @@ def test_a_step_of_several_tokens_is_an_error() -> None:
         steps(("a b", 2, [-0.1, -0.2]))
 
 
+def vllm_entries(count: int, response: JsonResponse) -> Sequence[TokenLogprob]:
+    """Return what is read from *response* where *count* alternatives were asked for."""
+    delta = Delta()
+    VllmLogprobs(count)(response, delta)
+    return delta.logprobs
+
+
 def test_ids_come_with_the_log_probabilities_of_vllm(tokenizer: Tokenizer) -> None:
     """The keys are ids, by which a part of a character gets its true bytes."""
     ids = tokenizer.encode("€")
@@ -207,7 +214,7 @@ def test_ids_come_with_the_log_probabilities_of_vllm(tokenizer: Tokenizer) -> No
         {str(number): {"logprob": -1.0, "rank": 2, "decoded_token": "\ufffd"}, "7": {"logprob": -0.5, "rank": 1}}
         for number in ids
     ]
-    told = VllmLogprobs(1)(JsonResponse({"logprobs": json.dumps(positions)}), Delta())
+    told = vllm_entries(1, JsonResponse({"logprobs": json.dumps(positions)}))
     names = TokenNames(tokenizer.pieces)
 
     named = [names.named(entry) for entry in told]
@@ -226,7 +233,7 @@ def test_masked_tokens_of_vllm() -> None:
     text = json.dumps([position])
     assert text.count(": -Infinity") == 2
 
-    told = VllmLogprobs(3)(JsonResponse({"logprobs": text}), Delta())
+    told = vllm_entries(3, JsonResponse({"logprobs": text}))
 
     (entry,) = chat_logprobs(told).content
     assert [("{", 0.0), ("-Infinity", IMPOSSIBLE), ("-Infinity", IMPOSSIBLE)] == [

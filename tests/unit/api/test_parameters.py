@@ -53,15 +53,8 @@ class Fake(Adapter):
 
     def __init__(self, *parameters: BoundParameter) -> None:
         super().__init__(CONFIG, {})
-        self._parameters = parameters
-
-    @property
-    def parameters(self) -> tuple[BoundParameter, ...]:
-        return self._parameters
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(generate=True)
+        self.parameters = parameters
+        self.capabilities = Capabilities(generate=True)
 
 
 def sampled(

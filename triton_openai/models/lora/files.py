@@ -1,22 +1,23 @@
 """
-The files of a LoRA adapter whose weights go with requests: where they may lie, and what they must hold.
+The LoRA adapters of a model, from the settings and from its repository: their names, and their files.
 
-``hf_lora_convert.py``, whose format this is, writes ``model.lora_weights.npy`` (float16, float32, or bfloat16 as
-two-byte void) of shape ``[1, rows, width]`` and ``model.lora_config.npy`` (int32) of shape ``[1, rows, 3]``: module,
-layer and rank of each row, and in newer releases a fourth column that marks DoRA.
+Files are in the format of ``hf_lora_convert.py``: ``model.lora_weights.npy`` (float16, float32, or bfloat16 as two-byte
+void) of shape ``[1, rows, width]`` and ``model.lora_config.npy`` (int32) of shape ``[1, rows, 3]``: module, layer and
+rank of each row, and in newer releases a fourth column that marks DoRA. numpy is imported only where there are files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-import numpy as np
+import msgspec
 
+from triton_openai.config.tree import LoraSettings, ModelSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.generation import LoraFormat, Matrix
+from triton_openai.generation import Lora, LoraFormat, Matrix
 
 WEIGHTS = "model.lora_weights.npy"
 CONFIG = "model.lora_config.npy"
@@ -25,6 +26,120 @@ _SIZES = {"FP16": 2, "BF16": 2, "FP32": 4}
 # A message of gRPC ends at 2 GiB; the rest of the request is far smaller than this margin.
 _MAX_BYTES = 2**31 - 2**24
 _BF16_INFINITE = 0x7F80
+_decode = msgspec.json.Decoder(dict[Annotated[str, msgspec.Meta(min_length=1)], str]).decode
+
+
+class FoundLora(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    An adapter that can be served: by its *name*, by a *number* that the engine knows, or with the files in *folder*.
+
+    *root* is the folder that its files must not lead out of.
+    """
+
+    name: str
+    number: int | None = None
+    folder: Path | None = None
+    root: Path | None = None
+
+    def read(self, wanted: LoraFormat) -> Lora:
+        """Return it with its weights. Reads files; raises :class:`ConfigurationError` that clients may see."""
+        assert self.folder is not None, "an adapter without files has no weights"
+        assert self.root is not None, "an adapter without files has no weights"
+        try:
+            weights, config = load(self.folder, self.root, wanted)
+        except ConfigurationError as error:
+            raise ConfigurationError(
+                f"The weights of the LoRA adapter '{self.name}' cannot be read.", param="model", detail=error.message
+            ) from error
+        number = number_of(weights, config) if self.number is None else self.number
+        return Lora(name=self.name, number=number, weights=weights, config=config)
+
+
+def find_loras(
+    model: str, settings: ModelSettings, repositories: Sequence[Path], wanted: LoraFormat | None
+) -> tuple[list[FoundLora], list[str]]:
+    """
+    Return the adapters of *model*, and in sentences why others cannot be served. Reads files.
+
+    *wanted* is how the model takes weights, ``None`` for one that knows its adapters by name. Where the repository can
+    be read here, the newest version's ``multi_lora.json`` counts too: a map of names to folders, which the server of
+    the former reads itself, and NVIDIA's OpenAI frontend for the latter.
+    """
+    problems: list[str] = []
+    listed = _listed(model, repositories, problems)
+    entries = {entry.name: entry for entry in map(_entry, settings.loras)}
+    folders = [settings.lora_dir] if settings.lora_dir is not None else []
+    folders += [repository / model for repository in repositories if (repository / model).is_dir()]
+
+    def found(entry: LoraSettings) -> FoundLora:
+        if wanted is None:
+            if entry.task_id is not None or entry.path is not None:
+                raise ConfigurationError("the model takes adapters by name, without task_id and path")
+            return FoundLora(name=entry.name)
+        if entry.path is not None:
+            if not folders:
+                raise ConfigurationError("its path needs a folder to be in: give the model's folder as lora_dir")
+            path, root = entry.path, folders[0]
+            bases = [root]
+        elif entry.name in listed:
+            path, version = listed[entry.name]
+            root = version.parent
+            # Next to the file; or, as NVIDIA's documents have it, with the names of the folders above.
+            bases = [version, root, root.parent, root.parent.absolute().parent]
+        elif entry.task_id is not None:
+            return FoundLora(name=entry.name, number=entry.task_id)
+        else:
+            raise ConfigurationError("the model needs its weights: give a path, or the task_id that its engine knows")
+        folder = find_folder(path, root=root, bases=bases)
+        check(folder, root, wanted)
+        return FoundLora(name=entry.name, number=entry.task_id, folder=folder, root=root)
+
+    loras = []
+    for name in (*entries, *sorted(listed.keys() - entries.keys())):
+        try:
+            loras.append(found(entries.get(name) or LoraSettings(name=name)))
+        except ConfigurationError as error:
+            problems.append(f"The LoRA adapter '{name}' is not served: {error.message}.")
+    return loras, problems
+
+
+def names_of(
+    models: Iterable[str], settings: Callable[[str], ModelSettings], repositories: Sequence[Path], separator: str | None
+) -> dict[str, str]:
+    """Return the public names that adapters of *models* have once those are ready, each with its model. Reads files."""
+    found: dict[str, str] = {}
+    for model in models:
+        # What is wrong with the file is reported when the model is there.
+        for lora in (*(_entry(entry).name for entry in settings(model).loras), *_listed(model, repositories, [])):
+            found.update(dict.fromkeys(served_names(model, lora, separator), model))
+    return found
+
+
+def served_names(model: str, lora: str, separator: str | None) -> Iterator[str]:
+    """
+    Yield the public names of an adapter: ``MODEL<separator>LORA`` where there is a separator, and its own, as vLLM's
+    server has it.
+    """
+    if separator:
+        yield f"{model}{separator}{lora}"
+    yield lora
+
+
+def _entry(entry: str | LoraSettings) -> LoraSettings:
+    return LoraSettings(name=entry) if isinstance(entry, str) else entry
+
+
+def _listed(model: str, repositories: Sequence[Path], problems: list[str]) -> dict[str, tuple[str, Path]]:
+    """Return path by name, and the folder of the version, of the newest ``multi_lora.json``."""
+    for repository in repositories:
+        versions = [path for path in (repository / model).glob("*/multi_lora.json") if path.parent.name.isdecimal()]
+        if versions:
+            newest = max(versions, key=lambda path: int(path.parent.name))
+            try:
+                return {name: (path, newest.parent) for name, path in _decode(newest.read_bytes()).items()}
+            except (OSError, msgspec.MsgspecError) as error:
+                problems.append(f"{newest} cannot be read: {error}.")
+    return {}
 
 
 def find_folder(path: str, *, root: Path, bases: Sequence[Path]) -> Path:
@@ -34,27 +149,24 @@ def find_folder(path: str, *, root: Path, bases: Sequence[Path]) -> Path:
     Raises :class:`ConfigurationError` when there is none, or when it lies outside of *root* once every link and ``..``
     is resolved.
     """
-    outside = False
     try:
         inside = root.resolve(strict=True)
-        for base in bases:
-            folder = (base / path).resolve()
-            if not folder.is_dir():
-                continue
-            if folder.is_relative_to(inside):
-                return folder
-            outside = True
+        folders = [folder for folder in ((base / path).resolve() for base in bases) if folder.is_dir()]
     # A loop of links is a RuntimeError before Python 3.13, a NUL a ValueError.
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"its folder {path!r} cannot be looked at: {error}") from error
-    if outside:
-        raise ConfigurationError(f"its folder {path!r} lies outside of {root}")
-    raise ConfigurationError(f"there is no folder {path!r} in {root}")
+    for folder in folders:
+        if folder.is_relative_to(inside):
+            return folder
+    raise ConfigurationError(
+        f"its folder {path!r} lies outside of {root}" if folders else f"there is no folder {path!r} in {root}"
+    )
 
 
 def check(folder: Path, root: Path, wanted: LoraFormat) -> None:
     """Look at the headers of the files in *folder*. Raises :class:`ConfigurationError` for what cannot be sent."""
-    _arrays(folder, root, wanted, _mapped)
+    # A file that is mapped is as long as its header says.
+    _arrays(folder, root, wanted, "r")
 
 
 def load(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Matrix, Matrix]:
@@ -63,13 +175,18 @@ def load(folder: Path, root: Path, wanted: LoraFormat) -> tuple[Matrix, Matrix]:
 
     Raises :class:`ConfigurationError` for files that are broken, or that hold numbers which the model's dtype does not.
     """
-    # The headers first: a wrong one must not make room for what is not there.
+    # The headers first: a wrong one must not make room for what is not there. Then the contents, read: a mapped file
+    # would take the process with it when somebody shortens it.
     check(folder, root, wanted)
-    weights, config = _arrays(folder, root, wanted, _contents)
-    rows = _config_rows(config, wanted)
+    weights, config = _arrays(folder, root, wanted, None)
+    if config[:, wanted.config_width :].any():
+        raise ConfigurationError("it is a DoRA adapter, and the model's lora_config has no column for that")
+    config = config[:, : wanted.config_width]
+    if (config < 0).any() or (config > 2**31 - 1).any():
+        raise ConfigurationError(f"{CONFIG} holds numbers that are none of a module, layer or rank")
     return (
-        Matrix(wanted.weights, (weights.shape[0], weights.shape[1]), _weight_bytes(weights, wanted.weights)),
-        Matrix("INT32", (rows.shape[0], rows.shape[1]), rows.astype("<i4").tobytes()),
+        Matrix(wanted.weights, weights.shape, _weight_bytes(weights, wanted.weights)),
+        Matrix("INT32", config.shape, config.astype("<i4").tobytes()),
     )
 
 
@@ -87,9 +204,9 @@ def number_of(weights: Matrix, config: Matrix) -> int:
     return int.from_bytes(digest.digest(), "little") % (2**63 - 1) + 1
 
 
-def _arrays(folder: Path, root: Path, wanted: LoraFormat, read: Callable[[Path], Any]) -> tuple[Any, Any]:
+def _arrays(folder: Path, root: Path, wanted: LoraFormat, mode: Literal["r"] | None) -> tuple[Any, Any]:
     """Return both arrays, two-dimensional."""
-    weights, config = _array(folder / WEIGHTS, root, read), _array(folder / CONFIG, root, read)
+    weights, config = _array(folder / WEIGHTS, root, mode), _array(folder / CONFIG, root, mode)
     if not (_is_bf16(weights.dtype) or (weights.dtype.kind == "f" and weights.dtype.itemsize in (2, 4))):
         raise ConfigurationError(f"{WEIGHTS} holds {weights.dtype} and not float16, bfloat16 or float32")
     if config.dtype.kind not in "iu":
@@ -105,35 +222,25 @@ def _arrays(folder: Path, root: Path, wanted: LoraFormat, read: Callable[[Path],
     return weights, config
 
 
-def _array(path: Path, root: Path, read: Callable[[Path], Any]) -> Any:
+def _array(path: Path, root: Path, mode: Literal["r"] | None) -> Any:
+    import numpy as np
+
     try:
         real = path.resolve()
         if not real.is_relative_to(root.resolve()):
             raise ConfigurationError(f"{path.name} is a link that leads out of {root}")
         if not real.is_file():
             raise ConfigurationError(f"there is no file {path.name} in {path.parent}")
-        array = read(real)
+        array = np.load(real, mmap_mode=mode, allow_pickle=False)
+        shape = array.shape[1:] if array.ndim == 3 and array.shape[0] == 1 else array.shape
     except ConfigurationError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigurationError(f"{path} is no array that can be read: {reason}") from error
-    shape = array.shape[1:] if array.ndim == 3 and array.shape[0] == 1 else array.shape
     if len(shape) != 2 or not all(shape):
         raise ConfigurationError(f"{path.name} has the shape {list(array.shape)} and not [rows, columns]")
     return array.reshape(shape)
-
-
-def _mapped(path: Path) -> Any:
-    """Return the array without reading it; its file is as long as its header says."""
-    # Never a pickle: what would have to be unpickled cannot be mapped.
-    return np.lib.format.open_memmap(path, mode="r")  # type: ignore[no-untyped-call]
-
-
-def _contents(path: Path) -> Any:
-    """Return the array, read: a mapped one would take the process with it when somebody shortens the file."""
-    with path.open("rb") as file:
-        return np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
 
 
 def _is_bf16(dtype: Any) -> bool:
@@ -141,33 +248,23 @@ def _is_bf16(dtype: Any) -> bool:
     return bool(dtype.kind == "V" and dtype.itemsize == 2 and dtype.names is None)
 
 
-def _config_rows(config: Any, wanted: LoraFormat) -> Any:
-    if config.shape[1] > wanted.config_width:
-        if np.any(config[:, wanted.config_width :]):
-            raise ConfigurationError("it is a DoRA adapter, and the model's lora_config has no column for that")
-        config = config[:, : wanted.config_width]
-    if np.any(config < 0) or np.any(config > 2**31 - 1):
-        raise ConfigurationError(f"{CONFIG} holds numbers that are none of a module, layer or rank")
-    return config
-
-
 def _weight_bytes(weights: Any, datatype: str) -> bytes:
     """Return the numbers as *datatype*, rounded to the nearest; none may become infinite."""
+    import numpy as np
+
     bits = np.ascontiguousarray(weights).view("<u2") if _is_bf16(weights.dtype) else None
     if datatype == "BF16":
+        finite = True
         if bits is None:
             wide = weights.astype("<f4").view("<u4")
-            _only_finite(np.isfinite(weights), datatype)
+            finite = np.isfinite(weights).all()
             bits = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype("<u2")
-        _only_finite((bits & _BF16_INFINITE) != _BF16_INFINITE, datatype)
-        return bytes(bits.tobytes())
-    numbers = weights if bits is None else (bits.astype("<u4") << 16).view("<f4")
-    with np.errstate(over="ignore"):
-        converted = numbers.astype("<f2" if datatype == "FP16" else "<f4")
-    _only_finite(np.isfinite(converted), datatype)
-    return bytes(converted.tobytes())
-
-
-def _only_finite(finite: Any, datatype: str) -> None:
-    if not finite.all():
+        converted, finite = bits, finite and ((bits & _BF16_INFINITE) != _BF16_INFINITE).all()
+    else:
+        numbers = weights if bits is None else (bits.astype("<u4") << 16).view("<f4")
+        with np.errstate(over="ignore"):
+            converted = numbers.astype("<f2" if datatype == "FP16" else "<f4")
+        finite = np.isfinite(converted).all()
+    if not finite:
         raise ConfigurationError(f"{WEIGHTS} holds values that are infinite or no number as {datatype}")
+    return bytes(converted.tobytes())

@@ -17,7 +17,7 @@ import msgspec
 from triton_openai.access.rate_limits import Decision, RateLimit
 from triton_openai.config import Settings
 from triton_openai.config.worker import Worker
-from triton_openai.models.gates import GateAction
+from triton_openai.models.draining import ModelChange
 
 _LENGTH = struct.Struct(">I")
 
@@ -134,7 +134,7 @@ class Unclaim(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The change *id* of the gates is made."""
+    """The change *id* is made."""
 
     id: int
 
@@ -143,10 +143,10 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChangeGates(msgspec.Struct, frozen=True, tag=True):
-    """Change the gates of *models*, see :meth:`triton_openai.models.gates.ModelGates.apply`."""
+    """Make a change of *models* in the other processes, see :class:`triton_openai.models.draining.Peers`."""
 
     id: int
-    action: GateAction
+    action: ModelChange
     models: tuple[str, ...]
 
 

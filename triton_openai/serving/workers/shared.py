@@ -16,7 +16,7 @@ from typing import Any
 
 from triton_openai.access.rate_limits import Decision, RateLimit, RateLimits
 from triton_openai.errors import ServiceOverloaded
-from triton_openai.models.gates import GateAction
+from triton_openai.models.draining import ModelChange
 from triton_openai.serving.workers.channel import (
     Admit,
     Answer,
@@ -35,7 +35,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class _Change:
-    """A change of gates that was passed on to the workers *left*; *owner* is told when all have made it."""
+    """A change of models that was passed on to the workers *left*; *owner* is told when all have made it."""
 
     def __init__(self, owner: int, message: ChangeGates) -> None:
         self.owner = owner
@@ -51,7 +51,7 @@ class SharedState:
         self._running: dict[int, Counter[str]] = {}
         self._send: dict[int, Callable[[Message], None]] = {}
         self._claims: dict[str, int] = {}
-        # The models whose gates each worker has closed, and the changes that other workers have not made yet.
+        # The models that each worker has closed, and the changes that other workers have not made yet.
         self._closed: dict[int, set[str]] = {}
         self._changes: dict[int, _Change] = {}
         self._numbers = itertools.count(1)
@@ -135,7 +135,7 @@ class SharedClient:
         self._send = send
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._apply: Callable[[GateAction, Collection[str]], Coroutine[Any, Any, None]] | None = None
+        self._apply: Callable[[ModelChange, Collection[str]], Coroutine[Any, Any, None]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
@@ -169,22 +169,22 @@ class SharedClient:
         self._send(Leave(name, tokens))
 
     async def claim(self, models: Collection[str]) -> str | None:
-        """See :class:`triton_openai.models.gates.Peers`."""
+        """See :class:`triton_openai.models.draining.Peers`."""
         number, answer = self._ask()
         self._send(Claim(number, tuple(models)))
         return (await answer).taken
 
     def unclaim(self, models: Collection[str]) -> None:
-        """See :class:`triton_openai.models.gates.Peers`."""
+        """See :class:`triton_openai.models.draining.Peers`."""
         self._send(Unclaim(tuple(models)))
 
-    def change(self, action: GateAction, models: Collection[str]) -> asyncio.Future[Any]:
-        """See :class:`triton_openai.models.gates.Peers`."""
+    def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
+        """See :class:`triton_openai.models.draining.Peers`."""
         number, answer = self._ask()
         self._send(ChangeGates(number, action, tuple(models)))
         return answer
 
-    def listen(self, apply: Callable[[GateAction, Collection[str]], Coroutine[Any, Any, None]]) -> None:
+    def listen(self, apply: Callable[[ModelChange, Collection[str]], Coroutine[Any, Any, None]]) -> None:
         """Call *apply* for what other workers change; it returns when it has made the change."""
         self._apply = apply
 

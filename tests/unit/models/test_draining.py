@@ -1,4 +1,4 @@
-"""The gates of models: who runs, who is refused, who is waited for; in one process and in several of a service."""
+"""Draining of models: what runs, is refused and is waited for; in one process and in several of a service."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from hypothesis import strategies as st
 from tests.unit.serving.test_shared import Workers
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
-from triton_openai.models.draining import Draining
-from triton_openai.models.gates import ModelGates
+from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.telemetry.observation import Observation
 
 
 class Process:
-    """The gates of one process, and the requests that run in it."""
+    """One process of the service."""
 
     def __init__(self, shared: SharedClient | None = None) -> None:
         self.draining = Draining()
-        self.gates = ModelGates(self.draining, shared)
+        self.models = ModelDraining(self.draining, shared)
         if shared is not None:
-            shared.listen(self.gates.apply)
+            shared.listen(self.models.apply)
 
 
 class Visitor:
-    """A request that stays until it is told to leave."""
+    """A request that runs until it is let go."""
 
     def __init__(self, process: Process, model: str = "m") -> None:
-        self.told: ServiceError | None = None
+        self.error: ServiceError | None = None
         self.inside = False
         self._process = process
         self._leave = asyncio.Event()
@@ -43,13 +42,13 @@ class Visitor:
     async def _visit(self, model: str) -> None:
         task = self._process.draining.enter()
         try:
-            with self._process.gates.entered(model):
+            with self._process.models.entered(model):
                 self.inside = True
                 await self._leave.wait()
         except asyncio.CancelledError:
-            self.told = self._process.draining.reason()
+            self.error = self._process.draining.reason()
         except ServiceError as error:
-            self.told = error
+            self.error = error
         finally:
             self._process.draining.leave(task)
             self.inside = False
@@ -81,12 +80,12 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def unload(process: Process, *models: str, grace: float) -> None:
     """Do what an unload does, but for asking Triton."""
-    async with process.gates.claim(models), process.gates.closed(models, grace):
+    async with process.models.claim(models), process.models.drained(models, grace):
         pass
 
 
 async def test_what_runs_is_waited_for(pair):
-    """The gate is closed at once, and open again after what ran has ended and the model is gone."""
+    """New requests are refused at once, and taken again after what ran has ended and the model is gone."""
     unloading, serving = pair
     running, other = Visitor(serving), Visitor(serving, "other")
     await until(lambda: running.inside and other.inside)
@@ -94,13 +93,13 @@ async def test_what_runs_is_waited_for(pair):
     await until(lambda: refused(serving, "m"))
     late = Visitor(serving)
     await late.task
-    assert isinstance(late.told, ModelUnloading)
+    assert isinstance(late.error, ModelUnloading)
     assert not task.done()
     assert not refused(serving, "other")
 
     running.leave()
     await asyncio.wait_for(task, 10)
-    assert running.told is None
+    assert running.error is None
     assert not refused(serving, "m")
     again = Visitor(serving)
     await until(lambda: again.inside)
@@ -112,21 +111,21 @@ async def test_what_runs_is_waited_for(pair):
 def refused(process: Process, model: str) -> bool:
     """Return whether requests for *model* are refused."""
     try:
-        process.gates.check(model)
+        process.models.check(model)
     except ModelUnloading:
         return True
     return False
 
 
 async def test_what_runs_too_long_is_ended(pair):
-    """After the grace it is told why, wherever it runs; requests for other models know nothing of it."""
+    """After the grace it is cancelled with a reason, wherever it runs; requests for other models know nothing of it."""
     unloading, serving = pair
     running, other = Visitor(serving), Visitor(serving, "other")
     await until(lambda: running.inside and other.inside)
     await asyncio.wait_for(unload(unloading, "m", grace=0.01), 10)
     await running.task
 
-    assert isinstance(running.told, ModelUnloading)
+    assert isinstance(running.error, ModelUnloading)
     assert other.inside
     other.leave()
     await other.task
@@ -135,7 +134,7 @@ async def test_what_runs_too_long_is_ended(pair):
 async def test_who_waits_is_turned_away(pair):
     """A request in the queue does not wait for a model that will be gone; those for other models do."""
     unloading, serving = pair
-    admission = Admission(ServerSettings(max_running_requests_per_model=1), lambda: 0.0, gates=serving.gates)
+    admission = Admission(ServerSettings(max_running_requests_per_model=1), lambda: 0.0, model_draining=serving.models)
     began, ended = [], []
     leave = asyncio.Event()
 
@@ -161,13 +160,13 @@ async def test_who_waits_is_turned_away(pair):
 async def test_one_winner(pair):
     """A model that is claimed cannot be claimed again, and a claim of several leaves nothing behind when it fails."""
     unloading, serving = pair
-    async with unloading.gates.claim(["m"]):
+    async with unloading.models.claim(["m"]):
         with pytest.raises(ModelConflict) as caught:
-            async with serving.gates.claim(["a", "m"]):
+            async with serving.models.claim(["a", "m"]):
                 pass
-        async with serving.gates.claim(["a"]):
+        async with serving.models.claim(["a"]):
             pass
-    async with serving.gates.claim(["a", "m"]):
+    async with serving.models.claim(["a", "m"]):
         pass
 
     assert "model_busy" == caught.value.code
@@ -177,14 +176,14 @@ async def test_changes_are_seen():
     """A process learns that another has changed what Triton has, before that goes on."""
     service = Workers()
     one, two, alone = Process(service.start(0)), Process(service.start(1)), Process()
-    before = two.gates.version
-    await one.gates.changed()
-    await alone.gates.changed()
-    assert (True, 0) == (two.gates.version != before, alone.gates.version)
+    before = two.models.version
+    await one.models.changed()
+    await alone.models.changed()
+    assert (True, 0) == (two.models.version != before, alone.models.version)
 
 
 async def test_a_process_that_dies_while_it_unloads():
-    """The gates that it closed open again, and what it had claimed is free."""
+    """The models that it closed are open again, and what it had claimed is free."""
     service = Workers()
     dying, serving = Process(service.start(0)), Process(service.start(1))
     running = Visitor(serving)
@@ -230,14 +229,14 @@ async def test_a_process_that_starts_while_a_model_is_unloaded():
 
 
 async def test_a_process_that_hangs_holds_an_unload_up_no_longer_than_the_grace(monkeypatch):
-    """It has to be told, and is not waited for."""
-    monkeypatch.setattr("triton_openai.models.gates._FAREWELL_SECONDS", 0.01)
+    """It gets the message, and is not waited for."""
+    monkeypatch.setattr("triton_openai.models.draining._FAREWELL_SECONDS", 0.01)
     service = Workers()
     unloading = Process(service.start(0))
     Process(service.start(1))
     service.hang(1)
     await asyncio.wait_for(unload(unloading, "m", grace=0.01), 10)
-    await asyncio.wait_for(unloading.gates.changed(), 10)
+    await asyncio.wait_for(unloading.models.changed(), 10)
     assert not refused(unloading, "m")
 
 
