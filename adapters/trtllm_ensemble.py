@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, SplitText, TextDecoder, TextStage
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder, TextStage
 from triton_openai.adapters._common.trtllm import (
     CUMULATIVE,
     ENGINE_INPUTS,
@@ -199,9 +199,6 @@ class TrtllmText(TrtllmAdapter):
             stage = PromptEcho(generation.prompt, generation.prompt_echo) if self.capabilities.echoes else None
         elif self.cumulative:
             stage = CumulativeText()
-        elif self.capabilities.splits_characters and not logprobs:
-            # Log probabilities name each token by its text, so nothing of that is held back.
-            stage = SplitText()
         return TextDecoder(
             stage,
             prompt_count="num_input_tokens" if self._counts else None,

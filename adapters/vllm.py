@@ -122,9 +122,7 @@ class Vllm(Adapter):
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
-        """
-        Claim models with vLLM's tensors (also when wrapped in an ensemble), then any model of the backend ``vllm``.
-        """
+        """Claim models with vLLM's tensors (also when wrapped in an ensemble), then any model of the backend vLLM."""
         inputs = config.inputs
         if not all(spec.optional or name in _SUPPLIED for name, spec in inputs.items()):
             return None
@@ -293,10 +291,7 @@ _decode: Callable[[str], _Positions] = msgspec.json.Decoder(_Positions).decode
 
 
 class VllmLogprobs:
-    """
-    Reads the log probabilities of one request, which asked for *count* alternatives per token; or *ids* alone, which
-    are their keys, without a count.
-    """
+    """Reads the log probabilities of one request with *count* alternatives per token, and the *ids* of the tokens."""
 
     def __init__(self, count: int | None, *, ids: bool = False) -> None:
         self._count = count

@@ -62,9 +62,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class Logits(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    The scores of every token at some positions: rows of *width* little-endian floats, to be used from row *first* on.
-    """
+    """The scores of every token at some positions: rows of *width* little-endian floats, used from row *first* on."""
 
     data: bytes
     datatype: str

@@ -36,8 +36,6 @@ class Rule(enum.StrEnum):
     """Sent to the backend."""
     PROXY = "done here"
     """Done by this service, exactly as the backend would."""
-    IGNORED = "ignored"
-    """Accepted without effect, because it cannot change the answer."""
     REFUSED = "refused"
     """A request that uses it is refused with 400 and the parameter's name."""
 
@@ -60,21 +58,17 @@ class Parameter(msgspec.Struct, frozen=True):
     special: bool = False
 
 
-class BoundParameter(msgspec.Struct, frozen=True, kw_only=True):
+class BoundParameter(Parameter, frozen=True, kw_only=True):
     """
     A row bound to a model: its *target* is an input or a key, ``None`` unless the rule is :attr:`Rule.MAPPED`.
 
     *neutral* are values that have their effect although the parameter is refused.
     """
 
-    name: str
     rule: Rule
     target: str | None = None
     datatype: str | None = None
-    note: str = ""
-    why: str = ""
     neutral: tuple[Any, ...] = ()
-    special: bool = False
 
 
 def bind(table: Sequence[Parameter], config: ModelConfig) -> tuple[BoundParameter, ...]:
@@ -83,17 +77,10 @@ def bind(table: Sequence[Parameter], config: ModelConfig) -> tuple[BoundParamete
     for row in table:
         specs = [config.inputs[name] for name in row.inputs if name in config.inputs]
         spec = next((each for each in specs if not (row.signed and each.datatype.startswith("UINT"))), None)
-        bound.append(
-            BoundParameter(
-                name=row.name,
-                rule=row.otherwise if spec is None else Rule.MAPPED,
-                target=None if spec is None else spec.name,
-                datatype=None if spec is None else spec.datatype,
-                note=row.note,
-                why=row.why if spec is None else "",
-                special=row.special,
-            )
-        )
+        found: dict[str, Any] = {"rule": row.otherwise}
+        if spec is not None:
+            found = {"rule": Rule.MAPPED, "target": spec.name, "datatype": spec.datatype}
+        bound.append(BoundParameter(**msgspec.structs.asdict(row), **found))
     return tuple(bound)
 
 
@@ -284,9 +271,7 @@ class Adapter:
         return not self.config.decoupled
 
     def encode(self, generation: Generation) -> InferRequest:
-        """
-        Return the request for one prompt. Raises :class:`InvalidRequest` for values the model's inputs cannot hold.
-        """
+        """Return the request for one prompt. Raises :class:`InvalidRequest` for values that no input can hold."""
         raise InvalidRequest(f"The model '{self.config.name}' does not generate text.", param="model")
 
     def decoder(self, generation: Generation) -> Decoder:
@@ -294,11 +279,7 @@ class Adapter:
         raise NotImplementedError
 
     def encode_prompt_logits(self, generation: Generation) -> InferRequest:
-        """
-        Return a request for the scores of the prompt's tokens, where ``capabilities.prompt_logprobs``.
-
-        Raises :class:`InvalidRequest` without a parameter for a prompt too long for that.
-        """
+        """Return a request for the scores of the prompt's tokens. Raises :class:`InvalidRequest` for too many."""
         raise NotImplementedError
 
     def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
@@ -306,11 +287,7 @@ class Adapter:
         raise NotImplementedError
 
     def cancel(self, generation: Generation) -> InferRequest | None:
-        """
-        Return a request that makes the engine stop *generation*, or ``None`` where closing the stream is enough.
-
-        It is sent beside closing the stream, and its answer is ignored.
-        """
+        """Return a request that makes the engine stop *generation*, ``None`` where closing the stream is enough."""
         return None
 
     def encode_embeddings(self, job: EmbeddingJob) -> Sequence[InferRequest]:
@@ -333,7 +310,7 @@ class Adapter:
 
     def tensor(self, name: str, *values: Any) -> Tensor:
         """
-        Return an input with the dtype and rank that the config declares for it, for one request row.
+        Return an input with the dtype and rank that the config declares for it.
 
         Raises :class:`ConfigurationError` when it is not declared: an adapter was forced upon a model it does not fit.
         """

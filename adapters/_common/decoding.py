@@ -10,10 +10,6 @@ from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.triton.tensors import InferResponse
 
-_REPLACEMENT = "\ufffd"
-# Of a character of four bytes whose last one is still to come.
-_MAX_PARTS = 3
-
 #: Adds to the delta of a response what a request asked for beside the text.
 Reader: TypeAlias = Callable[[InferResponse, Delta], None]
 
@@ -112,9 +108,7 @@ class PromptEcho:
         self._forms = sorted((form for form in forms if form is not None), key=len, reverse=True)
 
     def feed(self, text: str) -> str:
-        """
-        Return *text* without the prompt. Raises :class:`UpstreamError` where it is not found: it must not be shown.
-        """
+        """Return *text* without the prompt. Raises :class:`UpstreamError` where it is not found: it may not be shown."""
         for form in self._forms:
             if text.startswith(form):
                 return text[len(form) :]
@@ -128,47 +122,29 @@ class PromptEcho:
         return ""
 
 
-class _Held:
-    """Holds U+FFFD at the end of a text back: it may stand for the parts of a character that is still incomplete."""
-
-    _held = ""
-
-    def flush(self) -> str:
-        """Return the held back end: now it is known to stay."""
-        held, self._held = self._held, ""
-        return held
-
-
-class CumulativeText(_Held):
+class CumulativeText:
     """
     Turns text that repeats from its start at every step into deltas, without its first *skip* characters.
 
-    An incomplete character is one or more U+FFFD at the end until it is complete. Only the new part is looked at: the
-    cost is that of the new text.
+    U+FFFD at the end may stand for a character that is still incomplete, and is held back until the text goes on behind
+    it or ends. Only the new part is looked at: the cost is that of the new text.
     """
 
     def __init__(self, skip: int = 0) -> None:
         self._sent = skip
+        self._held = ""
 
     def feed(self, text: str) -> str:
         """Return what *text*, the whole text so far, adds."""
         end = len(text)
-        while end > self._sent and text[end - 1] == _REPLACEMENT:
+        while end > self._sent and text[end - 1] == "\ufffd":
             end -= 1
         delta = text[self._sent : end]
         self._held = text[end:]
         self._sent = max(self._sent, end)
         return delta
 
-
-class SplitText(_Held):
-    """Puts U+FFFD together that stand for the parts of one character, in deltas that the backend decodes one by one."""
-
-    def feed(self, text: str) -> str:
-        """Return what *text*, the new text, and what was held back are now certain to be."""
-        text = self._held + text
-        end = len(text)
-        while end > max(0, len(text) - _MAX_PARTS) and text[end - 1] == _REPLACEMENT:
-            end -= 1
-        self._held = text[end:]
-        return text[:end]
+    def flush(self) -> str:
+        """Return the held back end: now it is known to stay."""
+        held, self._held = self._held, ""
+        return held

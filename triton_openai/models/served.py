@@ -1,6 +1,4 @@
-"""
-The served models: what the catalog found, bound to adapters, tokenizers, templates, names and defaults.
-"""
+"""The served models: what the catalog found, bound to adapters, tokenizers, templates, names and defaults."""
 
 from __future__ import annotations
 
@@ -91,10 +89,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, adapter=self.text_level, reason=why, text_level=None)
 
     async def prompter(self) -> Prompter:
-        """
-        Return tokenizer and template. Raises :class:`ConfigurationError`, whose reason is for the log: it may hold
-        paths.
-        """
+        """Return tokenizer and template. Raises :class:`ConfigurationError`, whose detail is for the log alone."""
         try:
             return await self.lazy_prompter.get()
         except ConfigurationError as error:
@@ -202,13 +197,10 @@ class Models:
             await self.catalog.renew()
             self._seen = version
         name = self.wanted(name)
-        found = self.served.get(name)
-        if found is not None and self.catalog.snapshot.reachable:
-            return await self.settled(found)
-        await self.catalog.refresh_on_miss()
-        found = self.served.get(name)
-        if found is not None:
-            return await self.settled(found)
+        if name not in self.served or not self.catalog.snapshot.reachable:
+            await self.catalog.refresh_on_miss()
+        if name in self.served:
+            return await self.settled(self.served[name])
         snapshot = self.catalog.snapshot
         if snapshot.error is not None:
             raise UpstreamUnavailable(
@@ -226,14 +218,11 @@ class Models:
         """Return *model*, with its own adapter where the tokenizer that another one needs turns out to be unusable."""
         if model.text_level is None:
             return model
-        try:
-            known = (await model.prompter()).tokenizer is not None
-        except ConfigurationError:
-            # Nothing can be done without a tokenizer that the operator has named: whoever needs it says so.
-            known = True
-        if known:
-            return model
-        return model.on_text_level("its engine could answer, but the tokenizer is unusable")
+        # Nothing can be done without a tokenizer that the operator has named: whoever needs it says so.
+        with contextlib.suppress(ConfigurationError):
+            if (await model.prompter()).tokenizer is None:
+                return model.on_text_level("its engine could answer, but the tokenizer is unusable")
+        return model
 
     def listed(self) -> Sequence[str]:
         """Return the public names for the list of models."""
@@ -278,14 +267,14 @@ class Models:
         configs = snapshot.configs
         files = partial(_read_file, self._settings.triton.readable_repositories)
         # In a thread: it reads files.
-        every = await asyncio.to_thread(lambda: [(each, self._bind(each, configs, files)) for each in configs.values()])
-        for config, bound in every:
+        every = await asyncio.to_thread(lambda: [self._bind(each, configs, files) for each in configs.values()])
+        for bound in every:
             if isinstance(bound, ServedModel):
-                served[config.name] = bound
+                served[bound.name] = bound
             else:
                 unserved.append(bound)
-                if refuse and bound.failed and config.name in self.served:
-                    raise ConfigurationError(f"{config.name}: {bound.why}")
+                if refuse and bound.failed and bound.name in self.served:
+                    raise ConfigurationError(f"{bound.name}: {bound.why}")
         for alias, name in self._aliases.items():
             if alias in snapshot.configs:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)

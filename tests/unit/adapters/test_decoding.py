@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, SplitText, TextDecoder
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.triton.tensors import JsonResponse
@@ -69,19 +69,6 @@ def test_cumulative_text_is_whole_for_any_cutting_of_its_bytes(text, steps):
 
     assert text == "".join(deltas)
     assert not any(BROKEN in delta for delta in deltas)
-
-
-@given(st.lists(st.text(alphabet=f"ab{BROKEN}", max_size=5)))
-def test_parts_of_a_character_come_in_one_piece(texts):
-    """Nothing is lost or changed; what is held back is a run of U+FFFD at the end that one character could leave."""
-    stage = SplitText()
-    sent = ""
-    for number, text in enumerate(texts):
-        sent += stage.feed(text)
-        whole = "".join(texts[: number + 1])
-        run = len(whole) - len(whole.rstrip(BROKEN))
-        assert whole[: len(whole) - min(run, 3)] == sent
-    assert "".join(texts) == sent + stage.flush()
 
 
 def feed(decoder: TextDecoder, **outputs: Any) -> Delta:
