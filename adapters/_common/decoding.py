@@ -108,7 +108,7 @@ class PromptEcho:
         self._forms = sorted((form for form in forms if form is not None), key=len, reverse=True)
 
     def feed(self, text: str) -> str:
-        """Return *text* without the prompt. Raises :class:`UpstreamError` where it is not found: it may not be shown."""
+        """Return *text* without the prompt. Raises :class:`UpstreamError` where it is not found."""
         for form in self._forms:
             if text.startswith(form):
                 return text[len(form) :]
