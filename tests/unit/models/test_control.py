@@ -1,0 +1,159 @@
+"""Loading and unloading models, in front of a stand-in for Triton's client."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.cases import every_case
+from triton_openai.config import Settings
+from triton_openai.config.tree import TritonSettings
+from triton_openai.errors import ConfigurationError, ManagementDisabled, ModelConflict, ModelNotFound, UpstreamTimeout
+from triton_openai.models import control as module
+from triton_openai.models.control import ModelControl
+from triton_openai.models.draining import Draining, ModelDraining
+from triton_openai.triton.client import IndexEntry
+from triton_openai.triton.tensors import EnsembleStep, ModelConfig
+
+EXPLICIT = Settings(triton=TritonSettings(model_control_mode="explicit"))
+
+
+def ensemble(name: str, *steps: str) -> ModelConfig:
+    """Return the config of an ensemble."""
+    return ModelConfig(name=name, steps=tuple(EnsembleStep(model=step, input_map={}, output_map={}) for step in steps))
+
+
+CONFIGS = {
+    config.name: config
+    for config in (ensemble("outer", "inner", "x"), ensemble("inner", "y"), *map(ensemble, ("x", "y", "alone")))
+}
+
+
+class Triton:
+    """Models in states; an unload takes as many looks at the index as *looks*."""
+
+    def __init__(self, looks: float = 1) -> None:
+        self.states = dict.fromkeys(CONFIGS, "READY")
+        self.calls: list[tuple[str, bool]] = []
+        self._looks = looks
+
+    async def repository_index(self) -> list[IndexEntry]:
+        """Return every model's state."""
+        leaving = [name for name, state in self.states.items() if state == "UNLOADING"]
+        if leaving:
+            self._looks -= 1
+            if self._looks <= 0:
+                self.states.update(dict.fromkeys(leaving, "UNAVAILABLE"))
+        return [IndexEntry(name=name, state=state) for name, state in self.states.items()]
+
+    async def load_model(self, name: str) -> None:
+        """Load."""
+        self.states[name] = "READY"
+
+    async def unload_model(self, name: str, *, dependents: bool) -> None:
+        """Begin to unload *name*, and with its *dependents* what it consists of."""
+        self.calls.append((name, dependents))
+        for each in {"outer": ("outer", "inner", "x", "y")}.get(name, (name,)) if dependents else (name,):
+            self.states[each] = "UNLOADING"
+
+
+def control(triton: Triton, *, configs: Any = CONFIGS, settings: Settings = EXPLICIT) -> ModelControl:
+    """Return what controls the models of *triton*, of which *configs* are loaded and served."""
+
+    async def renew() -> None:
+        """Do nothing: the snapshot stays."""
+
+    snapshot = SimpleNamespace(configs=configs, waiting={}, error=None)
+    models: Any = SimpleNamespace(
+        catalog=SimpleNamespace(renew=renew, snapshot=snapshot),
+        served={name: SimpleNamespace(lora=None) for name in configs},
+        unserved=[],
+        owner=lambda name: name,
+    )
+    client: Any = triton
+    return ModelControl(settings, models, client, ModelDraining(Draining()))
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSE", 0)
+
+
+async def test_an_unload_waits_until_triton_has_let_go() -> None:
+    """A model that is UNLOADING still has its memory."""
+    triton = Triton(looks=5)
+
+    assert "alone" == await control(triton).unload("alone")
+    assert [("alone", False)] == triton.calls
+    assert "UNAVAILABLE" == triton.states["alone"]
+
+
+async def test_what_triton_does_not_let_go_of_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call ends, and names the model."""
+    monkeypatch.setattr(module, "_UNLOAD_SECONDS", 0.01)
+
+    with pytest.raises(UpstreamTimeout, match="'alone'"):
+        await control(Triton(looks=float("inf"))).unload("alone")
+
+
+async def test_parts_of_all_levels_go_with_an_ensemble() -> None:
+    """While they go, nobody else loads or unloads one of them."""
+    triton = Triton(looks=100)
+    controls = control(triton)
+    work = asyncio.create_task(controls.unload("outer", dependents=True))
+    while not triton.calls:  # noqa: ASYNC110 - what happens in tasks sets no event here
+        await asyncio.sleep(0)
+    with pytest.raises(ModelConflict) as caught:
+        await controls.load("y")
+    await work
+
+    assert "model_busy" == caught.value.code
+    assert {"alone"} == {name for name, state in triton.states.items() if state == "READY"}
+
+
+@every_case("name, dependents", [("x", False), ("y", False), ("inner", True)])
+async def test_a_model_that_others_use_stays(name: str, dependents: bool) -> None:
+    """Whoever uses it has to go first."""
+    triton = Triton()
+
+    with pytest.raises(ModelConflict, match="is used by") as caught:
+        await control(triton).unload(name, dependents=dependents)
+    assert "model_in_use" == caught.value.code
+    assert [] == triton.calls
+
+
+@every_case(
+    "state, load, code",
+    [
+        ("READY", True, "model_already_loaded"),
+        ("LOADING", True, "model_busy"),
+        ("UNLOADING", True, "model_busy"),
+        ("UNAVAILABLE", False, "model_not_loaded"),
+    ],
+)
+async def test_states_that_a_call_does_not_fit(state: str, load: bool, code: str) -> None:
+    """Nothing is sent to Triton."""
+    triton = Triton(looks=9)
+    triton.states["alone"] = state
+    controls = control(triton)
+
+    with pytest.raises(ModelConflict) as caught:
+        await (controls.load("alone") if load else controls.unload("alone"))
+    assert code == caught.value.code
+    assert [] == triton.calls
+
+
+async def test_what_cannot_be_loaded() -> None:
+    """Without the setting nothing; then no model that Triton does not have, and none that cannot be served."""
+    triton = Triton()
+    triton.states["alone"] = "UNAVAILABLE"
+
+    with pytest.raises(ManagementDisabled):
+        await control(triton, settings=Settings()).load("alone")
+    with pytest.raises(ModelNotFound):
+        await control(triton).load("none")
+    with pytest.raises(ConfigurationError, match="cannot be served: it is gone again"):
+        await control(triton, configs={}).load("alone")
