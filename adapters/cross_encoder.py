@@ -59,14 +59,9 @@ class _Interface(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def claim(self) -> str:
         """What the interface is, in words."""
-        names = [spec.name for spec in self.inputs]
-        if self.kind == "joint":
-            what = f"pairs of texts ({names[0]})"
-        elif self.kind == "ids":
-            what = f"token ids ({', '.join(names)})"
-        else:
-            what = f"two texts ({' and '.join(names)})"
-        return f"{what} and a score per pair out ({self.output})"
+        what = {"joint": "pairs of texts", "ids": "token ids"}.get(self.kind, "two texts")
+        names = ", ".join(spec.name for spec in self.inputs)
+        return f"{what} ({names}) and a score per pair out ({self.output})"
 
 
 def _interface(config: ModelConfig, *, any_output: bool) -> _Interface | None:

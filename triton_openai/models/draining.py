@@ -105,30 +105,6 @@ class Peers(Protocol):
         ...
 
 
-class NoPeers:
-    """Those of a process that serves alone, see :class:`Peers`."""
-
-    def __init__(self) -> None:
-        self._claimed: set[str] = set()
-
-    async def claim(self, models: Collection[str]) -> str | None:
-        """Claim *models*."""
-        taken = next((model for model in models if model in self._claimed), None)
-        if taken is None:
-            self._claimed.update(models)
-        return taken
-
-    def unclaim(self, models: Collection[str]) -> None:
-        """Give the claim back."""
-        self._claimed.difference_update(models)
-
-    def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
-        """Return a result at once."""
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
-
-
 class ModelDraining:
     """
     The requests of one process by model, and the models that take no new ones. *peers* are the other processes.
@@ -138,7 +114,8 @@ class ModelDraining:
 
     def __init__(self, draining: Draining, peers: Peers | None = None) -> None:
         self._draining = draining
-        self._peers = peers or NoPeers()
+        self._peers = peers
+        self._claimed: set[str] = set()
         self._running: dict[str, set[asyncio.Task[Any]]] = {}
         # Set whenever the last request on some model has ended.
         self._ended = asyncio.Event()
@@ -176,17 +153,22 @@ class ModelDraining:
 
         Raises :class:`ModelConflict` at once when somebody else does.
         """
-        taken = await self._peers.claim(models)
+        taken = next((model for model in models if model in self._claimed), None)
+        if taken is None and self._peers is not None:
+            taken = await self._peers.claim(models)
         if taken is not None:
             raise ModelConflict(
                 f"The model '{taken}' is being loaded or unloaded by another request.",
                 param="model",
                 code="model_busy",
             )
+        self._claimed.update(models)
         try:
             yield
         finally:
-            self._peers.unclaim(models)
+            self._claimed.difference_update(models)
+            if self._peers is not None:
+                self._peers.unclaim(models)
 
     @asynccontextmanager
     async def drained(self, models: Collection[str], grace: float) -> AsyncIterator[None]:
@@ -195,27 +177,31 @@ class ModelDraining:
 
         After *grace* seconds they are cancelled. Requests are taken again at the end.
         """
-        others = self._peers.change("close", models)
+        others = self._change_peers("close", models)
         here = asyncio.create_task(self.apply("close", models))
         try:
-            _, busy = await asyncio.wait({here, others}, timeout=grace)
+            _, busy = await asyncio.wait({here, *others}, timeout=grace)
             if busy:
-                self._peers.change("end", models)
+                self._change_peers("end", models)
                 await self.apply("end", models)
                 await asyncio.wait(busy, timeout=_FAREWELL_SECONDS)
             yield
         finally:
             here.cancel()
             await self.apply("open", models)
-            await self._change_peers("open", models)
+            await self._peers_changed("open", models)
 
     async def changed(self) -> None:
         """Tell the other processes that a model was loaded or unloaded."""
-        await self._change_peers("renew", ())
+        await self._peers_changed("renew", ())
 
-    async def _change_peers(self, action: ModelChange, models: Collection[str]) -> None:
+    def _change_peers(self, action: ModelChange, models: Collection[str]) -> set[asyncio.Future[Any]]:
+        return set() if self._peers is None else {self._peers.change(action, models)}
+
+    async def _peers_changed(self, action: ModelChange, models: Collection[str]) -> None:
         """Have the other processes make a change, and wait until they have: the client may ask one of them next."""
-        await asyncio.wait({self._peers.change(action, models)}, timeout=_FAREWELL_SECONDS)
+        if changing := self._change_peers(action, models):
+            await asyncio.wait(changing, timeout=_FAREWELL_SECONDS)
 
     async def apply(self, action: ModelChange, models: Collection[str]) -> None:
         """Make a change here and return when it is made: a closed model is idle then."""

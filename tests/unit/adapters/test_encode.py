@@ -356,6 +356,31 @@ def test_old_vllm_repeats_prompt_and_text():
     ]  # fmt: skip
 
 
+@every_case(
+    "change, sampling, ids, logprobs",
+    [
+        ({"token_ids": True}, {}, [5, 6], 0),
+        ({}, {"stop_token_ids": (6,)}, [5, 6], 0),
+        ({"token_ids": True}, {"logprobs": 0}, [5, 6], 2),
+        ({}, {"logprobs": 0}, [], 2),
+        ({}, {}, [], 0),
+    ],
+)
+def test_token_ids_of_vllm(change, sampling, ids, logprobs):
+    """They are the keys of the log probabilities, which are asked for and read where either is wanted."""
+    inputs = {**VLLM.inputs, **specs("return_logprobs? BOOL 1")}
+    outputs = {**VLLM.outputs, **specs("logprobs BYTES -1")}
+    adapter = Vllm(msgspec.structs.replace(VLLM, inputs=inputs, outputs=outputs), {})
+    asked = msgspec.structs.replace(generation(**sampling), **change)
+    response = {"text_output": "ab", "logprobs": '[{"5": {"logprob": -1.0}}, {"6": {"logprob": -2.0}}]'}
+
+    request = adapter.encode(asked)
+    (delta,) = adapter.decoder(asked).feed(JsonResponse(response))
+
+    assert bool(ids or logprobs) == ("logprobs" in request.outputs) == ("return_logprobs" in values(request))
+    assert (ids, logprobs) == (list(delta.token_ids), len(delta.logprobs))
+
+
 def test_vllm_inside_an_ensemble():
     """An ensemble with vLLM's tensors is claimed by its tensors, whatever its backend."""
     wrapped = msgspec.structs.replace(VLLM, backend="", platform="ensemble")
