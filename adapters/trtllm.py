@@ -71,6 +71,15 @@ class Trtllm(TrtllmAdapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
+        name = config.parameter("generation_model_name")
+        # A disaggregated model hands requests on.
+        self.engine = config if name is None else repository.get(name)
+        # Special tokens are added as the preprocessing for this engine does it. The engine itself names a tokenizer for
+        # its guides (0.19 and later).
+        steps = [step.model for user in users_of(config, repository) for step in user.steps]
+        found = tokenizing_hints(repository.get(name) for name in (*steps, "preprocessing")) or Hints(adds_bos=True)
+        own = config.parameter("tokenizer_dir")
+        self.hints = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
         logprobs = "return_log_probs" in config.inputs and LOGPROBS in config.outputs
         self.parameters = tuple(
             refused("logprobs") if row.name == "logprobs" and not logprobs else row for row in bind(PARAMETERS, config)
@@ -98,25 +107,6 @@ class Trtllm(TrtllmAdapter):
             return None
         kind = "disaggregated, " if config.parameter("generation_model_name") is not None else ""
         return f"{kind}inputs input_ids, input_lengths and request_output_len and output output_ids"
-
-    @property
-    def engine(self) -> ModelConfig | None:
-        """The config of the model that runs the engine: a disaggregated one hands requests on."""
-        name = self.config.parameter("generation_model_name")
-        return self.config if name is None else self.repository.get(name)
-
-    @property
-    def hints(self) -> Hints:
-        """
-        The tokenizer of the preprocessing that the same repository has for this engine, else the engine's own.
-
-        The engine names one for its guides (0.19 and later). Special tokens are added as preprocessing does it.
-        """
-        steps = [step.model for user in users_of(self.config, self.repository) for step in user.steps]
-        known = [self.repository.get(name) for name in (*steps, "preprocessing")]
-        found = tokenizing_hints(known) or Hints(adds_bos=True)
-        own = self.config.parameter("tokenizer_dir")
-        return msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
 
     def encode(self, generation: Generation) -> InferRequest:
         """

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from triton_openai.adapters._common.base import Hints
-from triton_openai.adapters._common.trtllm import tokenizing_hints
 from triton_openai.adapters.trtllm_ensemble import TrtllmText, is_text_model
 from triton_openai.triton.tensors import ModelConfig
 
 
 class TrtllmBls(TrtllmText):
     """
-    Streams have deltas, or with ``accumulate_tokens`` the whole text at every step (which is right about characters
-    split over tokens).
+    Streams have deltas, or with ``accumulate_tokens`` the whole text at every step, with every character. A model
+    without that parameter decodes in a way of its own.
 
     Its inner request has an id of its own and it never looks whether it was cancelled: work that is abandoned runs to
     its end.
@@ -21,37 +19,22 @@ class TrtllmBls(TrtllmText):
 
     name = "trtllm-bls"
 
+    def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
+        self.engine = repository.get(config.parameter("tensorrt_llm_model_name") or "tensorrt_llm")
+        # A name that the BLS has built in.
+        self.steps = [repository.get("preprocessing")]
+        accumulates = (config.parameter("accumulate_tokens") or "").lower() in ("true", "yes", "1", "t")
+        # It only acts on a decoupled model.
+        self.cumulative = config.decoupled and accumulates
+        self.splits_characters = "accumulate_tokens" in config.parameters and not self.cumulative
+        # Since 0.13.
+        if "prompt_table_extra_id" not in config.inputs:
+            self.unread = {"temperature": "this release of the model drops every value but 0 and 1"}
+        super().__init__(config, repository)
+
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models that are no ensembles and have TensorRT-LLM's text tensors."""
         if is_text_model(config) and config.platform != "ensemble":
             return "not an ensemble, with inputs text_input and max_tokens and output text_output"
         return None
-
-    @property
-    def engine(self) -> ModelConfig | None:
-        """The model that the parameter ``tensorrt_llm_model_name`` names, by default ``tensorrt_llm``."""
-        return self.repository.get(self.config.parameter("tensorrt_llm_model_name") or "tensorrt_llm")
-
-    @property
-    def cumulative(self) -> bool:
-        """Whether ``accumulate_tokens`` is on; it only acts on a decoupled model."""
-        flag = self.config.parameter("accumulate_tokens") or ""
-        return self.config.decoupled and flag.lower() in ("true", "yes", "1", "t")
-
-    @property
-    def splits_characters(self) -> bool:
-        """Whether ``accumulate_tokens`` is there and not on. A model without it decodes in a way of its own."""
-        return "accumulate_tokens" in self.config.parameters and not self.cumulative
-
-    @property
-    def unread(self) -> Mapping[str, str]:
-        """The temperature up to 0.12; 0.13 brings ``prompt_table_extra_id``."""
-        if "prompt_table_extra_id" in self.config.inputs:
-            return {}
-        return {"temperature": "this release of the model drops every value but 0 and 1"}
-
-    @property
-    def hints(self) -> Hints:
-        """The tokenizer of ``preprocessing``, a name that the BLS has built in."""
-        return tokenizing_hints([self.repository.get("preprocessing")]) or Hints()

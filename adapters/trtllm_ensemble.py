@@ -69,10 +69,18 @@ _STAGES = ("QUERY", "request_output_len", "TOKENS_BATCH")
 
 
 class TrtllmText(TrtllmAdapter):
-    """Base of the ensemble and BLS adapters."""
+    """Base of the ensemble and BLS adapters, which set *engine*, *steps* and *unread* before this is initialized."""
+
+    #: The models that it calls, as far as they are known.
+    steps: Sequence[ModelConfig | None] = ()
+    #: The parameters whose inputs are there and do not reach the engine, and why.
+    unread: Mapping[str, str] = {}
+    #: Whether every response of a stream repeats the text from its start, and whether each is decoded alone.
+    cumulative, splits_characters = False, True
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
+        self.hints = tokenizing_hints(self.steps) or Hints()
         inputs, outputs = config.inputs, config.outputs
         logprobs = "return_log_probs" in inputs
         # An answer that comes at once does not say which text is which token's.
@@ -109,21 +117,6 @@ class TrtllmText(TrtllmAdapter):
             and not any("OUT_PROMPT_EMBEDDING_TABLE" in step.output_map for step in self.config.steps)
         )
         return engine if alone else None
-
-    @property
-    def splits_characters(self) -> bool:
-        """Whether each response of a stream is decoded alone."""
-        return True
-
-    @property
-    def unread(self) -> Mapping[str, str]:
-        """The parameters whose inputs are there and do not reach the engine, and why."""
-        return {}
-
-    @property
-    def cumulative(self) -> bool:
-        """Whether every response of a stream repeats the text from its start."""
-        return False
 
     def at_once(self, generation: Generation) -> bool:
         """
@@ -212,6 +205,18 @@ class TrtllmEnsemble(TrtllmText):
 
     name = "trtllm-ensemble"
 
+    def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
+        self.steps = [repository.get(step.model) for step in config.steps]
+        # The step that takes stop requests.
+        self.engine = next(
+            (step for step in self.steps if step is not None and step.inputs.keys() >= ENGINE_INPUTS), None
+        )
+        maps = [step.input_map for step in config.steps]
+        if any("request_output_len" in each and "bad_words_list" not in each for each in maps):
+            # That of 0.5, whose preprocessing encodes them for nobody.
+            self.unread = {"bad_words": "this ensemble does not hand them to its engine"}
+        super().__init__(config, repository)
+
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim ensembles with TensorRT-LLM's text tensors, whatever their steps are called."""
@@ -220,32 +225,10 @@ class TrtllmEnsemble(TrtllmText):
         return None
 
     @property
-    def _steps(self) -> list[ModelConfig | None]:
-        return [self.repository.get(step.model) for step in self.config.steps]
-
-    @property
-    def engine(self) -> ModelConfig | None:
-        """The step that takes stop requests: the one with token-level inputs."""
-        return next((step for step in self._steps if step is not None and step.inputs.keys() >= ENGINE_INPUTS), None)
-
-    @property
     def token_level(self) -> ModelConfig | None:
         """The engine, unless more takes part than the three steps of every release."""
-        plain = all(step is not None and any(name in step.inputs for name in _STAGES) for step in self._steps)
+        plain = all(step is not None and any(name in step.inputs for name in _STAGES) for step in self.steps)
         return super().token_level if plain else None
-
-    @property
-    def unread(self) -> Mapping[str, str]:
-        """The bad words of 0.5, which its preprocessing encodes and nobody hands to the engine."""
-        maps = [step.input_map for step in self.config.steps]
-        if any("request_output_len" in each and "bad_words_list" not in each for each in maps):
-            return {"bad_words": "this ensemble does not hand them to its engine"}
-        return {}
-
-    @property
-    def hints(self) -> Hints:
-        """The tokenizer of the step that tokenizes."""
-        return tokenizing_hints(self._steps) or Hints()
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """

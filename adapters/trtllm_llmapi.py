@@ -55,6 +55,8 @@ class TrtllmLlmapi(TrtllmAdapter):
     """
 
     name = "trtllm-llmapi"
+    # Those of a tokenizer that the config does not name.
+    hints = Hints(adds_bos=True)
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
@@ -73,11 +75,6 @@ class TrtllmLlmapi(TrtllmAdapter):
         if not all(spec.optional or name in _SUPPLIED for name, spec in inputs.items()):
             return None
         return f"inputs text_input and {_PREFIX}max_tokens and output text_output"
-
-    @property
-    def hints(self) -> Hints:
-        """The LLM API adds the special tokens of its tokenizer; the config does not name that."""
-        return Hints(adds_bos=True)
 
     def hints_with(self, files: ModelFiles) -> Hints:
         """Return what ``model.yaml``, the arguments of the LLM API, tells."""

@@ -87,6 +87,8 @@ class Vllm(Adapter):
     """Text deltas with finish reason and counts; embeddings where the release has ``embedding_request``."""
 
     name = "vllm"
+    # Those of a tokenizer that the config does not name.
+    hints = Hints(adds_bos=True)
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
@@ -131,11 +133,6 @@ class Vllm(Adapter):
         if config.backend == "vllm" and "text_input" in inputs and "text_output" in config.outputs:
             return "backend vllm"
         return None
-
-    @property
-    def hints(self) -> Hints:
-        """vLLM adds the special tokens of its tokenizer to every text prompt; the config does not name that."""
-        return Hints(adds_bos=True)
 
     def hints_with(self, files: ModelFiles) -> Hints:
         """Return what ``model.json`` tells: that of the model, or of the step that an ensemble is made around."""

@@ -230,12 +230,14 @@ class Adapter:
     """
     Base of all adapters: refuses everything; an adapter overrides what its backend can do.
 
-    :attr:`capabilities` says what the model can do, :attr:`parameters` what each parameter of a request becomes on it.
+    :attr:`capabilities` says what the model can do, :attr:`parameters` what each parameter of a request becomes on it,
+    and :attr:`hints` what else the configs tell.
     """
 
     name: ClassVar[str]
     capabilities: Capabilities = Capabilities()
     parameters: Sequence[BoundParameter] = ()
+    hints: Hints = Hints()
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         """
@@ -251,11 +253,6 @@ class Adapter:
     def matches(cls, config: ModelConfig) -> str | None:
         """Return why this adapter claims the model (for a person to read), or ``None`` if it does not."""
         raise NotImplementedError
-
-    @property
-    def hints(self) -> Hints:
-        """What else the configs tell."""
-        return Hints()
 
     def hints_with(self, files: ModelFiles) -> Hints:
         """Return :attr:`hints`, completed by what *files* of the repository tell. Blocks; runs in a thread."""

@@ -48,12 +48,13 @@ _CONFIG_WIDTH = 3
 
 
 class TrtllmAdapter(Adapter):
-    """Base of the adapters of TensorRT-LLM: sampling, guides, LoRA adapters and the use of the KV cache."""
+    """
+    Base of the adapters of TensorRT-LLM: sampling, guides, LoRA adapters and the use of the KV cache.
 
-    @property
-    def engine(self) -> ModelConfig | None:
-        """The config of the model that runs the engine, if it is known."""
-        return None
+    :attr:`engine` is the config of the model that runs the engine, if it is known.
+    """
+
+    engine: ModelConfig | None = None
 
     def capabilities_with(self, **more: Any) -> Capabilities:
         """Return those that the model's config and its engine's decide, and *more*."""
