@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from triton_openai.adapters.trtllm_ensemble import TrtllmText, is_text_model
+from triton_openai.adapters.trtllm_ensemble import TrtllmText
 from triton_openai.triton.tensors import ModelConfig
 
 
@@ -18,6 +18,7 @@ class TrtllmBls(TrtllmText):
     """
 
     name = "trtllm-bls"
+    is_ensemble = False
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         self.engine = repository.get(config.parameter("tensorrt_llm_model_name") or "tensorrt_llm")
@@ -31,10 +32,3 @@ class TrtllmBls(TrtllmText):
         if "prompt_table_extra_id" not in config.inputs:
             self.unread = {"temperature": "this release of the model drops every value but 0 and 1"}
         super().__init__(config, repository)
-
-    @classmethod
-    def matches(cls, config: ModelConfig) -> str | None:
-        """Claim models that are no ensembles and have TensorRT-LLM's text tensors."""
-        if is_text_model(config) and config.platform != "ensemble":
-            return "not an ensemble, with inputs text_input and max_tokens and output text_output"
-        return None

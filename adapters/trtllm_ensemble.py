@@ -71,6 +71,7 @@ _STAGES = ("QUERY", "request_output_len", "TOKENS_BATCH")
 class TrtllmText(TrtllmAdapter):
     """Base of the ensemble and BLS adapters, which set *engine*, *steps* and *unread* before this is initialized."""
 
+    is_ensemble = True
     #: The models that it calls, as far as they are known.
     steps: Sequence[ModelConfig | None] = ()
     #: The parameters whose inputs are there and do not reach the engine, and why.
@@ -105,6 +106,18 @@ class TrtllmText(TrtllmAdapter):
             cumulative_logprob=logprobs and CUMULATIVE in outputs,
             bias_words=biases,
         )
+
+    @classmethod
+    def matches(cls, config: ModelConfig) -> str | None:
+        """Claim models with TensorRT-LLM's text tensors that require none that we cannot give, ensembles or others."""
+        inputs = config.inputs
+        if (config.platform == "ensemble") != cls.is_ensemble or not {"text_input", "max_tokens"} <= inputs.keys():
+            return None
+        given = all(spec.optional or name in _SUPPLIED for name, spec in inputs.items())
+        if not given or "text_output" not in config.outputs:
+            return None
+        kind = "an ensemble" if cls.is_ensemble else "not an ensemble,"
+        return f"{kind} with inputs text_input and max_tokens and output text_output"
 
     @property
     def token_level(self) -> ModelConfig | None:
@@ -208,21 +221,13 @@ class TrtllmEnsemble(TrtllmText):
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         self.steps = [repository.get(step.model) for step in config.steps]
         # The step that takes stop requests.
-        self.engine = next(
-            (step for step in self.steps if step is not None and step.inputs.keys() >= ENGINE_INPUTS), None
-        )
+        engines = [step for step in self.steps if step is not None and step.inputs.keys() >= ENGINE_INPUTS]
+        self.engine = engines[0] if engines else None
         maps = [step.input_map for step in config.steps]
         if any("request_output_len" in each and "bad_words_list" not in each for each in maps):
             # That of 0.5, whose preprocessing encodes them for nobody.
             self.unread = {"bad_words": "this ensemble does not hand them to its engine"}
         super().__init__(config, repository)
-
-    @classmethod
-    def matches(cls, config: ModelConfig) -> str | None:
-        """Claim ensembles with TensorRT-LLM's text tensors, whatever their steps are called."""
-        if is_text_model(config) and config.platform == "ensemble":
-            return "an ensemble with inputs text_input and max_tokens and output text_output"
-        return None
 
     @property
     def token_level(self) -> ModelConfig | None:
@@ -238,14 +243,6 @@ class TrtllmEnsemble(TrtllmText):
         request id, and the engine ends the request whose id comes with ``stop`` set.
         """
         return None if self.engine is None else stop_request(self.engine, generation.id)
-
-
-def is_text_model(config: ModelConfig) -> bool:
-    """Return whether *config* has the tensors of TensorRT-LLM's text models, and requires none that we cannot give."""
-    inputs = config.inputs
-    if not {"text_input", "max_tokens"} <= inputs.keys() or "text_output" not in config.outputs:
-        return False
-    return all(spec.optional or name in _SUPPLIED for name, spec in inputs.items())
 
 
 class StepLogprobs:
