@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder, TextStage
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
 from triton_openai.adapters._common.trtllm import (
     CUMULATIVE,
     ENGINE_INPUTS,
@@ -200,7 +200,7 @@ class TrtllmText(TrtllmAdapter):
     def decoder(self, generation: Generation) -> TextDecoder:
         """Return a decoder for one request."""
         logprobs = generation.sampling.logprobs is not None
-        stage: TextStage | None = None
+        stage: CumulativeText | PromptEcho | None = None
         if self.at_once(generation):
             stage = PromptEcho(generation.prompt, generation.prompt_echo) if self.capabilities.echoes else None
         elif self.cumulative:

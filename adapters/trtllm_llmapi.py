@@ -12,7 +12,7 @@ import structlog
 import yaml
 
 from triton_openai.adapters._common.base import Hints, ModelFiles, Parameter, Rule, bind, with_engine_arguments
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder, TextStage
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
 from triton_openai.adapters._common.trtllm import TrtllmAdapter
 from triton_openai.generation import Generation
 from triton_openai.triton.tensors import InferRequest, ModelConfig
@@ -95,7 +95,7 @@ class TrtllmLlmapi(TrtllmAdapter):
 
     def decoder(self, generation: Generation) -> TextDecoder:
         """Return a decoder for one request."""
-        stage: TextStage | None = None
+        stage: CumulativeText | PromptEcho | None = None
         if self.config.decoupled:
             stage = CumulativeText()
         elif self.capabilities.echoes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, FinishReason
@@ -12,18 +12,6 @@ from triton_openai.triton.tensors import InferResponse
 
 #: Adds to the delta of a response what a request asked for beside the text.
 Reader: TypeAlias = Callable[[InferResponse, Delta], None]
-
-
-class TextStage(Protocol):
-    """Makes the text of an answer from the texts of its responses."""
-
-    def feed(self, text: str) -> str:
-        """Return what *text*, that of the next response, adds."""
-        ...
-
-    def flush(self) -> str:
-        """Return what was held back, once the stream has ended."""
-        ...
 
 
 class TextDecoder:
@@ -37,7 +25,7 @@ class TextDecoder:
 
     def __init__(
         self,
-        stage: TextStage | None = None,
+        stage: CumulativeText | PromptEcho | None = None,
         *,
         text: str = "text_output",
         prompt_count: str | None = None,

@@ -347,56 +347,43 @@ class Models:
     def _bind(
         self, config: ModelConfig, repository: Mapping[str, ModelConfig], files: ModelFiles
     ) -> ServedModel | Unserved:
-        settings = self._settings.model(config.name)
+        name, settings, own = config.name, self._settings.model(config.name), self._settings.models.get(config.name)
+        role = helper_role(config, repository)
+        # A default adapter for all models is for those that could be served: a helper stays a helper.
+        shown = role == ENGINE and self._settings.api.list_all_models
+        if role is not None and not shown and (own is None or own.adapter is None):
+            return Unserved(name=name, why=f"it is the {role}", role=role)
         try:
-            found = self._adapter(config, settings, repository)
-            if isinstance(found, Unserved):
-                return found
-            adapter, reason = found
+            registry = self._registry
+            claim = registry.claim(config) if settings.adapter is None else registry.named(settings.adapter)
+            if claim is None:
+                return Unserved(name=name, why=_why_unclaimed(config))
+            adapter, reason = claim.adapter(config, repository), claim.reason
             hints, text_level = adapter.hints_with(files), None
             direct = self._token_level(adapter, repository) if settings.adapter is None else None
             if direct is not None and may_have_tokenizer(settings.tokenizer, hints.tokenizer_dir):
                 reason = f"{adapter.name}, answered by its engine '{direct.config.name}', see --prefer-token-level"
                 adapter, text_level = direct, adapter
         except ServiceError as error:
-            _log.error("model cannot be served", model=config.name, reason=error.message)
-            return Unserved(name=config.name, why=error.message, failed=True)
+            _log.error("model cannot be served", model=name, reason=error.message)
+            return Unserved(name=name, why=error.message, failed=True)
         except Exception as error:  # noqa: BLE001 - a third party's mistake must not keep the others from their models
-            _log.exception("an adapter failed to take a model", model=config.name)
-            return Unserved(name=config.name, why=f"its adapter failed: {type(error).__name__}", failed=True)
+            _log.exception("an adapter failed to take a model", model=name)
+            return Unserved(name=name, why=f"its adapter failed: {type(error).__name__}", failed=True)
         if settings.max_model_len is None:
             settings = msgspec.structs.replace(settings, max_model_len=hints.max_model_len)
         return ServedModel(
-            name=config.name,
-            owner=config.name,
+            name=name,
+            owner=name,
             adapter=adapter,
             reason=reason,
             settings=settings,
-            lazy_prompter=self._prompters.of(config.name, settings, hints.tokenizer_dir, hints.tokenizer),
+            lazy_prompter=self._prompters.of(name, settings, hints.tokenizer_dir, hints.tokenizer),
             text_level=text_level,
             priorities=max(_priorities(each.config, repository) for each in (adapter, text_level) if each is not None),
             fingerprint=config.fingerprint,
             hints=hints,
         )
-
-    def _adapter(
-        self, config: ModelConfig, settings: ModelSettings, repository: Mapping[str, ModelConfig]
-    ) -> tuple[Adapter, str] | Unserved:
-        # A default adapter for all models is for those that could be served: a helper stays a helper.
-        own = self._settings.models.get(config.name)
-        named = own is not None and own.adapter is not None
-        role = helper_role(config, repository)
-        if role == ENGINE and self._settings.api.list_all_models:
-            role = None
-        if settings.adapter is not None and (role is None or named):
-            claim = self._registry.named(settings.adapter)
-            return claim.adapter(config, repository), claim.reason
-        if role is not None:
-            return Unserved(name=config.name, why=f"it is the {role}", role=role)
-        found = self._registry.claim(config)
-        if found is None:
-            return Unserved(name=config.name, why=_why_unclaimed(config))
-        return found.adapter(config, repository), found.reason
 
     def _token_level(self, adapter: Adapter, repository: Mapping[str, ModelConfig]) -> Adapter | None:
         """Return what answers with the engine behind *adapter*'s model, where there is one and it is wanted."""

@@ -210,6 +210,31 @@ def test_an_echo_that_cannot_be_taken_out_is_not_asked_for():
 
 
 @every_case(
+    "flag, output",
+    [
+        ("return_perf_metrics", "kv_cache_reused_blocks"),
+        ("return_kv_cache_reuse_stats", "kv_cache_reused_blocks"),
+    ],
+)
+def test_tokens_from_the_cache(flag, output):
+    """They are asked for where the size of a block is known, and only the last response has them."""
+    inputs, outputs = {**TEXT.inputs, **specs(f"{flag}? BOOL 1")}, {**TEXT.outputs, **specs(f"{output} INT32 1")}
+    adapter = TrtllmEnsemble(msgspec.structs.replace(TEXT, inputs=inputs, outputs=outputs), {})
+    known = msgspec.structs.replace(generation(), kv_cache_block_size=16)
+    decoder = adapter.decoder(known)
+
+    assert [True] == values(adapter.encode(known))[flag]
+    assert output in adapter.encode(known).outputs
+    assert flag not in values(adapter.encode(generation()))
+    assert None is decoder.feed(JsonResponse({"text_output": "a"}))[0].cached_tokens
+    assert 48 == decoder.feed(JsonResponse({output: 3}))[0].cached_tokens
+    assert 48 == decoder.feed(JsonResponse({output: "3"}))[0].cached_tokens, "the LLM API's model sends text"
+    with pytest.raises(UpstreamError, match="malformed"):
+        decoder.feed(JsonResponse({output: "many"}))
+    assert None is adapter.decoder(generation()).feed(JsonResponse({output: 3}))[0].cached_tokens
+
+
+@every_case(
     "model, parameters, expected",
     [
         (TrtllmEnsemble, {}, True),
