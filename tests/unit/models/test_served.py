@@ -1,0 +1,57 @@
+"""Which names are served, and what becomes of them when settings change."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import serving
+from triton_openai.config import Settings
+from triton_openai.config.tree import ApiSettings, ModelSettings, TritonSettings
+from triton_openai.errors import ConfigurationError, ModelNotFound
+
+
+async def test_names_of_lora_adapters() -> None:
+    """One that two models have, or that a model has itself, is none of an adapter; with the model's it is."""
+    loras = {"m": ModelSettings(loras=("french",)), "n": ModelSettings(loras=("french", "german", "m"))}
+    async with FakeTriton(config_of("m"), config_of("n")) as triton:
+        settings = Settings(triton=TritonSettings(url=(triton.url,)), api=ApiSettings(lora_separator="-"), models=loras)
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            served = proxy.models.served
+
+    assert {"m", "n", "m-french", "n-french", "n-german", "n-m", "german"} == served.keys()
+    assert ("n", "german") == (served["german"].owner, served["german"].answers_as)
+    assert None is served["m"].lora
+
+
+async def test_settings_that_take_a_model_away_change_nothing() -> None:
+    """They are refused, and the next look at Triton finds the model as it was."""
+    async with FakeTriton(config_of("m")) as triton:
+        settings = Settings(triton=TritonSettings(url=(triton.url,)))
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            wrong = replace(settings, models={"m": ModelSettings(adapter="embeddings")})
+            with pytest.raises(ConfigurationError, match=r"m: .*'embeddings' needs"):
+                await proxy.models.take_over(wrong, renew=False)
+            await proxy.models.catalog.renew()
+            assert "vllm" == proxy.models.served["m"].adapter.name
+
+            await proxy.models.take_over(replace(settings, models={"m": ModelSettings(aliases=("a",))}), renew=False)
+            assert "m" == (await proxy.models.find("a")).owner
+
+
+async def test_a_model_that_is_gone() -> None:
+    """It is none from the next look on; a new one is found when it is asked for."""
+    async with (
+        FakeTriton(config_of("m")) as triton,
+        serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
+    ):
+        await proxy.ready()
+        triton.models["n"] = {**triton.models.pop("m"), "name": "n"}
+        await proxy.models.catalog.renew()
+
+        assert "n" == (await proxy.models.find("n")).owner
+        with pytest.raises(ModelNotFound):
+            await proxy.models.find("m")
