@@ -11,7 +11,14 @@ import pytest
 from tests.cases import every_case
 from triton_openai.config import Settings
 from triton_openai.config.tree import TritonSettings
-from triton_openai.errors import ConfigurationError, ManagementDisabled, ModelConflict, ModelNotFound, UpstreamTimeout
+from triton_openai.errors import (
+    ConfigurationError,
+    ManagementDisabled,
+    ModelConflict,
+    ModelNotFound,
+    ModelUnloading,
+    UpstreamTimeout,
+)
 from triton_openai.models import control as module
 from triton_openai.models.control import ModelControl
 from triton_openai.models.draining import Draining, ModelDraining
@@ -60,7 +67,9 @@ class Triton:
             self.states[each] = "UNLOADING"
 
 
-def control(triton: Triton, *, configs: Any = CONFIGS, settings: Settings = EXPLICIT) -> ModelControl:
+def control(
+    triton: Triton, *, configs: Any = CONFIGS, settings: Settings = EXPLICIT, draining: ModelDraining | None = None
+) -> ModelControl:
     """Return what controls the models of *triton*, of which *configs* are loaded and served."""
 
     async def renew() -> None:
@@ -74,7 +83,7 @@ def control(triton: Triton, *, configs: Any = CONFIGS, settings: Settings = EXPL
         owner=lambda name: name,
     )
     client: Any = triton
-    return ModelControl(settings, models, client, ModelDraining(Draining()))
+    return ModelControl(settings, models, client, draining or ModelDraining(Draining()))
 
 
 @pytest.fixture(autouse=True)
@@ -100,12 +109,16 @@ async def test_what_triton_does_not_let_go_of_in_time(monkeypatch: pytest.Monkey
 
 
 async def test_parts_of_all_levels_go_with_an_ensemble() -> None:
-    """While they go, nobody else loads or unloads one of them."""
-    triton = Triton(looks=100)
-    controls = control(triton)
+    """While they go, none of them takes requests, and nobody else loads or unloads one."""
+    triton, draining = Triton(looks=100), ModelDraining(Draining())
+    controls = control(triton, draining=draining)
     work = asyncio.create_task(controls.unload("outer", dependents=True))
     while not triton.calls:  # noqa: ASYNC110 - what happens in tasks sets no event here
         await asyncio.sleep(0)
+    for part in ("outer", "inner", "x", "y"):
+        with pytest.raises(ModelUnloading):
+            draining.check(part)
+    draining.check("alone")
     with pytest.raises(ModelConflict) as caught:
         await controls.load("y")
     await work

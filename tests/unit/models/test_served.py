@@ -35,7 +35,9 @@ async def test_settings_that_take_a_model_away_change_nothing() -> None:
             wrong = replace(settings, models={"m": ModelSettings(adapter="embeddings")})
             with pytest.raises(ConfigurationError, match=r"m: .*'embeddings' needs"):
                 await proxy.models.take_over(wrong, renew=False)
+            triton.models["n"] = {**triton.models["m"], "name": "n"}
             await proxy.models.catalog.renew()
+            assert {"m", "n"} == proxy.models.served.keys()
             assert "vllm" == proxy.models.served["m"].adapter.name
 
             await proxy.models.take_over(replace(settings, models={"m": ModelSettings(aliases=("a",))}), renew=False)
