@@ -77,7 +77,7 @@ class TrtllmLlmapi(TrtllmAdapter):
         return f"inputs text_input and {_PREFIX}max_tokens and output text_output"
 
     def hints_with(self, files: ModelFiles) -> Hints:
-        """Return what ``model.yaml``, the arguments of the LLM API, tells."""
+        """Return what ``model.yaml``, the arguments of the LLM API, says."""
         try:
             arguments = yaml.safe_load(files(self.config.name, "model.yaml") or b"")
         except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -135,7 +135,7 @@ class Vllm(Adapter):
         return None
 
     def hints_with(self, files: ModelFiles) -> Hints:
-        """Return what ``model.json`` tells: that of the model, or of the step that an ensemble is made around."""
+        """Return what ``model.json`` says: that of the model, or of the step that an ensemble is made around."""
         for name in (self.config.name, *(step.model for step in self.config.steps)):
             content = files(name, "model.json")
             if content is None:

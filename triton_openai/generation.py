@@ -204,7 +204,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """
     Token counts of the backend or of the model's own tokenizer.
 
-    ``cached_tokens`` are those of the prompt that came from the backend's cache, ``None`` where it does not tell.
+    ``cached_tokens`` are those of the prompt that came from the backend's cache, ``None`` where it reports none.
     """
 
     prompt_tokens: int
@@ -214,7 +214,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 class Delta(msgspec.Struct, gc=False):
     """
-    What one step of a stream adds. What the backend does not tell on this step is ``None``.
+    What one step of a stream adds. What the backend does not report on this step is ``None``.
 
     ``tokens`` is the number of new tokens, with or without text (a character still incomplete, a stop string still
     possible); ``logprobs`` are theirs. A backend that answers in token ids sets ``token_ids``, and ``logits``, a row

@@ -183,7 +183,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     ``tokenizer_dir`` is a path on the server's machine; ``tokenizer`` is a folder, or a name on the Hugging Face hub,
     from the model's own files. ``adds_bos`` is whether the backend adds special tokens to a prompt. ``max_model_len``
     is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras`` and
-    ``generates`` are whether the engine takes LoRA adapters, and generates text, as far as the files tell.
+    ``generates`` are whether the engine takes LoRA adapters, and generates text, as far as the files say.
     """
 
     tokenizer_dir: str | None = None
@@ -231,7 +231,7 @@ class Adapter:
     Base of all adapters: refuses everything; an adapter overrides what its backend can do.
 
     :attr:`capabilities` says what the model can do, :attr:`parameters` what each parameter of a request becomes on it,
-    and :attr:`hints` what else the configs tell.
+    and :attr:`hints` what else the configs say.
     """
 
     name: ClassVar[str]
@@ -255,7 +255,7 @@ class Adapter:
         raise NotImplementedError
 
     def hints_with(self, files: ModelFiles) -> Hints:
-        """Return :attr:`hints`, completed by what *files* of the repository tell. Blocks; runs in a thread."""
+        """Return :attr:`hints`, completed by what *files* of the repository say. Blocks; runs in a thread."""
         return self.hints
 
     @property

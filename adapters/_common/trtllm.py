@@ -78,7 +78,7 @@ class TrtllmAdapter(Adapter):
         )
 
     def hints_with(self, files: ModelFiles) -> Hints:
-        """Return what the engine's config and files tell of the longest prompt, too."""
+        """Return what the engine's config and files say of the longest prompt, too."""
         return msgspec.structs.replace(self.hints, max_prompt_len=_prompt_limit(self.engine))
 
     def generation_request(
@@ -117,7 +117,7 @@ class TrtllmAdapter(Adapter):
         return readers
 
     def _cache_report(self, generation: Generation) -> tuple[str, str] | None:
-        """Return the flag and the output where the model tells of its cache and the size of a block is known."""
+        """Return the flag and the output where the model reports its cache and the size of a block is known."""
         inputs, outputs = self.config.inputs, self.config.outputs
         if generation.kv_cache_block_size is None:
             return None
@@ -259,7 +259,7 @@ def _lora_format(config: ModelConfig) -> LoraFormat | None:
 
 def _prompt_limit(engine: ModelConfig | None) -> int | None:
     """
-    Return a number of tokens that no prompt of *engine* can exceed, where its config or its files tell one.
+    Return a number of tokens that no prompt of *engine* can exceed, where its config or its files give one.
 
     ``max_seq_len`` is the limit of an engine's ``config.json``; ``max_input_len`` is one only where that is missing (up
     to 0.9), as the executor takes longer prompts when it packs inputs. A KV cache without a window has to hold the

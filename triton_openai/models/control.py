@@ -131,7 +131,7 @@ class ModelControl:
                 warn(_log, "model was not loaded", error, model=model)
                 raise
             finally:
-                # Also after a failure, of which the index tells the reason.
+                # Also after a failure, of which the index has the reason.
                 await self._models.catalog.renew()
             await self._draining.changed()
             self._check_served(model)

@@ -2,7 +2,7 @@
 Draining of the service, or of a model: running requests may finish for a while, then they are cancelled with a reason.
 
 A model that is to be unloaded takes no new requests first. In a service of several processes each drains its own
-requests, and tells the others of changes through :class:`Peers`.
+requests, and makes changes in the others through :class:`Peers`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import web
 
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
 
-# Longest time that cancelled requests may take to tell their clients, and other processes to make a change.
+# Longest time that cancelled requests may take to answer their clients, and other processes to make a change.
 _FAREWELL_SECONDS = 1.0
 
 
@@ -192,7 +192,7 @@ class ModelDraining:
             await self._peers_changed("open", models)
 
     async def changed(self) -> None:
-        """Tell the other processes that a model was loaded or unloaded."""
+        """Have the other processes look at what Triton has loaded."""
         await self._peers_changed("renew", ())
 
     def _change_peers(self, action: ModelChange, models: Collection[str]) -> set[asyncio.Future[Any]]:

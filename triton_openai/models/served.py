@@ -46,7 +46,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     *lora_delivery* sends its weights where requests have to. *priorities* are the levels of its queue, 0 where there
     are none. *fingerprint*, OpenAI's ``system_fingerprint``, changes with Triton's version and the model's config.
     *settings* have the context length of the model's files where the operator gives none; *hints* are what else its
-    config and its files tell.
+    config and its files say.
     """
 
     name: str
