@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 import tokenizers
 
-from triton_openai.errors import InvalidRequest
+from triton_openai.errors import InvalidRequest, InvalidValue
 from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import INLINE_CHARACTERS, Tokenizer
 
@@ -95,7 +95,7 @@ def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool)
         else:
             text = text[: min(_place(tokens, allowed)[0], _place(tokens, last)[1] - 1)]
     if allowed <= 0 or not text:
-        raise InvalidRequest(f"'{_PARAM}' leaves nothing of the prompt.", param=_PARAM, code="invalid_value")
+        raise InvalidValue(f"'{_PARAM}' leaves nothing of the prompt.", _PARAM)
     return text
 
 

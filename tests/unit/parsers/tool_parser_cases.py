@@ -316,6 +316,13 @@ HARMONY = (
         content="It is 2.\n",
         reasoning="a\n1+1",
     ),
+    Case(
+        "openai",
+        "a tool of the model's server",
+        "<|channel|>commentary to=python code<|message|>1+1<|call|><|start|>assistant<|channel|>final<|message|>2",
+        content="2",
+        reasoning="1+1",
+    ),
     Case("openai", "cut", "<|channel|>analysis<|message|>Thinking abou", reasoning="Thinking abou"),
     Case(
         "openai",

@@ -36,8 +36,7 @@ class Invokes(SectionCalls, TaggedCalls):
                 raise Malformed
             if self.trims_lines:
                 yield from self._reader.optional("\n")
-            text = {"true": True, "false": False}.get(attributes.get("string", ""))
-            yield from self._value(attributes["name"], value_ends, text=text)
+            yield from self._value(attributes["name"], value_ends, is_text=attributes.get("string") == "true")
         self._finish()
 
     def _attributes(self) -> Step[dict[str, str]]:
