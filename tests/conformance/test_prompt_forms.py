@@ -119,9 +119,9 @@ async def test_a_model_without_a_form(proxies: dict[str, Proxy]) -> None:
 
 
 async def test_a_form_that_cannot_be_followed(triton: TestTriton) -> None:
-    """``auto`` without a form in the tokenizer's tokens says what to do."""
-    async with serving(changed(proxy_settings(triton, "http"), defaults={"fim_template": "auto"})) as running:
+    """A form whose tokens the tokenizer lacks says which."""
+    async with serving(changed(proxy_settings(triton, "http"), defaults={"fim_template": "codestral"})) as running:
         answer = await running.post(COMPLETIONS, {"model": "ensemble", "prompt": "a", "suffix": "x"})
 
     assert (501, "configuration_error") == (answer.status, answer.error["code"])
-    assert "{prefix}" in answer.error["message"]
+    assert "[SUFFIX]" in answer.error["message"]

@@ -19,8 +19,7 @@ from triton_openai.cli.banner import banner_of, render_banner
 from triton_openai.config import Settings
 from triton_openai.config.tree import ApiSettings, ModelDefaults, ModelSettings, TritonSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.prompts import cache as prompters
-from triton_openai.prompts.cache import LazyPrompter
+from triton_openai.prompts import prompter as prompters
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 
@@ -170,8 +169,7 @@ async def test_a_tokenizer_that_takes_for_ever(
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
         return load(source)
 
-    resolve = Prompter.resolve
-    monkeypatch.setattr(Prompter, "resolve", lambda **given: resolve(**given, load=slow))
+    monkeypatch.setattr(Tokenizer, "load", slow)
     async with checked(fake, settings_of(fake, tokenizer=folder)) as proxy:
         early = await proxy.post(CHATS, HELLO)
         release.set()
@@ -298,8 +296,7 @@ async def test_a_model_of_the_hub_that_cannot_be_had(
         raise ConfigurationError("the hub cannot be reached")
 
     monkeypatch.setattr("triton_openai.models.served._RECHECK_SECONDS", 0.01)
-    resolve = Prompter.resolve
-    monkeypatch.setattr(Prompter, "resolve", lambda **given: resolve(**given, load=unreachable))
+    monkeypatch.setattr(Tokenizer, "load", unreachable)
     settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(repository,)))
     with structlog.testing.capture_logs() as lines:
         async with checked(fake, settings) as proxy:
@@ -381,7 +378,8 @@ async def test_what_the_file_of_an_llm_api_model_tells(
     """Its tokenizer and its context length; what cannot be read is passed over."""
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "model.yaml").write_text(written)
-    monkeypatch.setattr(LazyPrompter, "_resolve", lambda self: Prompter.resolve())
+    resolve = Prompter.resolve
+    monkeypatch.setattr(Prompter, "resolve", lambda *_: resolve(ModelSettings()))
     async with FakeTriton(LLMAPI) as fake:
         settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(tmp_path,)))
         async with checked(fake, settings) as proxy:

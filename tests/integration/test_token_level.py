@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import msgspec
@@ -35,7 +33,7 @@ from triton_openai.config import Settings
 from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import Sampling
-from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.tokenizer import Tokenizer as ModelTokenizer
 from triton_openai.telemetry.observation import Observation
 
 pytestmark = in_session_loop
@@ -386,8 +384,7 @@ async def test_without_a_usable_tokenizer_the_model_answers_itself(triton: TestT
     def load(_: str) -> NoReturn:
         raise ConfigurationError("It cannot be read.")
 
-    unreadable = SimpleNamespace(resolve=partial(Prompter.resolve, load=load))
-    monkeypatch.setattr("triton_openai.prompts.cache.Prompter", unreadable)
+    monkeypatch.setattr(ModelTokenizer, "load", load)
     async with serving(proxy_settings(triton, "http", prefer_token_level="auto")) as service:
         await service.ready()
         answer = await ask(service, "completions", "ensemble", steered(text=HARD))

@@ -24,8 +24,7 @@ from triton_openai.generation import Delta, FinishReason, Generation, Lora, Toke
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.offload import run as offloaded
-from triton_openai.prompts.token_counts import count_pieces, tokens_in, tokens_in_pieces
-from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
 from triton_openai.telemetry.observation import UPSTREAM, InterTokenLatency
 from triton_openai.triton.client import ResponseStream, SingleAnswer, TritonClient
 from triton_openai.triton.status import failed_midway, no_answer

@@ -15,7 +15,6 @@ from aiohttp import web
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 from triton_openai.prompts import offload
-from triton_openai.prompts.json_values import decoder
 from triton_openai.serving.request_body import ask_for_body, content_coding, decompress
 from triton_openai.telemetry.observation import OBSERVATION
 
@@ -292,11 +291,11 @@ def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) ->
         raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
     try:
         try:
-            parsed: _T = decoder(kind).decode(body)
+            parsed: _T = offload.decoder(kind).decode(body)
         except msgspec.ValidationError as error:
             if not _MENDABLE.search(str(error)):
                 raise
-            parsed = decoder(kind).decode(_mended(body, kind, ignored))
+            parsed = offload.decoder(kind).decode(_mended(body, kind, ignored))
         return parsed
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error

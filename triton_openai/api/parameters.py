@@ -21,7 +21,7 @@ from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.json_values import decoder
+from triton_openai.prompts.offload import decoder
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 

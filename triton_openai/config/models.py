@@ -132,7 +132,7 @@ class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="How a model that was trained to fill in the middle takes 'suffix': a text with {prefix} and "
-            "{suffix}, the name of a known form, or 'auto' for the form whose tokens the tokenizer has.",
+            "{suffix}, or the name of a known form.",
             extra={"file_only": True},
         ),
     ] = None

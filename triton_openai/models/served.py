@@ -21,8 +21,7 @@ from triton_openai.generation import Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
 from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
 from triton_openai.parsers.choose import Parsers
-from triton_openai.prompts.cache import LazyPrompter, Prompters
-from triton_openai.prompts.prompter import Prompter, may_have_tokenizer
+from triton_openai.prompts.prompter import LazyPrompter, Prompter, Prompters, may_have_tokenizer
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.tensors import ModelConfig

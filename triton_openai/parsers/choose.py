@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.reasoning import registry as reasoning_parsers
 from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.tools import registry as tool_parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.detect import detect
-from triton_openai.prompts.messages import Rendering
-from triton_openai.prompts.prompter import Prompter
 
 AUTO = "auto"
 NONE = "none"
@@ -29,24 +26,17 @@ class Parsers(msgspec.Struct, frozen=True, kw_only=True):
         return any(parser is not None and parser.special_tokens for parser in (self.tools, self.reasoning))
 
 
-def choose(prompter: Prompter, *, tools: str | None, reasoning: str | None) -> Parsers:
+def choose(template: str, *, tools: str | None, reasoning: str | None) -> Parsers:
     """
-    Return the parsers called *tools* and *reasoning* (``auto`` or ``None``: by the template; ``none``: no parser).
+    Return the parsers called *tools* and *reasoning* (``auto`` or ``None``: by the text of the chat *template*;
+    ``none``: no parser).
 
     Raises :class:`ConfigurationError` for names that do not exist.
     """
-    found_tools, found_reasoning = detect(_template_source(prompter))
+    found_tools, found_reasoning = detect(template)
     tool_name = found_tools if tools in (None, AUTO) else tools
     reasoning_name = found_reasoning if reasoning in (None, AUTO) else reasoning
     return Parsers(
         tools=None if tool_name in (None, NONE) else tool_parsers.load(tool_name),
         reasoning=None if reasoning_name in (None, NONE) else reasoning_parsers.load(reasoning_name),
     )
-
-
-def _template_source(prompter: Prompter) -> str:
-    try:
-        # A template for tools of its own shows their markup best.
-        return prompter.template_for(Rendering(tools=[{}])).source
-    except ConfigurationError:
-        return ""

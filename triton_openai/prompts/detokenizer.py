@@ -13,11 +13,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
-_SPACE = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Spaces, several bytes per character, a character that few vocabularies hold: what the ways of writing differ in.
 _PROBE = "a b  Zo\u00eb \u20ac5 \U0001f600 \u0950"
@@ -35,25 +35,23 @@ class TokenPieces:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added = {number: token.content.encode() for number, token in added.items()}
-        self._known: dict[int, bytes | None] = {}
+        self._known: dict[int, bytes | None] = dict(self._added)
         self._read, self._drops = _way_of_writing(_decoders(backend))
         self.exact = self._read is not None and self._proves()
 
     def raw(self, token_id: int) -> bytes | None:
         """Return the bytes of a token, ``None`` where they are not known; an id that does not exist has none."""
-        try:
-            return self._known[token_id]
-        except KeyError:
-            found = self._known[token_id] = self._find(token_id)
-            return found
+        if token_id not in self._known:
+            self._known[token_id] = self._find(token_id)
+        return self._known[token_id]
 
     @cached_property
     def longest(self) -> int | None:
         """How many bytes of a text one token can stand for; ``None`` where it is not known that a token has bytes."""
         if not self.exact:
             return None
-        size: Callable[[str], int] = len if self._read is _byte_level else _encoded_size
-        most = max(map(size, self._backend.get_vocab(with_added_tokens=False)), default=0)
+        pieces = self._backend.get_vocab(with_added_tokens=False)
+        most = max((len(piece if self._read is _byte_level else piece.encode()) for piece in pieces), default=0)
         most = max(most, *map(len, self._added.values()), 1)
         # A normalizer composes characters: three decomposed ones of Hangul become one.
         return most if self._backend.normalizer is None else 3 * most
@@ -68,8 +66,6 @@ class TokenPieces:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def _find(self, token_id: int) -> bytes | None:
-        if token_id in self._added:
-            return self._added[token_id]
         try:
             piece = self._backend.id_to_token(token_id)
         except OverflowError:
@@ -80,13 +76,14 @@ class TokenPieces:
 
     def _proves(self) -> bool:
         ids = self._backend.encode(_PROBE, add_special_tokens=False).ids
-        joined = b"".join(
-            [self.first(number) if not place else self.raw(number) or b"" for place, number in enumerate(ids)]
-        )
+        joined = b"".join([*map(self.first, ids[:1]), *(self.raw(number) or b"" for number in ids[1:])])
         return joined.decode("utf-8", "replace") == self.decode(ids, False)
 
 
-_Way = tuple[Callable[[str], bytes] | None, Callable[[bytes], bytes]]
+# How the bytes of a token are read; None where they are not known.
+_Read: TypeAlias = Callable[[str], bytes] | None
+# What a text loses at its start.
+_Drop: TypeAlias = Callable[[bytes], bytes]
 
 
 def _decoders(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
@@ -97,51 +94,31 @@ def _decoders(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
     return list(state["decoders"]) if state["type"] == "Sequence" else [state]
 
 
-def _way_of_writing(decoders: Sequence[Mapping[str, Any]]) -> _Way:
-    """Return how a token is read, ``None`` for a decoder of another kind, and what a text loses at its start."""
+def _way_of_writing(decoders: Sequence[Mapping[str, Any]]) -> tuple[_Read, _Drop]:
     kinds = [decoder["type"] for decoder in decoders]
     if kinds == ["ByteLevel"]:
-        return _byte_level, _whole
-    space = None
-    drops: Callable[[bytes], bytes] = _whole
-    for decoder in decoders:
-        kind = decoder["type"]
+        return _byte_level, bytes
+    space = ""
+    drops: _Drop = bytes
+    for kind, decoder in zip(kinds, decoders, strict=True):
         if kind == "Metaspace":
             space = decoder["replacement"]
-            drops = _whole if decoder.get("prepend_scheme") == "never" else _without_spaces
+            if decoder.get("prepend_scheme") != "never":
+                drops = lambda raw: raw.replace(b" ", b"")  # noqa: E731
         elif kind == "Replace" and decoder["content"] == " ":
-            space = decoder["pattern"].get("String")
+            space = decoder["pattern"].get("String", "")
         elif kind == "Strip" and (decoder["content"], decoder["start"], decoder["stop"]) == (" ", 1, 0):
-            drops = _without_space
+            drops = lambda raw: raw.removeprefix(b" ")  # noqa: E731
         elif kind not in ("ByteFallback", "Fuse"):
-            return None, _whole
-    if space is None or len(space) != 1:
-        return None, _whole
-    return _with_spaces(space, fallback="ByteFallback" in kinds), drops
+            return None, bytes
+    if len(space) != 1:
+        return None, bytes
 
-
-def _with_spaces(space: str, *, fallback: bool) -> Callable[[str], bytes]:
     def read(piece: str) -> bytes:
-        byte = _BYTE.fullmatch(piece) if fallback else None
+        byte = _BYTE.fullmatch(piece) if "ByteFallback" in kinds else None
         return bytes([int(byte[1], 16)]) if byte else piece.replace(space, " ").encode()
 
-    return read
-
-
-def _whole(raw: bytes) -> bytes:
-    return raw
-
-
-def _without_space(raw: bytes) -> bytes:
-    return raw.removeprefix(b" ")
-
-
-def _without_spaces(raw: bytes) -> bytes:
-    return raw.replace(b" ", b"")
-
-
-def _encoded_size(piece: str) -> int:
-    return len(piece.encode())
+    return read, drops
 
 
 def _byte_level(piece: str) -> bytes:
@@ -152,15 +129,10 @@ def _byte_level(piece: str) -> bytes:
         return piece.encode()
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return the byte of each printable character: GPT-2's ``bytes_to_unicode`` the other way round."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {**table, **{chr(256 + place): byte for place, byte in enumerate(others)}}
-
-
-_BYTES = _byte_characters()
+# GPT-2 writes a printable byte as itself, and the others, in their order, as the characters from 256 on.
+_ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+_OTHERS = [byte for byte in range(256) if chr(byte) not in _ALPHABET]
+_BYTES = {letter: ord(letter) if ord(letter) < 256 else _OTHERS[ord(letter) - 256] for letter in _ALPHABET}
 
 
 _REPLACEMENT = "\ufffd"
@@ -170,31 +142,8 @@ _CONTEXT = 4
 _LONGEST_WAIT = 16
 
 
-class Detokenizer(Protocol):
-    """Holds the state of one stream; not to be shared."""
-
-    def feed(self, ids: Sequence[int]) -> str:
-        """Return the text that *ids* complete."""
-        ...
-
-    def flush(self) -> str:
-        """Return what was held back, now that nothing follows: part of a character, as U+FFFD."""
-        ...
-
-
-def detokenizer(pieces: TokenPieces, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
-    """
-    Return a detokenizer for the text behind *context*, the ids of the prompt.
-
-    Without one, the ids are decoded as a text of their own: many tokenizers drop the space at its start.
-    """
-    if pieces.exact:
-        return _Bytes(pieces, context, skip_special_tokens)
-    return _Window(pieces, context, skip_special_tokens)
-
-
-class _Bytes:
-    """Joins the bytes of the tokens."""
+class ByteDetokenizer:
+    """Joins the bytes of the tokens. Holds the state of one stream."""
 
     def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._pieces = pieces
@@ -205,6 +154,7 @@ class _Bytes:
         self._decoder.decode(b"".join([pieces.raw(number) or b"" for number in context[-_CONTEXT:]]))
 
     def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that *ids* complete."""
         raw = self._pieces.raw
         data = b""
         for number in ids:
@@ -218,11 +168,12 @@ class _Bytes:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
+        """Return what was held back, now that nothing follows: part of a character, as U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
-class _Window:
-    """Decodes the ids since the text was last complete, behind those before them."""
+class WindowDetokenizer:
+    """Decodes the ids since the text was last complete, behind those before them. Holds the state of one stream."""
 
     def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._pieces = pieces
@@ -236,6 +187,7 @@ class _Window:
         return self._pieces.decode(ids, self._skip)
 
     def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that *ids* complete."""
         return "".join([self._one(number) for number in ids])
 
     def _one(self, number: int) -> str:
@@ -257,7 +209,22 @@ class _Window:
         self._before = self._decode(self._ids)
 
     def flush(self) -> str:
+        """Return what was held back, now that nothing follows."""
         text = self._decode(self._ids)
         new = text[len(self._before) :]
         self._move()
         return new
+
+
+Detokenizer: TypeAlias = ByteDetokenizer | WindowDetokenizer
+
+
+def detokenizer(pieces: TokenPieces, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+    """
+    Return a detokenizer for the text behind *context*, the ids of the prompt.
+
+    Without one, the ids are decoded as a text of their own: many tokenizers drop the space at its start.
+    """
+    if pieces.exact:
+        return ByteDetokenizer(pieces, context, skip_special_tokens)
+    return WindowDetokenizer(pieces, context, skip_special_tokens)

@@ -16,8 +16,6 @@ import msgspec
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts.tokenizer import Tokenizer
 
-AUTO = "auto"
-
 _PLACES = re.compile(r"\{(prefix|suffix)\}")
 
 
@@ -52,54 +50,35 @@ FORMS: Mapping[str, FillForm] = {
 }
 
 
-def parse(spec: str) -> FillForm | None:
-    """
-    Return the form that ``fim_template`` names or spells out, or ``None`` for ``auto``.
-
-    Raises :class:`ConfigurationError` for what is neither.
-    """
-    if spec == AUTO:
-        return None
+def parse(spec: str) -> FillForm:
+    """Return the form that ``fim_template`` names or spells out. Raises :class:`ConfigurationError`."""
     if spec in FORMS:
         return FORMS[spec]
     before, *rest = _PLACES.split(spec)
     if sorted(rest[::2]) != ["prefix", "suffix"]:
         raise ConfigurationError(
-            f"fim_template has to be {AUTO}, one of {', '.join(FORMS)}, or a text with {{prefix}} and {{suffix}} "
-            "once each."
+            f"fim_template has to be one of {', '.join(FORMS)}, or a text with {{prefix}} and {{suffix}} once each."
         )
     return FillForm((before, rest[1], rest[3]), suffix_first=rest[0] == "suffix")
 
 
 def recognise(tokenizer: Tokenizer) -> str | None:
     """Return the name of the form all of whose tokens *tokenizer* has, if there is one and no other."""
-    found = [
-        name for name, form in FORMS.items() if all(tokenizer.token_id(token) is not None for token in form.tokens)
-    ]
+    found = [name for name, form in FORMS.items() if all(map(tokenizer.has, form.tokens))]
     return found[0] if len(found) == 1 else None
 
 
 def choose(spec: str | None, tokenizer: Tokenizer | None) -> FillForm | None:
     """
-    Return the form of a model with this setting and *tokenizer*, or ``None`` without a setting.
-
-    Raises :class:`ConfigurationError` where the setting cannot be followed.
+    Return the form of a model with this setting and *tokenizer*, or ``None`` without a setting. Raises
+    :class:`ConfigurationError` where the setting cannot be followed.
     """
     if spec is None:
         return None
     form = parse(spec)
-    if form is None:
-        if tokenizer is None:
-            raise ConfigurationError("fim_template auto needs the model's tokenizer: give it with --tokenizer.")
-        name = recognise(tokenizer)
-        if name is None:
-            raise ConfigurationError(
-                "fim_template auto finds no form in the tokenizer's tokens: name one, or spell it out with {prefix} "
-                "and {suffix}."
-            )
-        return FORMS[name]
+    lacking = None
     if spec in FORMS and tokenizer is not None:
-        lacking = next((token for token in form.tokens if tokenizer.token_id(token) is None), None)
-        if lacking is not None:
-            raise ConfigurationError(f"The model's tokenizer has no {lacking}, which fim_template {spec} needs.")
+        lacking = next((token for token in form.tokens if not tokenizer.has(token)), None)
+    if lacking is not None:
+        raise ConfigurationError(f"The model's tokenizer has no {lacking}, which fim_template {spec} needs.")
     return form

@@ -1,39 +1,25 @@
-"""Chats whose last message the model is to go on with: vLLM's and transformers' ``continue_final_message``."""
+"""A chat's messages as clients send them, and as chat templates take them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.prompts import json_values
-from triton_openai.prompts.template_analysis import ToolForm, fit_ids
+from triton_openai.prompts.offload import decoder
 
+_IMAGE_PROPERTIES = {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high", "original", None]}}
+_IMAGE = {"type": "object", "required": ["url"], "properties": _IMAGE_PROPERTIES}
 #: What is read by hand, as it should be; see ``api.fields``.
-ImageUrl: TypeAlias = Annotated[
-    Any,
-    Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "object",
-                    "required": ["url"],
-                    "properties": {
-                        "url": {"type": "string"},
-                        "detail": {"enum": ["auto", "low", "high", "original", None]},
-                    },
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
+ImageUrl: TypeAlias = Annotated[Any, Meta(extra_json_schema={"anyOf": [{"type": "string"}, _IMAGE, {"type": "null"}]})]
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,16 +100,10 @@ Message: TypeAlias = DeveloperMessage | SystemMessage | UserMessage | AssistantM
 AUTO = "auto"
 NONE = "none"
 #: The second is the Responses API's, which agents that speak both mix up with the first.
-IMAGE_TYPES = frozenset({"image_url", "input_image"})
-_NUMBER = "{n}"
-
-
-class TakesImages(Protocol):
-    """What a template says about images; ``ChatTemplate`` is one."""
-
-    @property
-    def image_part(self) -> Mapping[str, Any] | None:
-        """The part that stands for an image, ``None`` where the template has no use for one."""
+_IMAGE_TYPES = frozenset({"image_url", "input_image"})
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+#: Between the text parts of a message when a template wants one string: what vLLM puts there.
+_BETWEEN_PARTS = "\n"
 
 
 class ImageMarks:
@@ -141,54 +121,29 @@ class ImageMarks:
 
     def missing(self, texts: Sequence[str], images: int, place: str) -> list[str]:
         """
-        Return the placeholders of a message's *images* that its *texts* do not hold yet, to be put in front of them.
-
-        In front is where vLLM's own server puts them, and where the models learnt to find them. Raises
-        :class:`InvalidRequest` when the texts hold more placeholders than there are images.
+        Return the placeholders of a message's *images* that its *texts* do not hold yet, to be put in front of them, as
+        vLLM's server does. Raises :class:`InvalidRequest` when the texts hold more of them than there are images.
         """
         if self._placeholder is None:
             return []
-        marks = []
-        for _ in range(images):
-            self._count += 1
-            marks.append(self._placeholder.replace(_NUMBER, str(self._count)))
+        numbers = range(self._count + 1, self._count + images + 1)
+        self._count += images
+        marks = [self._placeholder.replace("{n}", str(number)) for number in numbers]
         lacking = []
         for mark in dict.fromkeys(marks):
-            wanted = marks.count(mark)
-            there = sum(text.count(mark) for text in texts)
-            if there > wanted:
+            more = marks.count(mark) - sum(text.count(mark) for text in texts)
+            if more < 0:
                 raise InvalidRequest(
                     f"The message's text holds the placeholder of an image ('{mark}') more often than it has images.",
                     param=place,
                 )
-            lacking += [mark] * (wanted - there)
+            lacking += [mark] * more
         return lacking
-
-
-def marks(template: TakesImages, setting: str | None, place: str) -> ImageMarks:
-    """
-    Return what stands for the images in a prompt of *template*; *setting* is the operator's ``image_placeholder``,
-    *place* the first image.
-
-    Raises :class:`UnsupportedParameter` where neither knows, as it is with models that see nothing.
-    """
-    if setting == NONE:
-        return ImageMarks()
-    if setting not in (None, AUTO):
-        return ImageMarks(placeholder=setting)
-    part = template.image_part
-    if part is None:
-        raise UnsupportedParameter(
-            "The model's chat template takes no images. If the model does, its placeholder for them has to be "
-            "configured (image_placeholder).",
-            param=place,
-        )
-    return ImageMarks(part=part)
 
 
 def is_image(part: ContentPart | str) -> bool:
     """Return whether *part* is an image."""
-    return not isinstance(part, str) and part.type in IMAGE_TYPES
+    return not isinstance(part, str) and part.type in _IMAGE_TYPES
 
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,65 +165,96 @@ class Rendering(msgspec.Struct, frozen=True, kw_only=True):
 #: A chat without tools or options.
 PLAIN = Rendering()
 
-#: The last two are what the Responses API calls text; agents that speak both mix them up.
-_TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
 
-#: Between the text parts of a message when a template wants one string: what vLLM puts there.
-_BETWEEN_PARTS = "\n"
-
-
-class Wishes(Protocol):
-    """What a template says about the form of its messages; ``ChatTemplate`` is one."""
-
-    @property
-    def wants_parts(self) -> bool:
-        """Whether content must be a list of parts."""
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether content may be a list of parts."""
-
-    @property
-    def takes_developers(self) -> bool:
-        """Whether the role ``developer`` is known."""
-
-    @property
-    def tool_form(self) -> ToolForm:
-        """How tool calls are to be written."""
-
-
-def prepare(messages: Sequence[Message], template: Wishes, images: ImageMarks | None = None) -> list[dict[str, Any]]:
+class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Return *messages* as *template* wants them.
+    What a template wants of messages with tool calls.
 
-    *images* says what is written for an image; without it, images are refused like all parts that are not text.
+    ``ids``: ``any`` as they are; ``short`` nine letters and digits; ``named`` as ``functions.<name>:<count>``, the only
+    place where the function's name is shown.
+    """
+
+    text_arguments: bool = False
+    null_content: bool = False
+    ids: Literal["any", "short", "named"] = "any"
+    needs_names: bool = False
+    #: The field in which the thinking before a call is read, and whether content beside it is refused (gpt-oss has it
+    #: in ``thinking``, and takes either).
+    reasoning: str = "reasoning_content"
+    reasoning_alone: bool = False
+
+
+class PromptTemplate(ABC):
+    """What makes a prompt of messages, and the form in which it takes them. Immutable; safe in threads."""
+
+    #: Where the template comes from, in words.
+    name: str
+    #: The template's own text.
+    source: str
+    #: What it reads beside the messages.
+    variables: frozenset[str] = frozenset()
+    #: Why it fails on every message, which is the operator's mistake; ``None`` where it does not.
+    failure: str | None = None
+    #: Whether content must be, and whether it may be, a list of parts.
+    wants_parts: bool = False
+    takes_parts: bool = False
+    #: The part that stands for an image; ``None`` where the template has no use for one.
+    image_part: Mapping[str, Any] | None = None
+    #: Whether the role ``developer`` is known.
+    takes_developers: bool = False
+    tool_form: ToolForm = ToolForm()
+
+    @abstractmethod
+    def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
+        """Return the prompt of prepared *messages*. Raises :class:`InvalidRequest`."""
+
+
+def marks(template: PromptTemplate, setting: str | None, place: str) -> ImageMarks:
+    """
+    Return what stands for the images in a prompt of *template*; *setting* is the operator's ``image_placeholder``,
+    *place* the first image. Raises :class:`UnsupportedParameter` where neither knows.
+    """
+    if setting not in (None, AUTO):
+        return ImageMarks(placeholder=None if setting == NONE else setting)
+    if template.image_part is None:
+        raise UnsupportedParameter(
+            "The model's chat template takes no images. If the model does, its placeholder for them has to be "
+            "configured (image_placeholder).",
+            param=place,
+        )
+    return ImageMarks(part=template.image_part)
+
+
+def prepare(
+    messages: Sequence[Message], template: PromptTemplate, images: ImageMarks | None = None
+) -> list[dict[str, Any]]:
+    """
+    Return *messages* as *template* wants them; without *images*, these are refused like all parts that are not text.
 
     A developer's message becomes the system's unless the template knows developers; a function's answer becomes a
     tool's; arguments of tool calls become objects; parts are joined for templates that expect strings. Raises
-    :class:`InvalidRequest`, or :class:`UnsupportedParameter` for parts that are not text, with ``param`` naming the
-    place (``messages[0].content[1]``).
+    :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose ``param`` is the place (``messages[0].content[1]``).
     """
     if not messages:
         raise InvalidRequest("'messages' must hold at least one message.", param="messages")
     prepared = [_prepare(message, template, images, f"messages[{index}]") for index, message in enumerate(messages)]
     if any("tool_calls" in message for message in prepared):
-        fit_ids(prepared, template.tool_form)
+        _fit_ids(prepared, template.tool_form)
     return prepared
 
 
-def _prepare(message: Message, template: Wishes, images: ImageMarks | None, place: str) -> dict[str, Any]:
-    if isinstance(message, AssistantMessage):
-        return _assistant(message, template, images, place)
+def _prepare(message: Message, template: PromptTemplate, images: ImageMarks | None, place: str) -> dict[str, Any]:
     content = _content(message.content, template, images, f"{place}.content")
-    prepared: dict[str, Any]
-    if isinstance(message, ToolMessage):
+    if isinstance(message, AssistantMessage):
+        prepared = _assistant(message, content, template, place)
+    elif isinstance(message, ToolMessage | FunctionMessage):
         prepared = {"role": "tool", "content": _empty(template) if content is None else content}
-        if message.tool_call_id is not None:
+        if isinstance(message, ToolMessage) and message.tool_call_id is not None:
             prepared["tool_call_id"] = message.tool_call_id
-    elif isinstance(message, FunctionMessage):
-        prepared = {"role": "tool", "content": _empty(template) if content is None else content}
     else:
-        role = _role(message, template)
+        role = "user" if isinstance(message, UserMessage) else "system"
+        if isinstance(message, DeveloperMessage) and template.takes_developers:
+            role = "developer"
         if content is None:
             raise InvalidRequest(
                 f"The content of a {role} message must be a string or a list of parts.", param=f"{place}.content"
@@ -279,55 +265,38 @@ def _prepare(message: Message, template: Wishes, images: ImageMarks | None, plac
     return prepared
 
 
-def _role(message: DeveloperMessage | SystemMessage | UserMessage, template: Wishes) -> str:
-    if isinstance(message, UserMessage):
-        return "user"
-    if isinstance(message, DeveloperMessage) and template.takes_developers:
-        return "developer"
-    return "system"
-
-
-def _assistant(message: AssistantMessage, template: Wishes, images: ImageMarks | None, place: str) -> dict[str, Any]:
+def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate, place: str) -> dict[str, Any]:
     if message.audio is not None:
         raise UnsupportedParameter("Audio is not supported by this model; only text is.", param=f"{place}.audio")
-    content = _content(message.content, template, images, f"{place}.content")
     if content is None and message.refusal is not None:
-        content = _content(message.refusal, template, images, f"{place}.refusal")
+        content = _content(message.refusal, template, None, f"{place}.refusal")
     calls = [
         _call(call, template, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())
     ]
     if message.function_call is not None:
         function = _function(message.function_call, template, f"{place}.function_call")
         calls.append({"type": "function", "function": function})
-    if not content:
+    form = template.tool_form
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if reasoning is not None and form.reasoning_alone and calls and content:
+        # Such a template writes either as the thinking before the call.
+        words = content if isinstance(content, str) else _BETWEEN_PARTS.join(part["text"] for part in content)
+        reasoning = f"{reasoning}\n{words}" if reasoning else words
+        content = _empty(template)
+    elif not content:
         # Most templates add content to other text; a null there fails, or is written as "None". Others show calls only
         # where it is null, and clients send an empty text as often.
-        content = None if calls and template.tool_form.null_content else _empty(template)
+        content = None if calls and form.null_content else _empty(template)
     prepared: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         # Left out when empty: templates ask whether the key is there.
         prepared["tool_calls"] = calls
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None:
-        _add_reasoning(prepared, reasoning, template)
-    if message.name is not None:
-        prepared["name"] = message.name
+        prepared[form.reasoning] = reasoning
     return prepared
 
 
-def _add_reasoning(prepared: dict[str, Any], reasoning: str, template: Wishes) -> None:
-    """Put *reasoning* where the template reads it."""
-    form = template.tool_form
-    content = prepared["content"]
-    if form.reasoning_alone and "tool_calls" in prepared and content:
-        # Such a template writes either as the thinking before the call.
-        words = content if isinstance(content, str) else _BETWEEN_PARTS.join(part["text"] for part in content)
-        reasoning = f"{reasoning}\n{words}" if reasoning else words
-        prepared["content"] = _empty(template)
-    prepared[form.reasoning] = reasoning
-
-
-def _call(call: MessageToolCall, template: Wishes, place: str) -> dict[str, Any]:
+def _call(call: MessageToolCall, template: PromptTemplate, place: str) -> dict[str, Any]:
     if call.function is None:
         if call.type in (None, "function"):
             raise InvalidRequest("A tool call must have a 'function' with a 'name'.", param=f"{place}.function")
@@ -341,49 +310,52 @@ def _call(call: MessageToolCall, template: Wishes, place: str) -> dict[str, Any]
     return prepared
 
 
-def _function(function: MessageFunctionCall, template: Wishes, place: str) -> dict[str, Any]:
+def _function(function: MessageFunctionCall, template: PromptTemplate, place: str) -> dict[str, Any]:
     """Return the call with its arguments as the template takes them: as an object, or as their JSON text."""
-    arguments = function.arguments
-    parsed = _parse(arguments, f"{place}.arguments") if isinstance(arguments, str) else arguments or {}
+    arguments = function.arguments or {}
+    if isinstance(arguments, str) and not arguments.strip():
+        # What several clients send for a call without arguments.
+        arguments = {}
+    parsed = _parse(arguments, f"{place}.arguments") if isinstance(arguments, str) else arguments
     if not template.tool_form.text_arguments:
         return {"name": function.name, "arguments": parsed}
     # The client's own text is the model's own: its prefix stays the same.
-    is_text = isinstance(arguments, str) and arguments.strip()
-    return {"name": function.name, "arguments": arguments if is_text else json.dumps(parsed, ensure_ascii=False)}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"name": function.name, "arguments": text}
+
+
+_OBJECT = decoder(dict[str, Any])
 
 
 def _parse(text: str, place: str) -> dict[str, Any]:
-    if not text.strip():
-        # What several clients send for a call without arguments.
-        return {}
     try:
-        value = json_values.decode(text)
+        arguments: dict[str, Any] = _OBJECT.decode(text)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest("The arguments of a tool call must be a JSON object.", param=place) from error
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequest(
             "The arguments of a tool call must be valid JSON.", param=place, detail=str(error)
         ) from error
-    if not isinstance(value, dict):
-        raise InvalidRequest("The arguments of a tool call must be a JSON object.", param=place)
-    return value
+    return arguments
 
 
 def _content(
-    content: Content, template: Wishes, images: ImageMarks | None, place: str
+    content: Content, template: PromptTemplate, images: ImageMarks | None, place: str
 ) -> str | list[dict[str, Any]] | None:
     if content is None:
         return None
     if isinstance(content, str):
         return [_text_part(content)] if template.wants_parts else content
-    if images is not None and any(map(is_image, content)):
+    # None for an image.
+    found = [
+        None if images is not None and is_image(part) else _text(part, f"{place}[{index}]")
+        for index, part in enumerate(content)
+    ]
+    texts = [text for text in found if text is not None]
+    if images is not None and len(texts) < len(found):
         if images.part is not None:
-            return [
-                dict(images.part) if is_image(part) else _text_part(_text(part, f"{place}[{index}]"))
-                for index, part in enumerate(content)
-            ]
-        texts = [_text(part, f"{place}[{index}]") for index, part in enumerate(content) if not is_image(part)]
-        texts = [*images.missing(texts, len(content) - len(texts), place), *texts]
-    else:
-        texts = [_text(part, f"{place}[{index}]") for index, part in enumerate(content)]
+            return [dict(images.part) if text is None else _text_part(text) for text in found]
+        texts = [*images.missing(texts, len(found) - len(texts), place), *texts]
     # One part says no more than a string, and templates that take both treat strings with more care.
     if template.wants_parts or (template.takes_parts and len(texts) > 1):
         return [_text_part(text) for text in texts]
@@ -410,56 +382,86 @@ def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _empty(template: Wishes) -> str | list[dict[str, str]]:
+def _empty(template: PromptTemplate) -> str | list[dict[str, str]]:
     return [_text_part("")] if template.wants_parts else ""
 
 
-_PARAM = "continue_final_message"
+_SHORT = re.compile(r"[A-Za-z0-9]{9}")
+_NAMED = re.compile(r"functions\..+:[0-9]+")
 
 
-class Continuation:
+def _fit_ids(messages: Sequence[dict[str, Any]], form: ToolForm) -> None:
     """
-    Renders an open end: the last message's text gets a mark behind it, and the prompt is cut there.
-
-    Cutting at the mark, and not at the text, is right whatever the template does to the text; transformers does it the
-    same way.
+    Change the ids in prepared *messages* (and names of tool messages) to what *form* asks for, in place, the same id to
+    the same id. A tool message without one answers the first call that has no answer yet, of its name if it has one.
     """
-
-    def __init__(self) -> None:
-        self._mark = secrets.token_hex(16)
-
-    def mark(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """
-        Return prepared *messages* with the mark behind the last one's text.
-
-        Raises :class:`InvalidRequest` where there is nothing of an assistant's to go on with.
-        """
-        last = messages[-1]
-        content = last.get("content")
-        if last["role"] != "assistant" or last.get("tool_calls"):
-            raise InvalidRequest(
-                f"'{_PARAM}' needs the last message to be an assistant's, without tool calls.", param=_PARAM
-            )
-        # The space behind the mark shows whether the template trims the text.
-        if isinstance(content, str) and content:
-            marked: Any = f"{content}{self._mark} "
-        elif isinstance(content, list) and content and content[-1].get("text"):
-            marked = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{self._mark} "}]
+    if form.ids == "any" and not form.needs_names:
+        return
+    # The id that stands for a client's, and the name of the function.
+    given: dict[str, tuple[str, str]] = {}
+    # In their order; a dictionary, because a conversation may have thousands of calls.
+    unanswered: dict[tuple[str, str], None] = {}
+    count = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            name, old = call["function"]["name"], call.get("id")
+            call["id"] = _fitting(old, name, count, form)
+            count += 1
+            unanswered[call["id"], name] = None
+            if old is not None:
+                given[old] = (call["id"], name)
+        if message["role"] != "tool":
+            continue
+        old, name = message.get("tool_call_id"), message.get("name")
+        if old is not None:
+            found = given.get(old)
         else:
-            raise InvalidRequest(f"'{_PARAM}' needs the last message to have text.", param=_PARAM)
-        return [*messages[:-1], {**last, "content": marked}]
+            found = next((call for call in unanswered if name in (None, call[1])), None)
+        if found is not None:
+            unanswered.pop(found, None)
+            message["tool_call_id"] = found[0]
+            if form.needs_names:
+                message.setdefault("name", found[1])
+        elif old is not None and form.ids == "short":
+            message["tool_call_id"] = _short(old)
 
-    def cut(self, prompt: str) -> str:
-        """
-        Return *prompt* up to the end of the last message's text, trimmed where the template trims it.
 
-        Raises :class:`InvalidRequest` where the template leaves the text out.
-        """
-        place = prompt.rfind(self._mark)
-        if place < 0:
-            raise InvalidRequest(
-                "The model's chat template does not show the last message as it is, so it cannot be continued.",
-                param=_PARAM,
-            )
-        text = prompt[:place]
-        return text if prompt.startswith(" ", place + len(self._mark)) else text.rstrip()
+def _fitting(old: str | None, name: str, count: int, form: ToolForm) -> str:
+    if form.ids == "named":
+        return old if old is not None and _NAMED.fullmatch(old) else f"functions.{name}:{count}"
+    if form.ids == "short":
+        return _short(old if old is not None else f"{name}:{count}")
+    return old if old is not None else f"call_{count}"
+
+
+def _short(text: str) -> str:
+    return text if _SHORT.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
+
+
+def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], str]) -> str:
+    """
+    Return the prompt that *render* makes of prepared *messages*, up to the end of the last one's text.
+
+    That text gets a mark behind it, and the prompt is cut there: right whatever the template does to the text, and
+    what ``transformers`` does for ``continue_final_message``. Raises :class:`InvalidRequest` where there is nothing of
+    an assistant's to go on with, and where the template leaves the text out.
+    """
+    param = "continue_final_message"
+    last = messages[-1]
+    content = last["content"]
+    if last["role"] != "assistant" or "tool_calls" in last:
+        raise InvalidRequest(f"'{param}' needs the last message to be an assistant's, without tool calls.", param=param)
+    text = content if isinstance(content, str) else content[-1].get("text") if content else ""
+    if not text:
+        raise InvalidRequest(f"'{param}' needs the last message to have text.", param=param)
+    mark = secrets.token_hex(16)
+    # The space behind the mark shows whether the template trims the text.
+    text = f"{text}{mark} "
+    marked = text if isinstance(content, str) else [*content[:-1], _text_part(text)]
+    before, found, after = render([*messages[:-1], {**last, "content": marked}]).rpartition(mark)
+    if not found:
+        raise InvalidRequest(
+            "The model's chat template does not show the last message as it is, so it cannot be continued.",
+            param=param,
+        )
+    return before if after.startswith(" ") else before.rstrip()

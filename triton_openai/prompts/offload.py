@@ -1,5 +1,5 @@
 """
-Keeps the event loop free: small work runs in place, large work goes to a thread.
+Keeps the event loop free: small work runs in place, large work goes to a thread, and numbers in JSON are read quickly.
 
 A hop to a thread and back costs about 70 µs of latency, more under load, so it only pays for work that takes
 longer than that by an order of magnitude.
@@ -8,15 +8,17 @@ longer than that by an order of magnitude.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 
-_Result = TypeVar("_Result")
+_T = TypeVar("_T")
 
 
-async def run(function: Callable[[], _Result], *, size: int, threshold: int) -> _Result:
+async def run(function: Callable[[], _T], *, size: int, threshold: int) -> _T:
     """
     Call *function* here when *size* is at most *threshold*, else in a thread.
 
@@ -29,9 +31,9 @@ async def run(function: Callable[[], _Result], *, size: int, threshold: int) -> 
 
 def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:
     """
-    Return about how many characters of text *value* (lists, mappings, structs and strings) holds.
+    Return about how many characters of text *value* (lists, dicts, structs and strings) holds.
 
-    Each item of a list, mapping or struct counts *per_item* more. Counting stops once the sum passes *limit*, so that
+    Each item of a list, dict or struct counts *per_item* more. Counting stops once the sum passes *limit*, so that
     asking never costs more than what it avoids.
     """
     total = 0
@@ -41,16 +43,30 @@ def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:
         if isinstance(item, str):
             total += len(item)
             continue
-        children: Iterable[Any]
-        if isinstance(item, Mapping):
-            children = item.values()
-        elif isinstance(item, list | tuple):
-            children = item
+        if isinstance(item, dict):
+            item = item.values()
         elif isinstance(item, msgspec.Struct):
-            children = [value for value in msgspec.structs.astuple(item) if value is not None]
-        else:
+            item = [field for field in msgspec.structs.astuple(item) if field is not None]
+        elif not isinstance(item, list | tuple):
             continue
-        before = len(pending)
-        pending.extend(children)
-        total += per_item * (len(pending) - before)
+        total += per_item * len(item)
+        pending.extend(item)
     return total
+
+
+@cache
+def decoder(kind: type[_T]) -> msgspec.json.Decoder[_T]:
+    """
+    Return the decoder of *kind* for JSON that anybody may have written.
+
+    Where *kind* leaves a number's type open, msgspec takes 6 to 20 µs for one such as 1e308; Python's own conversion
+    takes less than one.
+    """
+    return msgspec.json.Decoder(kind, float_hook=_number)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("Number out of range")
+    return value

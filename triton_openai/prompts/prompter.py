@@ -1,5 +1,5 @@
 """
-What makes the prompts of one served model: its tokenizer, its chat template, and where both came from.
+What makes the prompts of the served models: tokenizer and chat template, where both come from, and when they are read.
 
 The template is the one that the operator names; else the tokenizer's own; else a built-in that the tokenizer's
 special tokens call for without doubt. Nothing is guessed beyond that: a model without a template refuses chats with
@@ -8,25 +8,31 @@ an error that names the flags, and still completes.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
+import structlog
 
+from triton_openai.config import Settings
+from triton_openai.config.tree import ModelSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest
+from triton_openai.parsers.choose import Parsers, choose
 from triton_openai.prompts import history, offload
-from triton_openai.prompts.generation_config import recommended_sampling
-from triton_openai.prompts.messages import PLAIN, Continuation, Message, Rendering, prepare
-from triton_openai.prompts.template import ChatTemplate, PromptTemplate
+from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
+from triton_openai.prompts.template import ChatTemplate
 from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.prompts.tokenizer_files import is_hub_name
+from triton_openai.prompts.tokenizer_files import is_hub_name, recommended_sampling
+
+_log = structlog.get_logger(__name__)
 
 
-class _Family(msgspec.Struct, frozen=True):
+class _Family(NamedTuple):
     """Tokens that show which format a model was trained on."""
 
     template: str
@@ -55,9 +61,7 @@ def read(name: str) -> str:
 def recognise(tokenizer: Tokenizer) -> tuple[str, str] | None:
     """Return the built-in that *tokenizer*'s special tokens call for, with the token that shows it; else None."""
     for family in _FAMILIES:
-        if all(tokenizer.token_id(token) is not None for token in family.has) and all(
-            tokenizer.token_id(token) is None for token in family.lacks
-        ):
+        if all(map(tokenizer.has, family.has)) and not any(map(tokenizer.has, family.lacks)):
             return family.template, family.has[0]
     return None
 
@@ -72,8 +76,8 @@ ITEM_WEIGHT = 500
 #: What a client's ``chat_template_kwargs`` may not replace.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-# By name, those that work and those that are broken; and where they came from.
-_Templates: TypeAlias = tuple[Mapping[str, PromptTemplate | ConfigurationError], str | None]
+#: By name ("default", "tool_use", …); an error stands for one that is broken.
+Templates: TypeAlias = Mapping[str, PromptTemplate | ConfigurationError]
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,154 +85,102 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer: str | None
     chat_template: str | None
-    #: Names of the templates that there are ("default", "tool_use", …).
-    chat_template_names: list[str]
     #: What stands in the way, or was found wrong and passed over.
     notes: list[str]
     #: Where :attr:`Prompter.recommended` came from; None where nothing is recommended.
     generation_config: str | None = None
 
 
-class Prompter:
+class Prompter(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Makes the prompts of one served model. Immutable; safe in threads. Made by :meth:`resolve`.
+    Makes the prompts of one served model. Safe in threads. Made by :meth:`resolve`.
 
-    *tokenizer* is None where none is known; then nothing can be counted, but a named template still works. *foreign* is
-    whether the templates came in a request.
-    *incomplete* is whether one is named by the model's config or files and could not be loaded: another try may help.
+    *tokenizer* is None where none is known; then nothing can be counted, but a named template still works.
+    *recommended* is the sampling of the model's ``generation_config.json``, under the names of a request.
+    *foreign* is whether the templates came in a request.
+    *incomplete* is whether a tokenizer is named by the model's config or files and could not be loaded: another try
+    may help.
     """
 
-    def __init__(
-        self,
-        *,
-        tokenizer: Tokenizer | None,
-        templates: Mapping[str, PromptTemplate | ConfigurationError],
-        provenance: Provenance,
-        recommended: Mapping[str, Any] = MappingProxyType({}),
-        foreign: bool = False,
-        incomplete: bool = False,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._recommended = recommended
-        self._foreign = foreign
-        self._templates = MappingProxyType(dict(templates))
-        self._provenance = provenance
-        self.incomplete = incomplete
+    tokenizer: Tokenizer | None
+    templates: Templates
+    provenance: Provenance
+    recommended: Mapping[str, Any] = {}
+    foreign: bool = False
+    incomplete: bool = False
 
     @classmethod
-    def resolve(
-        cls,
-        *,
-        tokenizer_source: str | None = None,
-        template_spec: str | None = None,
-        history_template: str | None = None,
-        history_template_file: Path | None = None,
-        hinted_tokenizer_dir: str | None = None,
-        named_tokenizer: str | None = None,
-        generation_config: str | None = None,
-        load: Callable[[str], Tokenizer] = Tokenizer.load,
-    ) -> Prompter:
+    def resolve(cls, settings: ModelSettings, hint: str | None = None, named: str | None = None) -> Prompter:
         """
         Find tokenizer and template. Blocks (disk, maybe network): call it in a thread.
 
-        *tokenizer_source* is ``--tokenizer``; *template_spec* is ``--chat-template`` (a built-in's name or a file);
-        *history_template* and *history_template_file* are the flags of those names, of which one at most is given;
-        *hinted_tokenizer_dir* is the ``tokenizer_dir`` of Triton's config, used only where it exists on this machine;
-        *named_tokenizer* is the folder or the hub's name that the model's own files give. Both are passed over where
-        they are unusable. *generation_config* is ``generation_config``. Raises :class:`ConfigurationError` when what
-        the operator named cannot be used; a missing template is an error only once a chat is asked.
+        *hint* is the ``tokenizer_dir`` of Triton's config, used only where it exists on this machine; *named* is the
+        folder or the hub's name that the model's own files give. Both are passed over where they are unusable. Raises
+        :class:`ConfigurationError` when what the operator named cannot be used; a missing template is an error only
+        once a chat is asked.
         """
         notes: list[str] = []
-        tokenizer, tokenizer_origin, incomplete = _find_tokenizer(
-            tokenizer_source, hinted_tokenizer_dir, named_tokenizer, load, notes
-        )
-        templates, template_origin = _history(history_template, history_template_file) or _find_templates(
-            template_spec, tokenizer, notes
-        )
-        recommended, generation_origin = recommended_sampling(generation_config, tokenizer, notes)
-        provenance = Provenance(
-            tokenizer=tokenizer_origin,
-            chat_template=template_origin,
-            chat_template_names=sorted(templates),
-            notes=notes,
-            generation_config=generation_origin,
+        tokenizer, tokenizer_origin, incomplete = _find_tokenizer(settings.tokenizer, hint, named, notes)
+        templates, template_origin = _find_templates(settings, tokenizer, notes)
+        recommended, generation_origin = recommended_sampling(
+            settings.generation_config, {} if tokenizer is None else tokenizer.generation_config, notes
         )
         return cls(
             tokenizer=tokenizer,
             templates=templates,
-            provenance=provenance,
+            provenance=Provenance(
+                tokenizer=tokenizer_origin,
+                chat_template=template_origin,
+                notes=notes,
+                generation_config=generation_origin,
+            ),
             recommended=recommended,
             incomplete=incomplete,
         )
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer, where one is known."""
-        return self._tokenizer
-
-    @property
-    def provenance(self) -> Provenance:
-        """Where tokenizer and template came from."""
-        return self._provenance
-
-    @property
-    def recommended(self) -> Mapping[str, Any]:
-        """The sampling that the model's ``generation_config.json`` recommends, under the names of a request."""
-        return self._recommended
-
-    @property
     def can_chat(self) -> bool:
         """Whether there is any template that works."""
-        return any(not isinstance(template, ConfigurationError) for template in self._templates.values())
+        return any(isinstance(template, PromptTemplate) for template in self.templates.values())
 
     @property
     def template_variables(self) -> Mapping[str, str]:
         """The special tokens that templates are given."""
-        return _special_tokens(self._tokenizer)
+        return {} if self.tokenizer is None else self.tokenizer.special_tokens
+
+    @property
+    def tools_source(self) -> str:
+        """The text of the template for chats with tools, which shows their markup best; empty where there is none."""
+        try:
+            return self.template_for(Rendering(tools=[{}])).source
+        except ConfigurationError:
+            return ""
 
     def template_for(self, rendering: Rendering = PLAIN) -> PromptTemplate:
         """
-        Return the template for *rendering*.
-
-        A model's ``tool_use`` template serves chats with tools and its ``rag`` template those with documents, as in
-        ``transformers``; ``default`` serves the rest. Raises :class:`ConfigurationError`, naming the flags, where
-        there is none.
+        Return the template for *rendering*: ``tool_use`` for tools and ``rag`` for documents where there is one, as in
+        ``transformers``, else ``default``. Raises :class:`ConfigurationError`, naming the flags, where there is none.
         """
         wanted = [name for name, given in (("tool_use", rendering.tools), ("rag", rendering.documents)) if given]
         for name in (*wanted, "default"):
-            template = self._templates.get(name)
+            template = self.templates.get(name)
             if isinstance(template, ConfigurationError):
                 # A new one each time: an exception that is raised again grows its traceback.
                 raise ConfigurationError(template.message, detail=template.detail)
             if template is not None:
                 return template
-        if self._templates:
-            names = ", ".join(sorted(self._templates))
-            raise ConfigurationError(
-                f"The model's tokenizer has no default chat template (it has {names}): give one with --chat-template."
-            )
-        if self._tokenizer is None:
-            raise ConfigurationError(
-                "No chat template is known for this model: give its tokenizer with --tokenizer, or a template with "
-                f"--chat-template (a file, or one of {', '.join(NAMES)})."
-            )
-        raise ConfigurationError(
-            "The model's tokenizer has no chat template: give one with --chat-template (a file, or one of "
-            f"{', '.join(NAMES)})."
-        )
-
-    def check_chat(self) -> None:
-        """Raise :class:`ConfigurationError`, naming the flags, unless a plain chat becomes a prompt."""
-        failure = self.template_for().failure
-        if failure is not None:
-            raise ConfigurationError(failure)
+        if self.templates:
+            why = f"The model's tokenizer has no default chat template (it has {', '.join(sorted(self.templates))})"
+        elif self.tokenizer is None:
+            why = "No chat template is known for this model, and no tokenizer that may have one (--tokenizer)"
+        else:
+            why = "The model's tokenizer has no chat template"
+        raise ConfigurationError(f"{why}: give one with --chat-template (a file, or one of {', '.join(NAMES)}).")
 
     def render(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
         """
-        Return the prompt for *messages*.
-
-        Raises :class:`ConfigurationError` where the model has no usable template, and :class:`InvalidRequest` for
-        wrong messages, for messages that the template does not accept, and for reserved variables.
+        Return the prompt for *messages*. Raises :class:`ConfigurationError` where the model has no usable template, and
+        :class:`InvalidRequest` for messages that are wrong or not accepted, and for reserved variables.
         """
         for name in rendering.variables:
             if name in RESERVED_VARIABLES:
@@ -237,44 +189,33 @@ class Prompter:
                 )
         template = self.template_for(rendering)
         prepared = prepare(messages, template, rendering.images)
-        with contextlib.nullcontext() if self._foreign else _blaming(template):
-            if not rendering.continue_final_message:
-                return template.render(prepared, rendering)
-            continuation = Continuation()
-            return continuation.cut(template.render(continuation.mark(prepared), rendering))
+        try:
+            if rendering.continue_final_message:
+                return continued(prepared, lambda marked: template.render(marked, rendering))
+            return template.render(prepared, rendering)
+        except InvalidRequest as error:
+            if self.foreign or error.detail is None or template.failure is None:
+                raise
+            # It fails on every message, which is the operator's mistake.
+            raise ConfigurationError(template.failure, detail=error.detail) from error
 
     async def render_async(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
         """Do :meth:`render`, in a thread where there is much to render. Raises the same."""
-        given = [list(messages), list(rendering.tools or ()), list(rendering.documents or ()), rendering.variables]
+        given = (messages, rendering.tools, rendering.documents, rendering.variables)
         return await offload.run(
             lambda: self.render(messages, rendering),
             size=offload.weigh(given, INLINE_WEIGHT, per_item=ITEM_WEIGHT),
             # The cost of a client's own template is unknown, even for few messages.
-            threshold=-1 if self._foreign else INLINE_WEIGHT,
+            threshold=-1 if self.foreign else INLINE_WEIGHT,
         )
 
     def with_template(self, template: ChatTemplate) -> Prompter:
         """Return the same with *template*, which came in a request, in place of the model's own ones."""
-        return Prompter(
-            tokenizer=self._tokenizer,
-            templates={"default": template},
-            provenance=self._provenance,
-            recommended=self._recommended,
-            foreign=True,
-        )
-
-    def starts_with_bos(self, prompt: str) -> bool:
-        """Say whether *prompt* begins with the text of ``bos_token``, so that a backend would add a second one."""
-        bos = self.template_variables.get("bos_token")
-        return bool(bos) and prompt.startswith(bos or "")
+        return msgspec.structs.replace(self, templates={"default": template}, foreign=True)
 
     def strip_bos(self, prompt: str) -> str:
-        """
-        Return *prompt* without the ``bos_token`` that the template wrote.
-
-        For backends whose preprocessing adds it (TensorRT-LLM's with ``add_special_tokens``, vLLM's always).
-        """
-        return prompt[len(self.template_variables["bos_token"]) :] if self.starts_with_bos(prompt) else prompt
+        """Return *prompt* without the ``bos_token`` that the template wrote, for backends that add it themselves."""
+        return prompt.removeprefix(self.template_variables.get("bos_token", ""))
 
 
 def may_have_tokenizer(source: str | None, hint: str | None) -> bool:
@@ -283,24 +224,13 @@ def may_have_tokenizer(source: str | None, hint: str | None) -> bool:
     return _given(source) is not None or (known is not None and _exists(known))
 
 
-@contextlib.contextmanager
-def _blaming(template: PromptTemplate) -> Iterator[None]:
-    """Blame the operator, and not the client, for a *template* that fails on every message."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if error.detail is None or template.failure is None:
-            raise
-        raise ConfigurationError(template.failure, detail=error.detail) from error
-
-
 def _find_tokenizer(
-    source: str | None, hint: str | None, named: str | None, load: Callable[[str], Tokenizer], notes: list[str]
+    source: str | None, hint: str | None, named: str | None, notes: list[str]
 ) -> tuple[Tokenizer | None, str | None, bool]:
     """Return the tokenizer, where it comes from, and whether one was named that could not be loaded."""
     source = _given(source)
     if source is not None:
-        return load(source), f"{source} (--tokenizer)", False
+        return Tokenizer.load(source), f"{source} (--tokenizer)", False
     failed = False
     places = (_given(hint), "tokenizer_dir of the model's config"), (_given(named), "named by the model's files")
     for found, place in places:
@@ -310,7 +240,7 @@ def _find_tokenizer(
             notes.append(f"no tokenizer: {found} ({place}) is not on this machine")
             continue
         try:
-            return load(found), f"{found} ({place})", False
+            return Tokenizer.load(found), f"{found} ({place})", False
         except ConfigurationError as error:
             # Nobody asked the service for this one, so it goes on without.
             notes.append(f"no tokenizer: {found} ({place}) is unusable: {error.message}")
@@ -320,26 +250,30 @@ def _find_tokenizer(
     return None, None, failed
 
 
-def _history(text: str | None, file: Path | None) -> _Templates | None:
-    found = history.load(text, file)
-    return None if found is None else ({"default": found[0]}, found[1])
-
-
-def _find_templates(spec: str | None, tokenizer: Tokenizer | None, notes: list[str]) -> _Templates:
-    tokens = _special_tokens(tokenizer)
-    spec = _given(spec)
+def _find_templates(
+    settings: ModelSettings, tokenizer: Tokenizer | None, notes: list[str]
+) -> tuple[Templates, str | None]:
+    """Return the templates and where they come from."""
+    liquid = history.load(settings.history_template, settings.history_template_file)
+    if liquid is not None:
+        return {"default": liquid}, f"Liquid ({liquid.name})"
+    tokens = {} if tokenizer is None else tokenizer.special_tokens
+    spec = _given(settings.chat_template)
     if spec is not None:
-        if spec in NAMES:
-            named = ChatTemplate(read(spec), name=spec, special_tokens=tokens)
-            return {"default": named}, f"built-in {spec} (--chat-template)"
-        source, name = _read_template(spec)
-        return {"default": ChatTemplate(source, name=name, special_tokens=tokens)}, f"{spec} (--chat-template)"
+        source, name, origin = (read(spec), spec, f"built-in {spec}") if spec in NAMES else _read_template(spec)
+        return {"default": ChatTemplate(source, name=name, special_tokens=tokens)}, f"{origin} (--chat-template)"
     if tokenizer is None:
         notes.append("no chat template: there is no tokenizer, and --chat-template is not given")
         return {}, None
     if tokenizer.chat_templates:
-        own = {name: _compile(source, name, tokens) for name, source in tokenizer.chat_templates.items()}
-        notes.extend(broken.message for broken in own.values() if isinstance(broken, ConfigurationError))
+        own: dict[str, PromptTemplate | ConfigurationError] = {}
+        for name, source in tokenizer.chat_templates.items():
+            try:
+                own[name] = ChatTemplate(source, name=name, special_tokens=tokens)
+            except ConfigurationError as error:
+                # A broken one must not take the model's other uses away.
+                own[name] = error
+                notes.append(error.message)
         return own, "the tokenizer's own"
     recognised = recognise(tokenizer)
     if recognised is None:
@@ -350,28 +284,15 @@ def _find_templates(spec: str | None, tokenizer: Tokenizer | None, notes: list[s
     return {"default": found}, f"built-in {name} (the tokenizer has {token} and no template of its own)"
 
 
-def _compile(source: str, name: str, tokens: Mapping[str, str]) -> ChatTemplate | ConfigurationError:
-    """Compile one of a tokenizer's own templates; a broken one must not take the model's other uses away."""
+def _read_template(spec: str) -> tuple[str, str, str]:
+    """Return source, short name and origin of the template file *spec*."""
     try:
-        return ChatTemplate(source, name=name, special_tokens=tokens)
-    except ConfigurationError as error:
-        return error
-
-
-def _read_template(spec: str) -> tuple[str, str]:
-    """Return source and short name of the template file *spec*."""
-    path = Path(spec).expanduser()
-    try:
-        return path.read_text(encoding="utf-8"), path.name
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"The chat template '{spec}' given by --chat-template is not UTF-8.") from error
-    except (FileNotFoundError, ValueError) as error:
+        path = Path(spec).expanduser()
+        return path.read_text(encoding="utf-8"), path.name, spec
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"'{spec}' given by --chat-template is neither a file nor a built-in template ({', '.join(NAMES)})."
-        ) from error
-    except OSError as error:
-        raise ConfigurationError(
-            f"The chat template '{spec}' given by --chat-template cannot be read: {error.strerror}."
+            f"'{spec}' given by --chat-template is no built-in template ({', '.join(NAMES)}), and no file that can be "
+            f"read: {error}"
         ) from error
 
 
@@ -388,5 +309,162 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _special_tokens(tokenizer: Tokenizer | None) -> Mapping[str, str]:
-    return {} if tokenizer is None else tokenizer.special_tokens
+#: Longest time in seconds that anybody waits for a tokenizer and a template; loading them goes on all the same.
+LOAD_SECONDS = 60.0
+
+
+class LazyPrompter:
+    """The prompter of a model, resolved on first use and in a thread: tokenizers are read from disk or fetched."""
+
+    def __init__(self, settings: ModelSettings, hint: str | None, named: str | None = None) -> None:
+        """*hint* is the ``tokenizer_dir`` of the model's config, *named* the tokenizer that its files name."""
+        self._settings = settings
+        self.hint = hint
+        self.named = named
+        #: The prompter, once it is resolved.
+        self.resolved: Prompter | None = None
+        self._task: asyncio.Task[Prompter] | None = None
+        self._parsers: tuple[Prompter, Parsers] | None = None
+        #: Set when :meth:`check` has ended for the first time.
+        self.checked = asyncio.Event()
+        #: What :meth:`check` found to stand in the way of chats.
+        self.problem: ConfigurationError | None = None
+
+    def fits(self, settings: ModelSettings, hint: str | None, named: str | None = None) -> bool:
+        """Return whether it is what a model with *settings*, *hint* and *named* has."""
+        return (self.hint, self.named) == (hint, named) and _prompting(self._settings) == _prompting(settings)
+
+    async def get(self) -> Prompter:
+        """Return it. Raises :class:`ConfigurationError` where that cannot be; the next call tries again."""
+        if self.resolved is not None:
+            return self.resolved
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._resolve())
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                # Shielded: a client that leaves must not take the tokenizer from all others.
+                return await asyncio.shield(self._task)
+        except TimeoutError as error:
+            raise ConfigurationError(
+                f"The model's tokenizer has not been loaded within {LOAD_SECONDS:g} seconds; loading goes on. If the "
+                "Hugging Face hub is slow or cannot be reached, give --tokenizer a local folder.",
+                retry_after=LOAD_SECONDS,
+            ) from error
+
+    async def _resolve(self) -> Prompter:
+        self.resolved = await asyncio.to_thread(Prompter.resolve, self._settings, self.hint, self.named)
+        return self.resolved
+
+    @property
+    def settled(self) -> bool:
+        """Whether another :meth:`check` would find the same."""
+        return self.checked.is_set() and self.resolved is not None and not self.resolved.incomplete
+
+    async def check(self, model: str, *, chats: bool, needs_tokenizer: bool) -> None:
+        """
+        Load what the *model* needs, and log a warning with the remedy where its requests would fail.
+
+        *chats* is whether the model takes chats, *needs_tokenizer* whether it takes nothing but token ids. What failed
+        before is tried again.
+        """
+        problem: ConfigurationError | None = None
+        try:
+            if self.resolved is not None and self.resolved.incomplete:
+                # Requests go on with what there is.
+                with contextlib.suppress(ConfigurationError, TimeoutError):
+                    async with asyncio.timeout(LOAD_SECONDS):
+                        await self._resolve()
+            prompter = await self.get()
+            # In a thread: parsers are looked for in all installed packages.
+            await asyncio.to_thread(self._try, prompter, chats, needs_tokenizer)
+        except ConfigurationError as error:
+            problem = error
+        except Exception as error:  # noqa: BLE001 - a third party's parser must not end the checks of all models
+            _log.exception("tokenizer and template cannot be prepared", model=model)
+            problem = ConfigurationError(f"Its tokenizer or template failed: {type(error).__name__}.")
+        before, self.problem = self.problem, problem
+        self.checked.set()
+        if problem is None:
+            if before is not None:
+                _log.info("model can chat now" if chats else "model can be used now", model=model)
+        elif before is None or before.message != problem.message:
+            what = "model cannot chat" if chats else "model cannot be used"
+            _log.warning(what, model=model, reason=problem.message, detail=problem.detail)
+
+    def _try(self, prompter: Prompter, chats: bool, needs_tokenizer: bool) -> None:
+        try:
+            self.parsers(prompter)
+            if needs_tokenizer and prompter.tokenizer is None:
+                raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
+            if chats and (failure := prompter.template_for().failure) is not None:
+                raise ConfigurationError(failure)
+        except ConfigurationError as error:
+            # Where a tokenizer was looked for says more than that there is none.
+            error.detail = error.detail or "; ".join(prompter.provenance.notes) or None
+            raise
+
+    def parsers(self, prompter: Prompter) -> Parsers:
+        """
+        Return what reads the answers to *prompter*'s prompts. Raises :class:`ConfigurationError` for unknown names.
+
+        Chosen once: finding a parser by name looks through all installed packages.
+        """
+        if self._parsers is None or self._parsers[0] is not prompter:
+            settings = self._settings
+            chosen = choose(prompter.tools_source, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser)
+            self._parsers = prompter, chosen
+        return self._parsers[1]
+
+
+#: What decides how prompts are made and answers are read.
+_prompting = attrgetter(
+    "tokenizer",
+    "generation_config",
+    "chat_template",
+    "history_template",
+    "history_template_file",
+    "tool_call_parser",
+    "reasoning_parser",
+)
+
+
+class Prompters:
+    """One :class:`LazyPrompter` for each Triton model that is served."""
+
+    def __init__(self, known: Mapping[str, LazyPrompter] | None = None) -> None:
+        self._known = dict(known or {})
+
+    def of(self, name: str, settings: ModelSettings, hint: str | None, named: str | None = None) -> LazyPrompter:
+        """Return that of the model *name*: a new one where its *settings*, *hint* or *named* were others before."""
+        known = self._known.get(name)
+        if known is None or not known.fits(settings, hint, named):
+            known = self._known[name] = LazyPrompter(settings, hint, named)
+        return known
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget those of other models than *names*: a model that comes back may have another tokenizer."""
+        self._known = {name: known for name, known in self._known.items() if name in names}
+
+    async def renewed(self, settings: Settings, *, renew: bool) -> Prompters:
+        """
+        Return what is right for *settings*, resolved where it is new.
+
+        When asked to *renew*, what was resolved before and stays is resolved again; where that fails it stays as it
+        was. Raises :class:`ConfigurationError` for what *settings* change and cannot be used.
+        """
+        fresh = dict(self._known)
+        for name, old in self._known.items():
+            wanted = settings.model(name)
+            same = old.fits(wanted, old.hint, old.named)
+            if same and not (renew and old.resolved is not None):
+                continue
+            new = LazyPrompter(wanted, old.hint, old.named)
+            try:
+                new.parsers(await new.get())
+            except ConfigurationError as error:
+                if not same:
+                    raise ConfigurationError(f"{name}: {error.message}", detail=error.detail) from error
+                _log.warning("tokenizer and template stay as they were", model=name, reason=error.message)
+            else:
+                fresh[name] = new
+        return Prompters(fresh)

@@ -1,14 +1,24 @@
-"""A compiled chat template: what it can do, and messages rendered to a prompt."""
+"""
+A compiled chat template: messages rendered to a prompt, and what is found out about it by rendering some.
+
+Published templates differ where they say nothing: some loop over a message's content and some print it; some walk
+through a call's arguments as an object, some print them as text; some show calls only where the content is null, some
+fail on a null; Mistral's refuse ids that are not nine letters and digits, Kimi K2's show nothing of a call but its id.
+A template is a program, so a small conversation that is rendered says more than its source does.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cache, cached_property
-from types import MappingProxyType, TracebackType
-from typing import Any, NoReturn, Protocol
+from functools import cache
+from types import TracebackType
+from typing import Any, NoReturn
 
+import msgspec
 from jinja2 import Template, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
@@ -16,8 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.prompts.messages import PLAIN, Rendering, TakesImages, Wishes
-from triton_openai.prompts.template_analysis import ContentFormat, ToolForm, analyse, probe
+from triton_openai.prompts.messages import PLAIN, PromptTemplate, Rendering, ToolForm
 
 
 class TemplateRefusal(TemplateError):
@@ -40,25 +49,16 @@ class GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def build_environment(now: Callable[[], datetime] = datetime.now) -> ImmutableSandboxedEnvironment:
-    """Return a new environment; *now* is the clock behind ``strftime_now`` (local time, as in transformers)."""
-
-    def strftime_now(format: str) -> str:  # templates may pass it by this name
-        return now().strftime(format)
-
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Return the one environment that all templates share; it is never changed after it was made."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = strftime_now
+    environment.globals["strftime_now"] = _strftime_now
     return environment
-
-
-@cache
-def shared_environment() -> ImmutableSandboxedEnvironment:
-    """Return the one environment that all templates share; it is never changed after it was made."""
-    return build_environment()
 
 
 def _tojson(
@@ -72,6 +72,11 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _strftime_now(format: str) -> str:
+    """Return the local time, as in transformers. Templates may pass *format* by this name."""
+    return datetime.now().strftime(format)
+
+
 def _raise_exception(message: object) -> NoReturn:
     raise TemplateRefusal(str(message))
 
@@ -79,37 +84,14 @@ def _raise_exception(message: object) -> NoReturn:
 _LONGEST_REASON = 1_000
 
 
-class PromptTemplate(Wishes, TakesImages, Protocol):
-    """What makes a prompt of messages; :class:`ChatTemplate` is one."""
-
-    @property
-    def name(self) -> str:
-        """Where the template comes from, in words."""
-
-    @property
-    def source(self) -> str:
-        """The template's own text."""
-
-    @property
-    def variables(self) -> frozenset[str]:
-        """The variables that the template reads."""
-
-    @property
-    def failure(self) -> str | None:
-        """Why the template fails on every message, ``None`` where it does not."""
-
-    def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
-        """Return the prompt. Raises :class:`InvalidRequest`."""
-
-
-class ChatTemplate:
+class ChatTemplate(PromptTemplate):
     """
     A chat template, compiled. Immutable; safe in threads.
 
     *source* is Jinja as Hugging Face models ship it, *name* says where it comes from (shown in errors),
     *special_tokens* are given to every rendering. A template that does not compile is the operator's mistake
     (:class:`ConfigurationError`) unless *param* names the field of a request that it came in
-    (:class:`InvalidRequest` with that param).
+    (:class:`InvalidRequest` with that param). Making one renders some conversations: do so in a thread.
     """
 
     def __init__(
@@ -120,119 +102,32 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         param: str | None = None,
     ) -> None:
-        environment = shared_environment()
+        environment = _environment()
+        why = ""
         try:
             tree = environment.parse(source)
             self._template: Template = environment.from_string(source)
-            # First: what comes next compiles the tree, and folds lists of constants in it to one.
-            self._analysis = analyse(tree)
-            undeclared = meta.find_undeclared_variables(tree)
+            self.variables = frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment.globals)
         except TemplateSyntaxError as error:
-            _raise_unusable(
-                f"The chat template '{name}' is wrong in line {error.lineno}: {(error.message or '').rstrip('.')}",
-                param,
-            )
+            why = f"is wrong in line {error.lineno}: {(error.message or '').rstrip('.')}"
         except RecursionError:
-            _raise_unusable(f"The chat template '{name}' is nested too deeply", param)
+            why = "is nested too deeply"
         except Exception as error:  # noqa: BLE001 - jinja2 computes constants, which fail in any way
             # What the parser takes and Python's compiler does not, such as too many nested blocks.
-            _raise_unusable(f"The chat template '{name}' cannot be compiled: {type(error).__name__}", param)
-        self._name = name
-        self._source = source
-        self._special_tokens = MappingProxyType(dict(special_tokens or {}))
-        self._variables = frozenset(undeclared) - frozenset(environment.globals)
-
-    @property
-    def source(self) -> str:
-        """The template's own text, by whose markers a model's format of tool calls can be recognised."""
-        return self._source
-
-    @property
-    def name(self) -> str:
-        """Where the template comes from, in words."""
-        return self._name
-
-    @property
-    def variables(self) -> frozenset[str]:
-        """The variables that the template reads: says whether ``tools`` or ``enable_thinking`` do anything."""
-        return self._variables
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """The tokens that every rendering is given."""
-        return self._special_tokens
-
-    @property
-    def wants_parts(self) -> bool:
-        """Whether content must be a list of parts, because the template would loop over a string's characters."""
-        return self._analysis.content_format is ContentFormat.PARTS
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether content may be a list of parts."""
-        return self._analysis.content_format is not ContentFormat.STRING
-
-    @property
-    def image_part(self) -> Mapping[str, Any] | None:
-        """The part that stands for an image, as ``transformers`` has it; ``None`` where the template knows none."""
-        if self.takes_parts:
-            for name, part in (("image", {"type": "image"}), ("image_url", {"type": "image_url", "image_url": {}})):
-                if name in self._analysis.constants:
-                    return part
-        return None
-
-    @cached_property
-    def failure(self) -> str | None:
-        """
-        Why the template fails on a plain message, which makes it the operator's mistake.
-
-        ``None`` where it does not, and where it refuses the message in its own words.
-        """
-        content: Any = [{"type": "text", "text": "Hello"}] if self.wants_parts else "Hello"
-        try:
-            self.render([{"role": "user", "content": content}])
-        except InvalidRequest as error:
-            if not isinstance(error.__cause__, TemplateRefusal):
-                return (
-                    f"The chat template '{self._name}' fails on a plain message: {error.message} Give another with "
-                    "--chat-template."
-                )
-        return None
-
-    @cached_property
-    def tool_form(self) -> ToolForm:
-        """How tool calls in messages have to be written; found out by rendering some, once."""
-        empty: Any = [{"type": "text", "text": ""}] if self.wants_parts else ""
-        return probe(self._attempt, null_first=self._analysis.tests_null_content, empty=empty)
-
-    @cached_property
-    def takes_developers(self) -> bool:
-        """Whether a message of the role ``developer`` comes into the prompt: some templates name the role only."""
-        if "developer" not in self._analysis.constants:
-            return False
-        words = "Probed instructions."
-        messages = [{"role": "developer", "content": words}, {"role": "user", "content": "Probe."}]
-        return words in (self._attempt(messages) or "")
-
-    def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        if self.wants_parts:
-            messages = [
-                {**message, "content": [{"type": "text", "text": message["content"]}]}
-                if isinstance(message["content"], str)
-                else message
-                for message in messages
-            ]
-        try:
-            return self.render(messages)
-        except InvalidRequest:
-            return None
+            why = f"cannot be compiled: {type(error).__name__}"
+        if why and param is not None:
+            raise InvalidRequest(f"The chat template '{name}' {why}", param=param)
+        if why:
+            raise ConfigurationError(f"The chat template '{name}' {why}. Give another with --chat-template.")
+        self.name = name
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._probe()
 
     def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
         """
-        Return the prompt for *messages* (plain dicts, see ``messages.prepare``).
-
-        The rendering's variables may replace special tokens but nothing else. Raises :class:`InvalidRequest` with
-        ``param="messages"`` when the template refuses (with its own words) or fails.
+        Return the prompt of prepared *messages*. The rendering's variables may replace special tokens but nothing else.
+        Raises :class:`InvalidRequest` when the template refuses (with its own words) or fails.
         """
         context = {
             **self._special_tokens,
@@ -257,15 +152,99 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The chat template failed on these messages{reason}"[:_LONGEST_REASON],
                 param="messages",
-                detail=f"chat template '{self._name}': {type(error).__name__}: {error}",
+                detail=f"chat template '{self.name}': {type(error).__name__}: {error}",
             ) from error
 
+    def _with_parts(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return *messages* with texts as parts where these are wanted."""
+        if not self.wants_parts:
+            return messages
+        return [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message["content"], str)
+            else message
+            for message in messages
+        ]
 
-def _raise_unusable(message: str, param: str | None) -> NoReturn:
-    """Blame whoever gave the template: the client when it came in a *param*, else the operator."""
-    if param is None:
-        raise ConfigurationError(f"{message}. Give another with --chat-template.")
-    raise InvalidRequest(message, param=param)
+    def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return what is made of *messages*; ``None`` where they are not accepted."""
+        try:
+            return self.render(self._with_parts(messages))
+        except InvalidRequest:
+            return None
+
+    def _shows(self, words: str, *messages: Mapping[str, Any]) -> bool:
+        return words in (self._attempt(messages) or "")
+
+    def _names(self, word: str) -> bool:
+        return f"'{word}'" in self.source or f'"{word}"' in self.source
+
+    def _probe(self) -> None:
+        """Find out what the template wants."""
+        parts = [{"type": "text", "text": _NAME}, {"type": "text", "text": _VALUE}]
+        in_parts = self._attempt([{"role": "user", "content": parts}]) or ""
+        # A list that is printed as it is stands in quotes, in Python's spelling or as JSON.
+        self.takes_parts = _NAME in in_parts and _VALUE in in_parts and not _QUOTED.search(in_parts)
+        self.wants_parts = self.takes_parts and not self._shows(_VALUE, {"role": "user", "content": _VALUE})
+        for part in ({"type": "image"}, {"type": "image_url", "image_url": {}}):
+            if self.takes_parts and self.image_part is None and self._names(str(part["type"])):
+                self.image_part = part
+        # Some templates name the role only.
+        self.takes_developers = self._names("developer") and self._shows(
+            _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION
+        )
+        try:
+            self.render(self._with_parts([_QUESTION]))
+        except InvalidRequest as error:
+            # In the template's own words it may be right to refuse.
+            if not isinstance(error.__cause__, TemplateRefusal):
+                self.failure = (
+                    f"The chat template '{self.name}' fails on a plain message: {error.message} Give another with "
+                    "--chat-template."
+                )
+        self.tool_form = self._probe_tools()
+
+    def _probe_tools(self) -> ToolForm:
+        """Return the form in which tool calls are rendered whole; the customary one where none is right."""
+        for text_arguments, null_content, needs_names in itertools.product((False, True), repeat=3):
+            form = ToolForm(text_arguments=text_arguments, null_content=null_content, needs_names=needs_names)
+            rendered = self._attempt(_conversation(form, _SHORT_ID)) or ""
+            # Neither in Python's spelling nor as JSON within JSON.
+            if _VALUE in rendered and f"'{_KEY}'" not in rendered and f'\\"{_KEY}' not in rendered:
+                break
+        else:
+            return ToolForm()
+        with_long_id = _conversation(form, _LONG_ID)
+        if self._attempt(with_long_id) is None:
+            form = msgspec.structs.replace(form, ids="short")
+        elif self._shows(_LONG_ID, *with_long_id[:2]) and not self._shows(_NAME, *with_long_id[:2]):
+            form = msgspec.structs.replace(form, ids="named")
+        question, call, answer = _conversation(form, _SHORT_ID)
+        for field in ("reasoning_content", "thinking", "reasoning"):
+            if self._shows(_THOUGHT, question, {**call, field: _THOUGHT}, answer):
+                both = {**call, field: _THOUGHT, "content": _THOUGHT}
+                alone = self._attempt([question, both, answer]) is None
+                return msgspec.structs.replace(form, reasoning=field, reasoning_alone=alone)
+        return form
+
+
+_NAME, _KEY, _VALUE, _THOUGHT = "probed_function", "probed_key", "probed_value", "probed_thought"
+_QUOTED = re.compile(rf"""["']{_NAME}["']""")
+_SHORT_ID = "Ab3dE6gH9"
+_LONG_ID = "call_0123456789abcdef01234567"
+_QUESTION = {"role": "user", "content": "Probe."}
+
+
+def _conversation(form: ToolForm, call_id: str) -> list[dict[str, Any]]:
+    """Return a question, a call in *form*, and the tool's answer."""
+    arguments: Any = f'{{"{_KEY}": "{_VALUE}"}}' if form.text_arguments else {_KEY: _VALUE}
+    call = {"type": "function", "id": call_id, "function": {"name": _NAME, "arguments": arguments}}
+    answer = {"role": "tool", "content": "Probed.", "tool_call_id": call_id}
+    return [
+        _QUESTION,
+        {"role": "assistant", "content": None if form.null_content else "", "tool_calls": [call]},
+        {**answer, "name": _NAME} if form.needs_names else answer,
+    ]
 
 
 def _line_of(traceback: TracebackType | None) -> str:

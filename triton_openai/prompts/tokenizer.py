@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -14,7 +12,7 @@ from triton_openai.errors import ConfigurationError, ContextLengthExceeded, Inva
 from triton_openai.generation import TokenPair
 from triton_openai.prompts import offload
 from triton_openai.prompts.detokenizer import TokenPieces
-from triton_openai.prompts.tokenizer_files import TokenizerFiles, fetch_from_hub, locate
+from triton_openai.prompts.tokenizer_files import TokenizerFiles, locate
 
 #: Texts longer than this are encoded in a thread. Measured with a byte-level BPE of 16,000 tokens: 0.2 µs per
 #: character for short texts, 0.4 µs for long ones; so what runs on the event loop holds it for less than 1 ms, and
@@ -40,26 +38,34 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._source = files.source
-        self._special_tokens = MappingProxyType(_special_tokens(files))
-        self._chat_templates = MappingProxyType(dict(files.chat_templates))
-        self._generation_config = files.generation_config
-        self._eos_token_ids = self._find_eos(files)
-        self._model_max_length = _max_length(files.config.get("model_max_length"))
-        self._longest_prompt = _longest_prompt(self._model_max_length, files.model_config)
-        self._adds_bos = self._find_adds_bos(files)
-        self._pieces = TokenPieces(backend)
+        #: How many ids exist, added tokens included.
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        #: The named special tokens (``bos_token``, ``eos_token``, …) that the tokenizer has.
+        self.special_tokens: Mapping[str, str] = _special_tokens(files)
+        #: The Jinja sources by name; the usual one is called ``default``.
+        self.chat_templates = files.chat_templates
+        #: The contents of ``generation_config.json``; empty where there is none.
+        self.generation_config = files.generation_config
+        #: The ids that end a generation: ``eos_token`` first, then those of ``generation_config.json``.
+        self.eos_token_ids = self._find_eos(files)
+        #: The longest prompt in tokens, where the tokenizer says so.
+        self.model_max_length = _max_length(files.config.get("model_max_length"))
+        #: A number of tokens that no prompt of the model can exceed, where the files say so.
+        self.longest_prompt = _longest_prompt(self.model_max_length, files.model_config)
+        #: Whether encoding with special tokens puts ``bos_token`` in front, as a backend's preprocessing would.
+        self.adds_bos = self._find_adds_bos(files)
+        #: The bytes of single tokens, and which of them are special.
+        self.pieces = TokenPieces(backend)
 
     @classmethod
-    def load(cls, source: str, *, fetch: Callable[[str], Path] = fetch_from_hub) -> Tokenizer:
+    def load(cls, source: str) -> Tokenizer:
         """
         Load the tokenizer *source*: a local folder, a path of a ``tokenizer.json``, or a hub name ("org/name").
 
-        Blocks (disk, maybe network; a large vocabulary takes half a second): call it in a thread. *fetch* turns a
-        hub name into a folder. Raises :class:`ConfigurationError` when it is missing, unreadable, unreachable, or
-        exists in the slow form only.
+        Blocks (disk, maybe network; a large vocabulary takes half a second): call it in a thread. Raises
+        :class:`ConfigurationError` when it is missing, unreadable, unreachable, or exists in the slow form only.
         """
-        files = locate(source, fetch)
+        files = locate(source)
         try:
             backend = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
         except Exception as error:
@@ -69,59 +75,13 @@ class Tokenizer:
             ) from error
         return cls(backend, files)
 
-    @property
-    def source(self) -> str:
-        """What :meth:`load` was given."""
-        return self._source
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids exist, added tokens included."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def special_tokens(self) -> Mapping[str, str]:
-        """The named special tokens (``bos_token``, ``eos_token``, …) that the tokenizer has."""
-        return self._special_tokens
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a generation: ``eos_token`` first, then those of ``generation_config.json``."""
-        return self._eos_token_ids
-
-    @property
-    def chat_templates(self) -> Mapping[str, str]:
-        """The Jinja sources by name; the usual one is called ``default``."""
-        return self._chat_templates
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The contents of ``generation_config.json``; empty where there is none."""
-        return self._generation_config
-
-    @property
-    def model_max_length(self) -> int | None:
-        """The longest prompt in tokens, where the tokenizer says so."""
-        return self._model_max_length
-
-    @property
-    def longest_prompt(self) -> int | None:
-        """A number of tokens that no prompt of the model can exceed, where the files say so."""
-        return self._longest_prompt
-
-    @property
-    def adds_bos(self) -> bool:
-        """Whether encoding with special tokens puts ``bos_token`` in front, as a backend's preprocessing would."""
-        return self._adds_bos
-
-    @property
-    def pieces(self) -> TokenPieces:
-        """The bytes of single tokens, and which of them are special."""
-        return self._pieces
-
     def token_id(self, token: str) -> int | None:
         """Return the id of exactly this *token*, or None when the vocabulary lacks it."""
         return self._backend.token_to_id(token)
+
+    def has(self, token: str) -> bool:
+        """Return whether exactly this *token* is in the vocabulary."""
+        return self.token_id(token) is not None
 
     def vocabulary_string(self, number: int) -> str:
         """Return how the vocabulary writes the id *number* (``Ġhow``); an id that does not exist is written as ""."""
@@ -129,10 +89,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """
-        Return the ids of *text*.
-
-        Raises :class:`InvalidRequest` for text that is not valid Unicode, and :class:`ContextLengthExceeded` for more
-        tokens than any model takes.
+        Return the ids of *text*. Raises :class:`InvalidRequest` for text that is not valid Unicode, and
+        :class:`ContextLengthExceeded` for more tokens than any model takes.
         """
         encoding = self._encode(text, add_special_tokens)
         if len(encoding) > MOST_TOKENS:
@@ -147,21 +105,19 @@ class Tokenizer:
                 return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
-    def spans(self, text: str) -> Sequence[tuple[int, int]]:
-        """
-        Return where each token of *text* begins and ends in it, in characters, without special tokens added to it.
-
-        Tokens that are parts of one character share its place. Raises as :meth:`encode`.
-        """
+    def tokens(self, text: str) -> tokenizers.Encoding:
+        """Return the tokens of *text* and their places in it, without special tokens. Raises as :meth:`encode`."""
         with _valid_unicode():
-            return _Spans(self._backend.encode_batch([text], add_special_tokens=False)[0])
+            return self._backend.encode_batch([text], add_special_tokens=False)[0]
+
+    def encode_cut(self, text: str, limit: int, side: Literal["left", "right"]) -> list[int]:
+        """Return the ids of *text*, cut on a *side* so that they are *limit* at most with their special tokens."""
+        tokens = self.tokens(text)
+        tokens.truncate(max(limit - self._backend.num_special_tokens_to_add(is_pair=False), 0), direction=side)
+        return self._backend.post_process(tokens, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """
-        Return the text of *ids*. Ids that do not exist give no text.
-
-        Raises :class:`InvalidRequest` for what cannot be an id.
-        """
+        """Return the text of *ids*; one that does not exist has none. Raises :class:`InvalidRequest` for no ids."""
         try:
             if len(ids) > INLINE_CHARACTERS:
                 return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
@@ -224,38 +180,19 @@ class Tokenizer:
         )
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
-        found: list[int] = []
-        named = self._special_tokens.get("eos_token")
-        if named is not None:
-            token = self.token_id(named)
-            if token is not None:
-                found.append(token)
         declared = files.generation_config.get("eos_token_id", files.model_config.get("eos_token_id"))
-        for value in declared if isinstance(declared, list) else [declared]:
-            if isinstance(value, int) and not isinstance(value, bool) and value >= 0 and value not in found:
-                found.append(value)
-        return tuple(found)
+        found = [self.token_id(self.special_tokens.get("eos_token", ""))]
+        found += declared if isinstance(declared, list) else [declared]
+        # JSON's true is no id.
+        return tuple(dict.fromkeys(number for number in found if type(number) is int and number >= 0))
 
     def _find_adds_bos(self, files: TokenizerFiles) -> bool:
         # For Llama-like classes transformers rebuilds the post-processor from this flag, so it comes first.
         declared = files.config.get("add_bos_token")
         if isinstance(declared, bool):
             return declared
-        bos = self._special_tokens.get("bos_token")
+        bos = self.special_tokens.get("bos_token")
         return bos is not None and self.encode("", add_special_tokens=True)[:1] == [self.token_id(bos)]
-
-
-class _Spans(Sequence[tuple[int, int]]):
-    """Where the tokens of *encoding* stand. All places at once would be millions of objects."""
-
-    def __init__(self, encoding: tokenizers.Encoding) -> None:
-        self._encoding = encoding
-
-    def __len__(self) -> int:
-        return len(self._encoding)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._encoding.token_to_chars(range(len(self))[index])
 
 
 @contextmanager
@@ -273,21 +210,13 @@ def _special_tokens(files: TokenizerFiles) -> dict[str, str]:
     for mapping in (files.special_tokens_map, files.config):
         extra = mapping.get("extra_special_tokens")
         for name, value in (dict(mapping) | (extra if isinstance(extra, dict) else {})).items():
-            if not name.endswith("_token"):
-                continue
-            token = _token_text(value)
-            if token is not None:
+            # An ``AddedToken`` is written as an object.
+            token = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(token, str):
                 named[name] = token
             elif value is None:
                 named.pop(name, None)
     return named
-
-
-def _token_text(value: Any) -> str | None:
-    """Return a token's text: a string, or an ``AddedToken`` written as an object with ``content``."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
@@ -310,3 +239,41 @@ def _max_length(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return int(value) if 0 < value <= _LONGEST_CONTEXT else None
+
+
+# What counting one piece costs beside its length, in characters of a long text.
+_PIECE_COST = 20
+
+
+async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> int:
+    """
+    Return how many tokens *pieces*, each what one step brought, were made of.
+
+    Tokenized one by one, because that is how they came: a step is a token, or a few. A backend that decodes token by
+    token shows each part of a split character as one U+FFFD, which is one token and not the three of its UTF-8 bytes.
+    """
+    size = sum(map(len, pieces)) + _PIECE_COST * len(pieces)
+    return await offload.run(
+        lambda: sum(piece.count("\ufffd") + tokenizer.count(piece.replace("\ufffd", "")) for piece in pieces),
+        size=size,
+        threshold=INLINE_CHARACTERS,
+    )
+
+
+# OpenAI's rule of thumb. Other languages than English, and code, have two to four.
+_BYTES_PER_TOKEN = 4
+
+
+def tokens_in(text: str) -> int:
+    """Return an estimate of the tokens in *text*, for limits alone: nobody is told such a number as a count."""
+    return tokens_in_bytes(len(text.encode("utf-8", "surrogatepass")))
+
+
+def tokens_in_bytes(number: int) -> int:
+    """Return an estimate of the tokens in a text of so many bytes of UTF-8."""
+    return -(-number // _BYTES_PER_TOKEN)
+
+
+def tokens_in_pieces(pieces: Sequence[str]) -> int:
+    """Return an estimate of the tokens in an answer that came in *pieces*: one each at least."""
+    return max(len(pieces), tokens_in("".join(pieces)))

@@ -1,5 +1,5 @@
 """
-Finds and reads the files of a tokenizer as Hugging Face models ship them.
+Finds and reads a tokenizer's files as Hugging Face models ship them, and the sampling that a model's authors recommend.
 
 Which files exist and which of two wins is what ``transformers`` does in ``PreTrainedTokenizerBase.from_pretrained``:
 ``tokenizer.json`` is the tokenizer; ``tokenizer_config.json`` names the special tokens (over
@@ -12,38 +12,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
+from triton_openai.config.models import DefaultParameters
 from triton_openai.errors import ConfigurationError
 
 _log = structlog.get_logger(__name__)
+
+_GENERATION_CONFIG = "generation_config.json"
 
 #: Everything that is read; nothing else (weights!) is ever downloaded.
 HUB_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "generation_config.json",
+    _GENERATION_CONFIG,
     "config.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
-)
-
-#: Vocabularies of tokenizers that exist in ``transformers``' slow form only.
-SLOW_FILES = (
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "spm.model",
-    "vocab.txt",
-    "vocab.json",
-    "tekken.json",
-    "qwen.tiktoken",
 )
 
 # A name, and after @ a branch, a tag or a commit.
@@ -53,7 +44,6 @@ _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9_][\w.-]*)?)(?:@([A-Za
 class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     """What a tokenizer's folder says, read but not yet understood."""
 
-    source: str
     tokenizer_json: Path
     config: Mapping[str, Any]
     special_tokens_map: Mapping[str, Any]
@@ -62,48 +52,42 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
     chat_templates: Mapping[str, str]
 
 
-def locate(source: str, fetch: Callable[[str], Path]) -> TokenizerFiles:
+def locate(source: str) -> TokenizerFiles:
     """
     Return the files that *source* means: a folder, a ``tokenizer.json``, or a name on the Hugging Face hub, which may
-    have a revision (``org/name@revision``).
-
-    *fetch* brings a hub name's files to a local folder. Raises :class:`ConfigurationError` when there is nothing
-    usable behind *source*.
+    have a revision (``org/name@revision``). Raises :class:`ConfigurationError` when it is nothing usable.
     """
-    if not source.strip():
-        raise ConfigurationError("The tokenizer's name is empty: give --tokenizer a folder or a hub name.")
     try:
         path = Path(source).expanduser()
-        if path.is_dir():
-            return read_folder(path, source)
-        if path.is_file():
-            return _read(path.parent, path, source)
+        # An empty path would be the working directory.
+        exists = bool(source.strip()) and path.exists()
     except (OSError, ValueError, RuntimeError) as error:
         # ValueError: a NUL in the name; RuntimeError: "~nobody"; OSError: a name too long, no permission.
         raise ConfigurationError(
             f"The tokenizer '{source}' given by --tokenizer cannot be read.", detail=str(error)
         ) from error
-    if not _HUB_NAME.fullmatch(source):
+    if not exists:
+        if not _HUB_NAME.fullmatch(source):
+            raise ConfigurationError(
+                f"There is no tokenizer at '{source}': --tokenizer takes a folder that holds tokenizer.json, "
+                "that file itself, or a Hugging Face name such as 'org/name' or 'org/name@revision'."
+            )
+        path = fetch_from_hub(source)
+    folder, tokenizer_json = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+    if not tokenizer_json.is_file():
         raise ConfigurationError(
-            f"There is no tokenizer at '{source}': --tokenizer takes a folder that holds tokenizer.json, "
-            "that file itself, or a Hugging Face name such as 'org/name' or 'org/name@revision'."
+            f"The tokenizer '{source}' given by --tokenizer has no tokenizer.json. Where it has only a slow form, such "
+            "as tokenizer.model, transformers writes one: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
         )
-    return read_folder(fetch(source), source)
-
-
-def read_folder(folder: Path, source: str) -> TokenizerFiles:
-    """Read *folder*; raises :class:`ConfigurationError` when it has no ``tokenizer.json`` or a file is broken."""
-    tokenizer_json = folder / "tokenizer.json"
-    if tokenizer_json.is_file():
-        return _read(folder, tokenizer_json, source)
-    slow = next((name for name in SLOW_FILES if (folder / name).is_file()), None)
-    if slow is not None:
-        raise ConfigurationError(
-            f"The tokenizer '{source}' has only the slow form ({slow}); --tokenizer needs tokenizer.json. "
-            "transformers writes one: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)."
-        )
-    raise ConfigurationError(
-        f"The tokenizer '{source}' has no tokenizer.json: give --tokenizer a folder or a hub name that has one."
+    origin = f"of the tokenizer '{source}' given by --tokenizer"
+    config = _read_json(folder / "tokenizer_config.json", origin)
+    return TokenizerFiles(
+        tokenizer_json=tokenizer_json,
+        config=config,
+        special_tokens_map=_read_json(folder / "special_tokens_map.json", origin),
+        generation_config=_read_json(folder / _GENERATION_CONFIG, origin),
+        model_config=_read_json(folder / "config.json", origin),
+        chat_templates=_templates_of(config) | _template_files(folder, origin),
     )
 
 
@@ -117,10 +101,8 @@ def fetch_from_hub(source: str) -> Path:
     """
     Download the tokenizer's files of the model *source* (or find them in the hub's cache) and return their folder.
 
-    *source* is a name, and after ``@`` the branch, tag or commit to use instead of the main branch. Where the hub is,
-    the access token, the cache and offline mode (``HF_HUB_OFFLINE``) are ``huggingface_hub``'s own settings. Raises
-    :class:`ConfigurationError` when the model or the revision does not exist, the model is gated, or the hub cannot be
-    reached.
+    *source* is a name, and after ``@`` the branch, tag or commit. Where the hub is, the access token, the cache and
+    offline mode (``HF_HUB_OFFLINE``) are ``huggingface_hub``'s own settings. Raises :class:`ConfigurationError`.
     """
     # Here, because it brings an HTTP client: 0.1 s at start that a service with local tokenizers need not pay.
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
@@ -129,36 +111,34 @@ def fetch_from_hub(source: str) -> Path:
     match = _HUB_NAME.fullmatch(source)
     name, revision = (source, None) if match is None else (match[1], match[2])
     try:
-        folder = Path(str(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES))))
-    except GatedRepoError as error:
-        raise ConfigurationError(
-            f"The tokenizer '{source}' is gated on the Hugging Face hub: accept its terms there and set HF_TOKEN, or "
-            "give --tokenizer a local folder.",
-            detail=str(error),
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ConfigurationError(
-            f"The tokenizer '{source}' is neither a local folder nor a model on the Hugging Face hub: check "
-            "--tokenizer (a private model needs HF_TOKEN).",
-            detail=str(error),
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ConfigurationError(
-            f"The tokenizer '{source}': the model has no revision '{revision}' on the Hugging Face hub; check "
-            "--tokenizer.",
-            detail=str(error),
-        ) from error
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES)))
     except Exception as error:
-        # The hub's client passes through whatever its HTTP library raises, and that library changes between
-        # releases; whatever it is, the operator's remedy is the same.
-        why, cached = "the Hugging Face hub could not be reached for it. Check the name and the network", None
-        if constants.HF_HUB_OFFLINE:
+        # The hub's client passes through whatever its HTTP library raises, and that library changes between releases.
+        cached = None
+        if isinstance(error, GatedRepoError):
+            why = "is gated on the Hugging Face hub: accept its terms there and set HF_TOKEN"
+        elif isinstance(error, RepositoryNotFoundError):
+            why = (
+                "is neither a local folder nor a model on the Hugging Face hub: check --tokenizer (a private model "
+                "needs HF_TOKEN)"
+            )
+        elif isinstance(error, RevisionNotFoundError):
+            why = f"has no revision '{revision}' on the Hugging Face hub: check --tokenizer"
+        elif constants.HF_HUB_OFFLINE:
             # A cache that another program filled may lack files that are not needed here.
             cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
-            why = "HF_HUB_OFFLINE is set and the hub's cache does not hold it. Download it there first"
+            why = (
+                "is not a local folder, HF_HUB_OFFLINE is set, and the hub's cache does not hold it. Download it there "
+                "first"
+            )
+        else:
+            why = (
+                "is not a local folder, and the Hugging Face hub could not be reached for it. Check the name and the "
+                "network"
+            )
         if not isinstance(cached, str):
             raise ConfigurationError(
-                f"The tokenizer '{source}' is not a local folder, and {why}, or give --tokenizer a local folder.",
+                f"The tokenizer '{source}' {why}, or give --tokenizer a local folder.",
                 detail=f"{type(error).__name__}: {error}",
             ) from error
         folder = Path(cached).parent
@@ -167,46 +147,24 @@ def fetch_from_hub(source: str) -> Path:
     return folder
 
 
-def _read(folder: Path, tokenizer_json: Path, source: str) -> TokenizerFiles:
-    config = _read_json(folder / "tokenizer_config.json", source)
-    return TokenizerFiles(
-        source=source,
-        tokenizer_json=tokenizer_json,
-        config=config,
-        special_tokens_map=_read_json(folder / "special_tokens_map.json", source),
-        generation_config=_read_json(folder / "generation_config.json", source),
-        model_config=_read_json(folder / "config.json", source),
-        chat_templates=_templates_of(config) | _template_files(folder, source),
-    )
-
-
-def _read_json(path: Path, source: str) -> dict[str, Any]:
-    """Read an optional JSON object. The standard library reads it as ``transformers`` does (NaN, huge integers)."""
-    text = _read_text(path, source)
-    if text is None:
-        return {}
+def _read_json(path: Path, origin: str) -> dict[str, Any]:
+    """Return the JSON object in *path*, empty where there is no such file."""
+    text = _read_text(path, origin)
     try:
-        value = json.loads(text)
+        # Read as transformers does: with NaN and huge integers.
+        value = {} if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"{path.name} of the tokenizer '{source}' given by --tokenizer is not valid JSON: {error}"
-        ) from error
+        raise ConfigurationError(f"{path.name} {origin} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigurationError(
-            f"{path.name} of the tokenizer '{source}' given by --tokenizer must hold a JSON object."
-        )
+        raise ConfigurationError(f"{path.name} {origin} must hold a JSON object.")
     return value
 
 
-def _read_text(path: Path, source: str) -> str | None:
-    if not path.is_file():
-        return None
+def _read_text(path: Path, origin: str) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") if path.is_file() else None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{path.name} of the tokenizer '{source}' given by --tokenizer cannot be read.", detail=str(error)
-        ) from error
+        raise ConfigurationError(f"{path.name} {origin} cannot be read.", detail=str(error)) from error
 
 
 def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -222,13 +180,44 @@ def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _template_files(folder: Path, source: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        text = _read_text(path, source)
-        if text is not None:
-            found[path.stem] = text
-    default = _read_text(folder / "chat_template.jinja", source)
-    if default is not None:
-        found["default"] = default
-    return found
+def _template_files(folder: Path, origin: str) -> dict[str, str]:
+    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    paths["default"] = folder / "chat_template.jinja"
+    texts = {name: _read_text(path, origin) for name, path in paths.items()}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+AUTO = "auto"
+NONE = "none"
+# Those that vLLM's server takes (`ModelConfig.get_diff_sampling_param`), and what a request calls them.
+_SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
+
+
+def recommended_sampling(
+    setting: str | None, own: Mapping[str, Any], notes: list[str]
+) -> tuple[Mapping[str, Any], str | None]:
+    """
+    Return the sampling that the model's authors recommend, under the names of a request, and where it came from.
+
+    *setting* is ``generation_config``, *own* what the file beside the tokenizer holds. A value that no request could
+    have is left out, with a note. Raises :class:`ConfigurationError` for a file that is named and cannot be read.
+    """
+    if setting == NONE:
+        return {}, None
+    config, origin = own, f"the tokenizer's {_GENERATION_CONFIG}"
+    if setting not in (None, AUTO):
+        path = Path(setting).expanduser()
+        path = path / _GENERATION_CONFIG if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigurationError(f"There is no file '{setting}' given by generation_config.")
+        config, origin = _read_json(path, "given by generation_config"), f"{setting} (generation_config)"
+    found: dict[str, Any] = {}
+    for key, name in _SAMPLING.items():
+        value = config.get(key)
+        try:
+            found |= msgspec.convert({name: value}, DefaultParameters).given()
+        except msgspec.ValidationError:
+            notes.append(f"{key} in {origin} is not used: {value!r} is no valid {name}")
+    return found, origin if found else None

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import tokenizers
 
-from triton_openai.errors import InvalidRequest
+from triton_openai.errors import InvalidRequest, InvalidValue
 from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import INLINE_CHARACTERS, Tokenizer
 
@@ -23,9 +24,8 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
     """
     What is left of a prompt: at most *tokens* of them, the last ones when it is cut on the *side* "left".
 
-    -1 tokens are as many as the model's context has room for. *keeps_special* is whether special tokens that are put
-    around a text stay, and count: vLLM keeps them in a completion's prompt unless it is told the side, and cuts them
-    off like others in a chat.
+    -1 tokens are as many as the context has room for. *keeps_special* is whether special tokens around a text stay, and
+    count: vLLM keeps them in a completion's prompt unless it is told the side, and cuts them off like others in a chat.
     """
 
     tokens: int
@@ -33,11 +33,7 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
     keeps_special: bool = True
 
     def within(self, room: int | None) -> Truncation:
-        """
-        Return the truncation with its number known; *room* is what the model takes, where that is known.
-
-        Raises :class:`InvalidRequest` where it has to be and is not.
-        """
+        """Return it with its number known; *room* is what the model takes, which -1 needs (:class:`InvalidRequest`)."""
         if self.tokens >= 0:
             return self
         if room is None:
@@ -67,21 +63,21 @@ def cut_ids(ids: Sequence[int], truncation: Truncation) -> Sequence[int]:
 
 async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -> Sequence[int]:
     """Return the ids of what is left of *text*, with the tokenizer's special tokens."""
-    ids, plain = await tokenizer.encode_async(text, True), await tokenizer.encode_async(text)
-    added = len(ids) - len(plain)
-    allowed = truncation.tokens - added
-    if len(ids) <= truncation.tokens or not truncation.keeps_special or allowed < 1:
+
+    def cut() -> Sequence[int]:
+        if truncation.keeps_special:
+            ids = tokenizer.encode_cut(text, truncation.tokens, truncation.side)
+        else:
+            ids = tokenizer.encode(text, True)
         return cut_ids(ids, truncation)
-    before = next((place for place in range(added + 1) if ids[place : place + len(plain)] == plain), 0)
-    kept = cut_ids(plain, msgspec.structs.replace(truncation, tokens=allowed))
-    return [*ids[:before], *kept, *ids[before + len(plain) :]]
+
+    return await offload.run(cut, size=len(text), threshold=INLINE_CHARACTERS)
 
 
 async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, special: bool) -> str:
     """
-    Return what is left of *text*; *special* is whether the backend adds the tokenizer's special tokens to it.
-
-    Raises :class:`InvalidRequest` when nothing is.
+    Return what is left of *text*; *special* is whether the backend adds the tokenizer's special tokens to it. Raises
+    :class:`InvalidRequest` when nothing is.
     """
     return await offload.run(
         lambda: _cut(tokenizer, text, truncation, special), size=len(text), threshold=INLINE_CHARACTERS
@@ -89,19 +85,22 @@ async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, s
 
 
 def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool) -> str:
-    added = tokenizer.count("", special)
-    allowed = truncation.tokens - added
-    spans = tokenizer.spans(text)
-    while len(spans) > allowed:
+    allowed = truncation.tokens - tokenizer.count("", special)
+    # What is left may be tokenized in another way, with more tokens.
+    while allowed > 0 and len(tokens := tokenizer.tokens(text)) > allowed:
         # Cut where the text to be kept begins or ends; tokens that share a character with it go as well.
+        last = len(tokens) - 1
         if truncation.side == "left":
-            border = spans[len(spans) - allowed - 1][1] if allowed > 0 else len(text)
-            text = text[max(border, spans[0][0] + 1) :]
+            text = text[max(_place(tokens, last - allowed)[1], _place(tokens, 0)[0] + 1) :]
         else:
-            border = spans[allowed][0] if allowed > 0 else 0
-            text = text[: min(border, spans[-1][1] - 1)]
-        # What is left may be tokenized in another way, with more tokens.
-        spans = tokenizer.spans(text)
-    if not text:
-        raise InvalidRequest(f"'{_PARAM}' leaves nothing of the prompt.", param=_PARAM, code="invalid_value")
+            text = text[: min(_place(tokens, allowed)[0], _place(tokens, last)[1] - 1)]
+    if allowed <= 0 or not text:
+        raise InvalidValue(f"'{_PARAM}' leaves nothing of the prompt.", _PARAM)
     return text
+
+
+def _place(tokens: tokenizers.Encoding, index: int) -> tuple[int, int]:
+    place = tokens.token_to_chars(index)
+    # Only special tokens have none.
+    assert place is not None
+    return place

@@ -7,7 +7,7 @@ import pytest
 from triton_openai.access.rate_limits import tokens_charged
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
-from triton_openai.prompts.token_counts import tokens_in, tokens_in_pieces
+from triton_openai.prompts.tokenizer import tokens_in, tokens_in_pieces
 from triton_openai.telemetry.observation import InterTokenLatency, Observation
 
 _KNOWN = Usage(prompt_tokens=10, completion_tokens=5)

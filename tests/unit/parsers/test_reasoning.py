@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from tests.unit.parsers.tool_parser_cases import CASES, TOOLS
+from tests.unit.parsers.tool_parser_cases import CASES, LOOKS, TOOLS
 from triton_openai.parsers.reasoning.registry import BUILT_IN, load
 from triton_openai.parsers.tools.base import Grammar
 from triton_openai.parsers.tools.events import Content, Event, Reasoning
@@ -214,7 +214,7 @@ def test_cost_is_linear(name: str) -> None:
             for piece in pieces:
                 parser.feed(piece)
             parser.flush()
-            assert parser.examined <= 20 * len(text)
+            assert parser.examined <= LOOKS * len(text)
 
 
 def test_thinking_streams() -> None:

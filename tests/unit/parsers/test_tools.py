@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from tests.unit.parsers.tool_parser_cases import ALL, CASES, TOOLS, Case
+from tests.unit.parsers.tool_parser_cases import ALL, CASES, LOOKS, TOOLS, Case
 from triton_openai.parsers.tools.base import CallGrammar, Grammar, ToolParser
 from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.tools.registry import load
@@ -261,11 +261,10 @@ def test_cost_is_linear(name: str, body: str) -> None:
     """Looking at a character costs a bounded number of looks, in content and in arguments, whole or one by one."""
     front, behind = LONG[name]
     for before, after in (("", ""), (front, behind)):
-        # A cost that grows with the square would be over a hundred looks for each of as many characters.
         text = before + BODIES[body] * (4_000 // len(BODIES[body])) + after
         for pieces in ([text], list(text), [text[at : at + 7] for at in range(0, len(text), 7)]):
             examined, merged = cost(name, pieces)
-            assert examined <= 20 * len(text)
+            assert examined <= LOOKS * len(text)
             assert len(merged.calls) == (1 if before else 0)
 
 
@@ -275,7 +274,7 @@ def test_many_values_cost_little(item: str) -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": [' + item * (4_000 // len(item)) + "0]}}</tool_call>"
     for size in (1, 7, len(text)):
         examined, merged = cost("hermes", [text[at : at + size] for at in range(0, len(text), size)])
-        assert examined <= 20 * len(text)
+        assert examined <= LOOKS * len(text)
         assert isinstance(json.loads(merged.calls[0][2]), dict)
 
 

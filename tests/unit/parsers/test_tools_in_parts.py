@@ -310,6 +310,15 @@ def test_json_passes_as_it_is(value: object, indent: int | None, ascii_only: boo
     assert text == read_json(text)
 
 
+@every_case(
+    "text", ["01", "-", "1.", ".5", "1e", "1e+", "+1", "0x1", "nul", "True", '"\\x"', '"\\u00g0"', "1 2", ",", "1,"]
+)
+def test_faults_of_json(text: str) -> None:
+    """Each of these is refused, alone in an array and behind another item."""
+    assert read_json(f"[{text}]") is None
+    assert read_json(f"[true, {text}]") is None
+
+
 @given(text=st.text(alphabet='{}[]":,\\u0aE+-.tnfrlse \n', max_size=12))
 def test_what_is_not_json(text: str) -> None:
     """What json.loads refuses is refused, but for control characters inside of strings, which are escaped."""

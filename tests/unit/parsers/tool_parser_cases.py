@@ -43,6 +43,9 @@ def _same(name: str, content: str, *parsers: str) -> tuple[Case, ...]:
     return tuple(Case(parser, name, content, content=content) for parser in parsers)
 
 
+#: How often a parser copies or looks at a character, at most. A cost that grows with the square is hundreds of times.
+LOOKS = 6
+
 #: Every built-in parser.
 ALL = tuple(BUILT_IN)
 
@@ -313,6 +316,13 @@ HARMONY = (
         content="It is 2.\n",
         reasoning="a\n1+1",
     ),
+    Case(
+        "openai",
+        "a tool of the model's server",
+        "<|channel|>commentary to=python code<|message|>1+1<|call|><|start|>assistant<|channel|>final<|message|>2",
+        content="2",
+        reasoning="1+1",
+    ),
     Case("openai", "cut", "<|channel|>analysis<|message|>Thinking abou", reasoning="Thinking abou"),
     Case(
         "openai",
@@ -366,6 +376,14 @@ DEEPSEEK = (
     *_same(
         "malformed", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", "deepseek_v3"
     ),
+    Case(
+        "deepseek_v3",
+        "malformed second",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>g"
+        "<｜tool▁sep｜>[1]",
+        (("f", "{}"),),
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>[1]",
+    ),
     *_same(
         "malformed in a fence",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]\n```",
@@ -413,6 +431,12 @@ GLM = (
         "cut",
         "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Pa",
         (("get_weather", '{"city": "Pa'),),
+    ),
+    Case(
+        "glm45",
+        "spaces round a name",
+        "<tool_call> get_weather <arg_key> days\n</arg_key><arg_value>2</arg_value></tool_call>",
+        (("get_weather", '{"days": 2}'),),
     ),
     *_same("JSON", '<tool_call>{"name": "f"}</tool_call>', "glm45"),
     *_same("prose", "<tool_call>a call, you see</tool_call>", "glm45"),

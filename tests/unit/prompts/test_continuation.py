@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from triton_openai.errors import InvalidRequest
 from triton_openai.prompts import prompter
-from triton_openai.prompts.messages import Continuation, Rendering
+from triton_openai.prompts.messages import Rendering, continued
 from triton_openai.prompts.template import ChatTemplate
 
 TRIMMING = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>{% endfor %}"
@@ -23,8 +23,7 @@ def rendered(source: str, content: Any, **last: Any) -> str:
     """Return a chat's prompt with an open end."""
     template = ChatTemplate(source, name="test", special_tokens=TOKENS)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content, **last}]
-    continuation = Continuation()
-    return continuation.cut(template.render(continuation.mark(messages), Rendering(add_generation_prompt=False)))
+    return continued(messages, lambda marked: template.render(marked, Rendering(add_generation_prompt=False)))
 
 
 @given(content=st.text(min_size=1))
@@ -69,7 +68,7 @@ def test_parts() -> None:
 def test_what_cannot_be_continued(message: dict[str, Any]) -> None:
     """There has to be something of the assistant's to go on with."""
     with pytest.raises(InvalidRequest) as caught:
-        Continuation().mark([message])
+        continued([message], lambda marked: "")
     assert "continue_final_message" == caught.value.param
 
 

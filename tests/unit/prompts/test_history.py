@@ -1,4 +1,4 @@
-"""History templates: openai_trtllm's Liquid over ``items``, and what keeps it within bounds."""
+"""History templates: openai_trtllm's Liquid over ``items``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from triton_openai.app import create_app
 from triton_openai.config import ModelSettings, Settings
-from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
-from triton_openai.prompts.history import HistoryTemplate, load
+from triton_openai.errors import ConfigurationError, UnsupportedParameter
+from triton_openai.prompts.history import load
 from triton_openai.prompts.messages import (
     AssistantMessage,
     ContentPart,
@@ -64,7 +64,7 @@ CHAT: list[Message] = [
 
 def prompter(text: str) -> Prompter:
     """Return a prompter without a tokenizer."""
-    return Prompter.resolve(history_template=text)
+    return Prompter.resolve(ModelSettings(history_template=text))
 
 
 @every_case(
@@ -102,10 +102,10 @@ def test_a_file_with_its_last_newline(tmp_path: Path) -> None:
     """The file's text is the template, and nothing of it is trimmed."""
     file = tmp_path / "history.liquid"
     file.write_bytes("{% for item in items %}é {{ item.content }}\r\n{% endfor %}A:\n".encode())
-    found = Prompter.resolve(history_template_file=file)
+    found = Prompter.resolve(ModelSettings(history_template_file=file))
 
     assert "é Hi\r\nA:\n" == found.render([UserMessage(content="Hi")])
-    assert f"Liquid {file} (history_template_file)" == found.provenance.chat_template
+    assert f"Liquid (history_template_file {file})" == found.provenance.chat_template
     assert "Liquid (history_template)" == prompter("A").provenance.chat_template
 
 
@@ -171,7 +171,6 @@ def test_contents_are_never_templates(texts: list[str]) -> None:
         ("{{ bos_token }}", "bos_token"),
         ("{% include 'other' %}", "other"),
         ("{% for item in items %}{{ item.content | nothing_like_it }}{% endfor %}", "nothing_like_it"),
-        ("{% for i in (1..2000000) %}{% endfor %}", "loop"),
     ],
 )
 def test_templates_that_cannot_work(text: str, reason: str, tmp_path: Path) -> None:
@@ -194,23 +193,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> Non
     file = tmp_path / "history.liquid"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"history\.liquid given by history_template_file"):
+    with pytest.raises(ConfigurationError, match=r"history_template_file cannot be read .*history\.liquid"):
         load(None, file)
-
-
-def test_a_prompt_without_end() -> None:
-    """The prompt, the rounds of loops, and what is kept in variables are bounded."""
-    long = [{"role": "user", "content": "x" * 600}]
-    with pytest.raises(InvalidRequest, match="more than 1000 bytes") as caught:
-        HistoryTemplate("{{ items[0].content }}" * 2, origin="here", largest_prompt=1000).render(long)
-    assert "messages" == caught.value.param
-    many = [{"role": "user", "content": "x"}] * 1100
-    nested = "{% for a in items %}{% for b in items %}{% endfor %}{% endfor %}"
-    with pytest.raises(InvalidRequest, match="loop"):
-        HistoryTemplate(nested, origin="here").render(many)
-    doubling = "{% assign s = 'ab' %}{% for item in items %}{% assign s = s | append: s %}{% endfor %}"
-    with pytest.raises(InvalidRequest):
-        HistoryTemplate(doubling, origin="here", largest_prompt=100_000).render(many)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,18 +40,15 @@ def test_known_forms(tmp_path: Path, name: str, expected: str) -> None:
 
     assert expected == form.render("a", "b")
     assert name == recognise(having)
-    assert form == choose("auto", having) == choose(name, having) == choose(name, None)
+    assert form == choose(name, having) == choose(name, None)
     assert recognise(lacking) is None
-    for spec in ("auto", name):
-        with pytest.raises(ConfigurationError, match=f"fim_template {spec}"):
-            choose(spec, lacking)
+    with pytest.raises(ConfigurationError, match=f"fim_template {name}"):
+        choose(name, lacking)
 
 
 def test_nothing_is_done_unasked(tmp_path: Path) -> None:
     """The tokens alone do not show that a model was trained on them."""
     assert choose(None, tokenizer(tmp_path, *FORMS["qwen"].tokens)) is None
-    with pytest.raises(ConfigurationError, match="--tokenizer"):
-        choose("auto", None)
 
 
 def test_two_forms_are_none(tmp_path: Path) -> None:
@@ -71,14 +68,13 @@ def test_own_forms(before: str, between: str, after: str, prefix: str, suffix: s
     first, second = ("{suffix}", "{prefix}") if suffix_first else ("{prefix}", "{suffix}")
     form = parse(f"{before}{first}{between}{second}{after}")
 
-    assert form is not None
     ordered = (suffix, prefix) if suffix_first else (prefix, suffix)
     assert f"{before}{ordered[0]}{between}{ordered[1]}{after}" == form.render(prefix, suffix)
     assert form == choose(f"{before}{first}{between}{second}{after}", None)
 
 
-@every_case("spec", ["qwn", "{prefix}", "{suffix}", "{prefix}{prefix}", "{prefix}{suffix}{suffix}", "{}"])
+@every_case("spec", ["qwn", "auto", "{prefix}", "{suffix}", "{prefix}{prefix}", "{prefix}{suffix}{suffix}", "{}"])
 def test_what_is_no_form(spec: str) -> None:
     """It is an error at start."""
-    with pytest.raises(ConfigurationError, match="fim_template has to be auto, one of qwen"):
+    with pytest.raises(ConfigurationError, match="fim_template has to be one of qwen"):
         create_app(Settings(models={"m": ModelSettings(fim_template=spec)}))

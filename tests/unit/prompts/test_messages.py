@@ -24,7 +24,11 @@ EITHER = ChatTemplate(
     "{% endfor %}{% endif %}{% endfor %}",
     name="either",
 )
-NULL = ChatTemplate("{{ messages[0].content is none }}", name="null")
+NULL = ChatTemplate(
+    "{% for m in messages %}{% if m.content is none %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}",
+    name="null",
+)
 DEVELOPER = ChatTemplate(
     "{% for m in messages %}{% if m.role == 'developer' %}{% endif %}{{ m.content }}{% endfor %}", name="developer"
 )
@@ -169,7 +173,7 @@ def test_null_content_where_it_may_be() -> None:
 
 
 def test_tool_calls() -> None:
-    """Arguments become objects, ids are kept, and content is null only for templates that test for it."""
+    """Arguments become objects, ids are kept, and content is null for templates that show calls only then."""
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
     given = decode({"role": "assistant", "content": None, "tool_calls": [call]})
     expected = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.unit.prompts.test_template_support import LLAMA3_TOKENS, make_backend, save
+from triton_openai.config import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts import prompter as builtin
 from triton_openai.prompts.messages import Message, Rendering, UserMessage
-from triton_openai.prompts.prompter import Prompter
+from triton_openai.prompts.prompter import Prompter, Prompters
 from triton_openai.prompts.template import ChatTemplate
 
 HI: list[Message] = [UserMessage(content="Hi")]
@@ -30,8 +31,8 @@ def test_the_operators_template_comes_first(tmp_path: Path) -> None:
     mine = tmp_path / "mine.jinja"
     mine.write_text("mine {{ bos_token }}", encoding="utf-8")
 
-    file = Prompter.resolve(tokenizer_source=folder, template_spec=str(mine))
-    named = Prompter.resolve(tokenizer_source=folder, template_spec="plain")
+    file = Prompter.resolve(ModelSettings(tokenizer=folder, chat_template=str(mine)))
+    named = Prompter.resolve(ModelSettings(tokenizer=folder, chat_template="plain"))
 
     assert file.render(HI) == "mine <s>"
     assert file.provenance.chat_template == f"{mine} (--chat-template)"
@@ -42,7 +43,7 @@ def test_the_operators_template_comes_first(tmp_path: Path) -> None:
 def test_then_the_tokenizers_own(tmp_path: Path) -> None:
     """Without --chat-template the tokenizer's own template is used."""
     folder = save(tmp_path, tokenizer_config=OWN)
-    prompter = Prompter.resolve(tokenizer_source=folder)
+    prompter = Prompter.resolve(ModelSettings(tokenizer=folder))
 
     assert prompter.render(HI) == "<s>own Hi"
     assert prompter.can_chat
@@ -50,7 +51,6 @@ def test_then_the_tokenizers_own(tmp_path: Path) -> None:
     assert msgspec.to_builtins(prompter.provenance) == {
         "tokenizer": f"{folder} (--tokenizer)",
         "chat_template": "the tokenizer's own",
-        "chat_template_names": ["default"],
         "notes": [],
         "generation_config": None,
     }
@@ -71,7 +71,7 @@ def test_then_a_built_in_that_the_tokens_call_for(
     tmp_path: Path, tokens: tuple[str, ...], expected: str | None
 ) -> None:
     """A tokenizer without a template is recognised by its special tokens, or not at all."""
-    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, make_backend(tokens or ("<s>",))))
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, make_backend(tokens or ("<s>",)))))
 
     if expected is None:
         assert not prompter.can_chat
@@ -84,26 +84,26 @@ def test_then_a_built_in_that_the_tokens_call_for(
 def test_mistral_is_recognised_with_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
     """[INST] means the built-in format only where the vocabulary is not byte-level (Tekken writes no spaces)."""
     backend = make_backend(("[INST]", "[/INST]"))
-    tekken = Prompter.resolve(tokenizer_source=save(tmp_path / "tekken", backend))
+    tekken = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path / "tekken", backend)))
     folder = save(tmp_path / "sentencepiece", backend)
     path = tmp_path / "sentencepiece" / "tokenizer.json"
     path.write_text(path.read_text(encoding="utf-8").replace("Ġ", "▁"), encoding="utf-8")
 
     assert not tekken.can_chat
-    assert Prompter.resolve(tokenizer_source=folder).template_for().name == "mistral"
+    assert Prompter.resolve(ModelSettings(tokenizer=folder)).template_for().name == "mistral"
 
 
 def test_nothing_is_guessed(tmp_path: Path) -> None:
     """Without a template a chat fails with the flags' names; the tokenizer works all the same."""
-    unknown = Prompter.resolve(tokenizer_source=save(tmp_path))
-    nothing = Prompter.resolve()
+    unknown = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path)))
+    nothing = Prompter.resolve(ModelSettings())
 
     assert unknown.tokenizer is not None
     assert unknown.tokenizer.count("abc") == 3
     with pytest.raises(ConfigurationError, match=r"has no chat template: give one with --chat-template \(a file, or"):
         unknown.render(HI)
     assert nothing.tokenizer is None
-    with pytest.raises(ConfigurationError, match="--tokenizer, or a template with --chat-template"):
+    with pytest.raises(ConfigurationError, match=r"\(--tokenizer\): give one with --chat-template"):
         nothing.render(HI)
     assert dict(nothing.template_variables) == {}
     assert len(nothing.provenance.notes) == 2
@@ -112,24 +112,23 @@ def test_nothing_is_guessed(tmp_path: Path) -> None:
 async def test_errors_are_the_same_in_async_form() -> None:
     """A chat that cannot be is refused before any thread."""
     with pytest.raises(ConfigurationError, match="--chat-template"):
-        await Prompter.resolve().render_async(HI)
+        await Prompter.resolve(ModelSettings()).render_async(HI)
 
 
 def test_a_template_without_a_tokenizer() -> None:
     """A named template works without a tokenizer; it writes no special tokens, since none are known."""
-    prompter = Prompter.resolve(template_spec="llama3")
+    prompter = Prompter.resolve(ModelSettings(chat_template="llama3"))
 
     expected = (
         "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
     )
     assert expected == prompter.render(HI)
-    assert not prompter.starts_with_bos(expected)
 
 
 @every_case("unset", [None, "", "  ", "${tokenizer_dir}"])
 def test_an_unset_hint(unset: str | None) -> None:
     """What TensorRT-LLM's configs hold before they are filled means nothing."""
-    prompter = Prompter.resolve(tokenizer_source=unset, template_spec=unset, hinted_tokenizer_dir=unset)
+    prompter = Prompter.resolve(ModelSettings(tokenizer=unset, chat_template=unset), hint=unset)
 
     assert prompter.tokenizer is None
     assert prompter.provenance.notes[0].startswith("no tokenizer: --tokenizer is not given")
@@ -138,9 +137,9 @@ def test_an_unset_hint(unset: str | None) -> None:
 def test_a_hint_is_used_where_it_exists(tmp_path: Path) -> None:
     """tokenizer_dir of Triton's config is used when it is here, and never looked for on the hub."""
     folder = save(tmp_path / "here", tokenizer_config=OWN)
-    here = Prompter.resolve(hinted_tokenizer_dir=folder)
-    elsewhere = Prompter.resolve(hinted_tokenizer_dir="org/name")
-    impossible = Prompter.resolve(hinted_tokenizer_dir="x\x00y")
+    here = Prompter.resolve(ModelSettings(), hint=folder)
+    elsewhere = Prompter.resolve(ModelSettings(), hint="org/name")
+    impossible = Prompter.resolve(ModelSettings(), hint="x\x00y")
 
     assert here.render(HI) == "<s>own Hi"
     assert here.provenance.tokenizer == f"{folder} (tokenizer_dir of the model's config)"
@@ -154,7 +153,7 @@ def test_a_hint_is_used_where_it_exists(tmp_path: Path) -> None:
 
 def test_a_hint_that_is_unusable_is_passed_over(tmp_path: Path) -> None:
     """Nobody asked for the hinted tokenizer, so that it is broken is a note and no error."""
-    prompter = Prompter.resolve(hinted_tokenizer_dir=str(tmp_path))
+    prompter = Prompter.resolve(ModelSettings(), hint=str(tmp_path))
 
     assert prompter.tokenizer is None
     assert "is unusable: " in prompter.provenance.notes[0]
@@ -165,12 +164,9 @@ def test_the_flag_wins_over_the_hint(tmp_path: Path) -> None:
     flag = save(tmp_path / "flag")
     hint = save(tmp_path / "hint")
 
-    assert (
-        Prompter.resolve(tokenizer_source=flag, hinted_tokenizer_dir=hint).provenance.tokenizer
-        == f"{flag} (--tokenizer)"
-    )
+    assert Prompter.resolve(ModelSettings(tokenizer=flag), hint=hint).provenance.tokenizer == f"{flag} (--tokenizer)"
     with pytest.raises(ConfigurationError, match="--tokenizer"):
-        Prompter.resolve(tokenizer_source=str(tmp_path / "none"), hinted_tokenizer_dir=hint)
+        Prompter.resolve(ModelSettings(tokenizer=str(tmp_path / "none")), hint=hint)
 
 
 def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
@@ -178,16 +174,16 @@ def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.jinja").write_bytes(b"\xff")
     (tmp_path / "broken.jinja").write_text("\n{% if %}", encoding="utf-8")
 
-    with pytest.raises(ConfigurationError, match=r"neither a file nor a built-in template \(llama3, chatml"):
-        Prompter.resolve(template_spec="lama3")
-    with pytest.raises(ConfigurationError, match="neither a file nor"):
-        Prompter.resolve(template_spec="x\x00y")
-    with pytest.raises(ConfigurationError, match="is not UTF-8"):
-        Prompter.resolve(template_spec=str(tmp_path / "binary.jinja"))
-    with pytest.raises(ConfigurationError, match="cannot be read"):
-        Prompter.resolve(template_spec=str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"no built-in template \(llama3, chatml"):
+        Prompter.resolve(ModelSettings(chat_template="lama3"))
+    with pytest.raises(ConfigurationError, match="no built-in template"):
+        Prompter.resolve(ModelSettings(chat_template="x\x00y"))
+    with pytest.raises(ConfigurationError, match="can't decode"):
+        Prompter.resolve(ModelSettings(chat_template=str(tmp_path / "binary.jinja")))
+    with pytest.raises(ConfigurationError, match="no file that can be read"):
+        Prompter.resolve(ModelSettings(chat_template=str(tmp_path)))
     with pytest.raises(ConfigurationError, match=r"'broken\.jinja' is wrong in line 2"):
-        Prompter.resolve(template_spec=str(tmp_path / "broken.jinja"))
+        Prompter.resolve(ModelSettings(chat_template=str(tmp_path / "broken.jinja")))
 
 
 def test_named_templates(tmp_path: Path) -> None:
@@ -197,20 +193,19 @@ def test_named_templates(tmp_path: Path) -> None:
         {"name": "tool_use", "template": "tools"},
         {"name": "rag", "template": "documents"},
     ]
-    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config={"chat_template": entries}))
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config={"chat_template": entries})))
 
     assert prompter.render(HI) == "default"
     assert prompter.render(HI, Rendering(tools=[{}])) == "tools"
     assert prompter.render(HI, Rendering(documents=[{}])) == "documents"
     assert prompter.render(HI, Rendering(tools=[{}], documents=[{}])) == "tools"
     assert prompter.render(HI, Rendering(tools=[], documents=[])) == "default"
-    assert prompter.provenance.chat_template_names == ["default", "rag", "tool_use"]
 
 
 def test_named_templates_without_a_default(tmp_path: Path) -> None:
     """Templates of other names are not taken for the default one."""
     entries = [{"name": "tool_use", "template": "tools"}]
-    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config={"chat_template": entries}))
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config={"chat_template": entries})))
 
     assert prompter.render(HI, Rendering(tools=[{}])) == "tools"
     with pytest.raises(ConfigurationError, match=r"no default chat template \(it has tool_use\).*--chat-template"):
@@ -219,7 +214,7 @@ def test_named_templates_without_a_default(tmp_path: Path) -> None:
 
 def test_a_broken_template_of_the_tokenizer(tmp_path: Path) -> None:
     """A tokenizer's broken template is noted at once, and an error only when a chat asks for it."""
-    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config={"chat_template": "{% if %}"}))
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config={"chat_template": "{% if %}"})))
 
     assert not prompter.can_chat
     assert "is wrong in line 1" in prompter.provenance.notes[0]
@@ -231,7 +226,7 @@ def test_a_broken_template_of_the_tokenizer(tmp_path: Path) -> None:
 def test_variables_of_the_client(tmp_path: Path) -> None:
     """chat_template_kwargs reach the template, but cannot replace what the request is made of."""
     config = {"chat_template": "{{ enable_thinking }}|{{ tools }}"}
-    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=config))
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config=config)))
 
     assert prompter.render(HI, Rendering(variables={"enable_thinking": False})) == "False|None"
     with pytest.raises(InvalidRequest) as caught:
@@ -240,15 +235,13 @@ def test_variables_of_the_client(tmp_path: Path) -> None:
 
 
 def test_double_bos(tmp_path: Path) -> None:
-    """A prompt that begins with BOS can be told and freed of it, once."""
-    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=OWN))
+    """A prompt that begins with BOS can be freed of it, once."""
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config=OWN)))
 
-    assert prompter.starts_with_bos("<s>own Hi")
     assert prompter.strip_bos("<s>own Hi") == "own Hi"
     assert prompter.strip_bos("<s><s>x") == "<s>x"
-    assert not prompter.starts_with_bos("own Hi")
     assert prompter.strip_bos("own Hi") == "own Hi"
-    assert Prompter.resolve().strip_bos("<s>x") == "<s>x"
+    assert Prompter.resolve(ModelSettings()).strip_bos("<s>x") == "<s>x"
 
 
 async def test_long_chats_are_rendered_in_a_thread(tmp_path: Path) -> None:
@@ -265,7 +258,7 @@ async def test_long_chats_are_rendered_in_a_thread(tmp_path: Path) -> None:
             return "spy"
 
     config = {"chat_template": "{{ spy | string }} {{ messages | length }}"}
-    prompter = Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=config))
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config=config)))
 
     assert await prompter.render_async(HI, Rendering(variables={"spy": Spy()})) == "spy 1"
     assert await prompter.render_async(HI * 1000, Rendering(variables={"spy": Spy()})) == "spy 1000"
@@ -288,7 +281,92 @@ async def test_refusals_come_back_from_the_thread(tmp_path: Path) -> None:
     """A refusal of many messages is the same as of few."""
     config = {"chat_template": "{{ raise_exception('no') }}"}
     with pytest.raises(InvalidRequest, match="no"):
-        await Prompter.resolve(tokenizer_source=save(tmp_path, tokenizer_config=config)).render_async(HI * 1000)
+        await Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config=config))).render_async(HI * 1000)
+
+
+def both(template: str, **models: ModelSettings) -> Settings:
+    """Return settings with a *template* for all models but those that have their own."""
+    return Settings(defaults=ModelDefaults(chat_template=template), models=models)
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """Return the file of a template."""
+    path = tmp_path / "template.jinja"
+    path.write_text("first")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    """Write a template anew."""
+    path.write_text(text)
+
+
+async def rendered(prompters: Prompters, given: Settings, name: str = "a") -> str:
+    """Return what the model's template makes of no messages."""
+    prompter = await prompters.of(name, given.model(name), None).get()
+    return prompter.template_for().render([])
+
+
+def test_the_same_model_keeps_its_own() -> None:
+    """A second look at Triton's models reads nothing again."""
+    prompters, model = Prompters(), ModelSettings(chat_template="chatml")
+    first = prompters.of("a", model, "/x")
+
+    assert first is prompters.of("a", model, "/x")
+    assert first is not prompters.of("b", model, "/x")
+    assert first is not prompters.of("a", model, "/y")
+
+
+def test_who_is_gone_is_forgotten() -> None:
+    """A model that comes back may have another tokenizer."""
+    prompters, model = Prompters(), ModelSettings()
+    first = prompters.of("a", model, None)
+    prompters.keep({"b"})
+
+    assert first is not prompters.of("a", model, None)
+
+
+async def test_only_what_changes_is_found_anew(template: Path) -> None:
+    """A model with settings of its own does not mind the defaults."""
+    before = both("chatml", b=ModelSettings(chat_template="plain"))
+    after = both(str(template), b=ModelSettings(chat_template="plain"))
+    prompters = Prompters()
+    old = {name: prompters.of(name, before.model(name), None) for name in "ab"}
+    renewed = await prompters.renewed(after, renew=False)
+
+    assert "first" == await rendered(renewed, after)
+    assert renewed.of("b", after.model("b"), None) is old["b"]
+    # Who asked before is served by what was right then.
+    assert old["a"] is prompters.of("a", before.model("a"), None)
+
+
+async def test_renewing_reads_the_same_file_again(template: Path) -> None:
+    """Its text may be another; without being asked to, nobody looks."""
+    given, prompters = both(str(template)), Prompters()
+    assert "first" == await rendered(prompters, given)
+    write(template, "second")
+
+    assert "first" == await rendered(await prompters.renewed(given, renew=False), given)
+    assert "second" == await rendered(await prompters.renewed(given, renew=True), given)
+
+
+async def test_what_cannot_be_renewed_stays(template: Path) -> None:
+    """Nobody changed its settings, so it is no reason to refuse them."""
+    given, prompters = both(str(template)), Prompters()
+    assert "first" == await rendered(prompters, given)
+    write(template, "{% broken")
+
+    assert "first" == await rendered(await prompters.renewed(given, renew=True), given)
+
+
+async def test_what_was_changed_has_to_work(template: Path) -> None:
+    """The message names the model and the setting."""
+    given, prompters = both(str(template)), Prompters()
+    assert "first" == await rendered(prompters, given)
+
+    with pytest.raises(ConfigurationError, match=r"a: '/nowhere\.jinja' given by --chat-template"):
+        await prompters.renewed(both("/nowhere.jinja"), renew=False)
 
 
 KEYS = st.sampled_from(
@@ -325,8 +403,8 @@ def prompters(tmp_path_factory: pytest.TempPathFactory) -> list[Prompter]:
     """Return prompters of every built-in template, of a template that wants parts, and of none."""
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": PARTS_TEMPLATE}
     folder = save(tmp_path_factory.mktemp("tokenizer"), tokenizer_config=config)
-    named = [Prompter.resolve(tokenizer_source=folder, template_spec=name) for name in builtin.NAMES]
-    return [*named, Prompter.resolve(tokenizer_source=folder), Prompter.resolve()]
+    named = [Prompter.resolve(ModelSettings(tokenizer=folder, chat_template=name)) for name in builtin.NAMES]
+    return [*named, Prompter.resolve(ModelSettings(tokenizer=folder)), Prompter.resolve(ModelSettings())]
 
 
 @settings(deadline=None, max_examples=300)

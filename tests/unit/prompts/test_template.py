@@ -10,7 +10,7 @@ import pytest
 from tests.cases import every_case
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts.messages import Rendering
-from triton_openai.prompts.template import ChatTemplate, build_environment
+from triton_openai.prompts.template import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -76,12 +76,17 @@ def test_tojson(expression: str, expected: str) -> None:
     assert expected == make(f"{{{{ {expression} }}}}").render(USER)
 
 
-def test_strftime_now() -> None:
+def test_strftime_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates can write the date."""
-    environment = build_environment(lambda: datetime(2024, 7, 26))
 
-    assert environment.from_string("{{ strftime_now('%d %b %Y') }}").render() == "26 Jul 2024"
-    assert make("{{ strftime_now('%Y') | length }}").render(USER) == "4"
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Clock:
+            return cls(2024, 7, 26)
+
+    monkeypatch.setattr("triton_openai.prompts.template.datetime", Clock)
+
+    assert make("{{ strftime_now(format='%d %b %Y') }}").render(USER) == "26 Jul 2024"
 
 
 def test_raise_exception_speaks_to_the_client() -> None:
@@ -171,31 +176,46 @@ LOOP = "{% for part in message['content'] %}{{ part.text }}{% endfor %}"
     "source,expected",
     [
         ("{% for m in messages %}{{ m['content'] }}{% endfor %}", STRING),
-        ("{% for m in messages %}{% for c in m.tool_calls %}{{ c }}{% endfor %}{% endfor %}", STRING),
-        ("{% for m in messages %}{% for line in m.content.split('x') %}{% endfor %}{% endfor %}", STRING),
-        ("{% for tool in tools %}{% for p in tool.content %}{% endfor %}{% endfor %}", STRING),
-        ("{% for message in messages %}" + LOOP + "{% endfor %}", PARTS),
-        ("{% for message in messages[1:] %}" + LOOP + "{% endfor %}", PARTS),
-        ("{% set loop_messages = messages[1:] %}{% for message in loop_messages %}" + LOOP + "{% endfor %}", PARTS),
-        ("{% set rest = messages[1:] if x else messages %}{% for message in rest %}" + LOOP + "{% endfor %}", PARTS),
-        ("{% for m in messages | list %}{% for p in m.content %}{% endfor %}{% endfor %}", PARTS),
-        ("{% for m in messages %}{% set c = m.get('content') %}{% for p in c %}{% endfor %}{% endfor %}", PARTS),
-        ("{% for p in messages[0].content | reverse %}{% endfor %}", PARTS),
-        ("{% for p in (messages | last).content or [] %}{% endfor %}", PARTS),
-        ("{% set m = messages | first %}{% for p in (m.content if m.content else []) %}{% endfor %}", PARTS),
-        ("{% macro f(c) %}{% for p in c %}{% endfor %}{% endmacro %}{{ f(messages[0].content) }}", PARTS),
-        ("{% macro f(c) %}{% for p in c %}{% endfor %}{% endmacro %}{{ f(c=messages[0].content) }}", PARTS),
-        ("{% for message in messages %}{% if message.content is string %}{% endif %}" + LOOP + "{% endfor %}", EITHER),
+        ("{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}", STRING),
         (
-            "{% macro f(c) %}{% if c is not string %}{% for p in c %}{% endfor %}{% endif %}{% endmacro %}"
+            "{% for m in messages %}{{ m.content | trim }}{% for c in m.tool_calls %}{{ c }}{% endfor %}{% endfor %}",
+            STRING,
+        ),
+        ("{% for m in messages %}{% for line in m.content.split('x') %}{{ line }}{% endfor %}{% endfor %}", STRING),
+        ("{{ raise_exception('no') }}", STRING),
+        # A name that stands for a message's calls, or else for its content (Mistral's).
+        (
+            "{% for m in messages %}{% if m.tool_calls is defined %}{% set calls = m.tool_calls %}{% else %}"
+            "{% set calls = m.content %}{% endif %}{% for c in calls %}{{ c }}{% endfor %}{% endfor %}",
+            STRING,
+        ),
+        ("{% for message in messages %}" + LOOP + "{% endfor %}", PARTS),
+        ("{% set rest = messages[1:] if x else messages %}{% for message in rest %}" + LOOP + "{% endfor %}", PARTS),
+        (
+            "{% for m in messages %}{% set c = m.get('content') %}{% for p in c %}{{ p.text }}{% endfor %}{% endfor %}",
+            PARTS,
+        ),
+        (
+            "{% macro f(c) %}{% for p in c %}{{ p['text'] + '' }}{% endfor %}{% endmacro %}"
             "{{ f(messages[0].content) }}",
+            PARTS,
+        ),
+        (
+            "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+            + LOOP
+            + "{% endif %}{% endfor %}",
+            EITHER,
+        ),
+        (
+            "{% macro f(c) %}{% if c is not string %}{% for p in c %}{{ p.text }}{% endfor %}{% else %}{{ c }}"
+            "{% endif %}{% endmacro %}{{ f(messages[0].content) }}",
             EITHER,
         ),
         ("{% for message in messages %}{% if message.role is string %}{% endif %}" + LOOP + "{% endfor %}", PARTS),
     ],
 )
 def test_content_format(source: str, expected: str) -> None:
-    """Whether content must be, or may be, a list of parts is read from the template's loops and tests."""
+    """Whether content must be, or may be, a list of parts is found out by rendering both."""
     template = make(source)
 
     assert (expected == PARTS) is template.wants_parts
@@ -207,7 +227,8 @@ def test_developers() -> None:
     named = "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }}{% endif %}{% endfor %}"
     written = "{% for m in messages %}{{ '<dev>' if m.role == 'developer' }}{{ m.content }}{% endfor %}"
     parts = (
-        "{% for m in messages if m.role == 'developer' %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{{ '<dev>' if m.role == 'developer' }}{% for p in m.content %}{{ p.text }}{% endfor %}"
+        "{% endfor %}"
     )
 
     assert make(written).takes_developers

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from tests.cases import every_case
-from triton_openai.prompts.messages import Message, prepare
+from triton_openai.prompts.messages import Message, ToolForm, prepare
 from triton_openai.prompts.template import ChatTemplate
-from triton_openai.prompts.template_analysis import ToolForm
 
 ARGUMENTS = '{"city":"Zürich"}'
 CALLS = "{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.tool_calls %}{% for c in m.tool_calls %}"
@@ -219,16 +218,6 @@ def test_older_functions() -> None:
     found = prepared(HABITS["ids of nine letters and digits"][0], messages)
 
     assert found[1]["tool_calls"][0]["id"] == found[2]["tool_call_id"]
-
-
-def test_a_loop_over_calls_is_no_loop_over_parts() -> None:
-    """A name that stands for a message's calls, or else for its content, does not make content a list of parts."""
-    source = (
-        "{% for m in messages %}{% if m.tool_calls is defined %}{% set calls = m.tool_calls %}{% else %}"
-        "{% set calls = m.content %}{% endif %}{% for c in calls %}{{ c }}{% endfor %}{% endfor %}"
-    )
-
-    assert not make(source).takes_parts
 
 
 def test_json_text_of_arguments_is_checked() -> None:

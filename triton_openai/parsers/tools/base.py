@@ -74,7 +74,7 @@ class Grammar(ABC):
 
     @property
     def examined(self) -> int:
-        """How many characters were looked at so far: the cost of the stream, for those who measure it."""
+        """How many characters were copied or looked at so far: the cost of the stream, for those who measure it."""
         return self._reader.examined
 
     def feed(self, text: str) -> list[Event]:
@@ -199,3 +199,30 @@ class MarkedCalls(CallGrammar):
         if self._is_bare and self.tools and name not in self.tools:
             raise Malformed
         super()._start_call(name, id)
+
+
+class SectionCalls(MarkedCalls):
+    """A section of calls, each behind a marker of its own; white space between them is markup."""
+
+    #: What opens a call. Where it is one of the :attr:`markers`, a call may stand without a section.
+    call: ClassVar[str]
+    #: What closes a section.
+    closings: ClassVar[tuple[str, ...]]
+
+    def _block(self, marker: str) -> Step[None]:
+        reader = self._reader
+        if marker != self.call:
+            yield from reader.space()
+            yield from reader.literal(self.call)
+        while True:
+            yield from self._call()
+            yield from reader.space()
+            tag = yield from reader.one_of((self.call, *self.closings))
+            if tag != self.call:
+                self._behind_call()
+                return
+            self._before_call(tag)
+
+    @abstractmethod
+    def _call(self) -> Step[None]:
+        """Read a call behind its opening marker."""

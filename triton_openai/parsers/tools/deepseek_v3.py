@@ -13,33 +13,20 @@ and V3.1, which writes ``f<｜tool▁sep｜>{…}`` between begin and end of a c
 from __future__ import annotations
 
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.base import MarkedCalls
+from triton_openai.parsers.tools.base import SectionCalls
 from triton_openai.parsers.tools.markers import Markers
 from triton_openai.parsers.tools.reader import Malformed, Step
 
-_SECTION = "<｜tool▁calls▁begin｜>"
 _CALL = "<｜tool▁call▁begin｜>"
 
 
-class DeepSeekV3(MarkedCalls):
+class DeepSeekV3(SectionCalls):
     """As DeepSeek's chat templates write calls; both forms, told apart by what follows on the separator."""
 
     special_tokens = True
-    markers = Markers(_SECTION, _CALL)
-
-    def _block(self, marker: str) -> Step[None]:
-        reader = self._reader
-        if marker == _SECTION:
-            yield from reader.space()
-            yield from reader.literal(_CALL)
-        while True:
-            yield from self._call()
-            yield from reader.space()
-            tag = yield from reader.one_of((_CALL, "<｜tool▁calls▁end｜>"))
-            if tag != _CALL:
-                self._behind_call()
-                return
-            self._before_call(tag)
+    markers = Markers("<｜tool▁calls▁begin｜>", _CALL)
+    call = _CALL
+    closings = ("<｜tool▁calls▁end｜>",)
 
     def _call(self) -> Step[None]:
         reader = self._reader

@@ -23,5 +23,6 @@ class DeepSeekV32(Invokes):
     special_tokens = True
     markers = Markers("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
     closings = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
-    invoke = ("<｜DSML｜invoke", "</｜DSML｜invoke>")
+    call = "<｜DSML｜invoke"
+    call_end = "</｜DSML｜invoke>"
     parameter = ("<｜DSML｜parameter", "</｜DSML｜parameter>")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from triton_openai.parsers.tools.base import SectionCalls
 from triton_openai.parsers.tools.markers import markers
 from triton_openai.parsers.tools.reader import SPACE, Malformed, Step, discard
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
@@ -14,34 +15,20 @@ _ATTRIBUTE = re.compile(r'[^"<>\n]*')
 _LONGEST = 1_000
 
 
-class Invokes(TaggedCalls):
-    """A block of invocations, each with parameters; between tags stands white space."""
+class Invokes(SectionCalls, TaggedCalls):
+    """A section of invocations, each with parameters; between tags stands white space. Opening tags have attributes."""
 
-    #: What closes a block: one for each marker, in any order.
-    closings: ClassVar[tuple[str, ...]]
+    #: What closes a call.
+    call_end: ClassVar[str]
     #: Opening tag (without attributes) and closing tag.
-    invoke: ClassVar[tuple[str, str]]
     parameter: ClassVar[tuple[str, str]]
     #: Whether one line break on either side of a value is markup.
     trims_lines: ClassVar[bool] = False
 
-    def _block(self, marker: str) -> Step[None]:
-        reader = self._reader
-        yield from reader.space()
-        yield from reader.literal(self.invoke[0])
-        while True:
-            yield from self._invocation()
-            yield from reader.space()
-            tag = yield from reader.one_of((self.invoke[0], *self.closings))
-            if tag in self.closings:
-                self._behind_call()
-                return
-            self._before_call(tag)
-
-    def _invocation(self) -> Step[None]:
+    def _call(self) -> Step[None]:
         attributes = yield from self._attributes()
         self._open(attributes.get("name", ""))
-        ends = markers(self.parameter[0], self.invoke[1])
+        ends = markers(self.parameter[0], self.call_end)
         value_ends = markers(*((f"\n{self.parameter[1]}",) if self.trims_lines else ()), self.parameter[1])
         while (yield from self._marker(ends, discard)) == self.parameter[0]:
             attributes = yield from self._attributes()
@@ -49,8 +36,7 @@ class Invokes(TaggedCalls):
                 raise Malformed
             if self.trims_lines:
                 yield from self._reader.optional("\n")
-            text = {"true": True, "false": False}.get(attributes.get("string", ""))
-            yield from self._value(attributes["name"], value_ends, text=text)
+            yield from self._value(attributes["name"], value_ends, is_text=attributes.get("string") == "true")
         self._finish()
 
     def _attributes(self) -> Step[dict[str, str]]:

@@ -8,15 +8,12 @@ Kimi K2, K2 Thinking and K2.5::
 from __future__ import annotations
 
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.base import MarkedCalls
+from triton_openai.parsers.tools.base import SectionCalls
 from triton_openai.parsers.tools.markers import Markers
 from triton_openai.parsers.tools.reader import Malformed, Step
 
-_CALL = "<|tool_call_begin|>"
-_ENDS = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
 
-
-class KimiK2(MarkedCalls):
+class KimiK2(SectionCalls):
     """
     As Moonshot's "Tool Call Guidance" for K2 tells it. The id is the model's own, ``functions.<name>:<count>``: it must
     come back with the tool's answer, since the template shows the model the answer under that name.
@@ -25,19 +22,8 @@ class KimiK2(MarkedCalls):
     special_tokens = True
     # Both spellings of the section occur.
     markers = Markers("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
-
-    def _block(self, marker: str) -> Step[None]:
-        reader = self._reader
-        yield from reader.space()
-        yield from reader.literal(_CALL)
-        while True:
-            yield from self._call()
-            yield from reader.space()
-            tag = yield from reader.one_of((_CALL, *_ENDS))
-            if tag != _CALL:
-                self._behind_call()
-                return
-            self._before_call(tag)
+    call = "<|tool_call_begin|>"
+    closings = ("<|tool_calls_section_end|>", "<|tool_call_section_end|>")
 
     def _call(self) -> Step[None]:
         reader = self._reader

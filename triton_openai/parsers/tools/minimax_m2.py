@@ -19,7 +19,8 @@ class MiniMaxM2(Invokes):
 
     markers = Markers("<minimax:tool_call>")
     closings = ("</minimax:tool_call>",)
-    invoke = ("<invoke", "</invoke>")
+    call = "<invoke"
+    call_end = "</invoke>"
     parameter = ("<parameter", "</parameter>")
     # The template puts values between the tags as they are; the model at times on lines of their own.
     trims_lines = True

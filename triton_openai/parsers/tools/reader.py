@@ -46,13 +46,14 @@ class Reader:
         self._at = 0
         self._ended = False
         self._kept: list[str] | None = None
-        #: How many characters were looked at so far, those looked at twice counted twice.
+        #: How many characters were copied or looked at so far, those looked at twice counted twice.
         self.examined = 0
 
     def add(self, piece: str) -> None:
         """Take the next piece of text."""
         self._text = self._text[self._at :] + piece
         self._at = 0
+        self.examined += len(self._text)
 
     def end(self) -> None:
         """Say that no more text will come."""

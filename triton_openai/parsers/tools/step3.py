@@ -15,7 +15,6 @@ from triton_openai.parsers.tools.invokes import Invokes
 from triton_openai.parsers.tools.markers import Markers
 from triton_openai.parsers.tools.reader import Step
 
-_SECTION = "<｜tool_calls_begin｜>"
 _CALL = "<｜tool_call_begin｜>"
 
 
@@ -23,28 +22,19 @@ class Step3(Invokes):
     """As StepFun's Step 3 writes calls. Parameters carry no type: the tool's schema has it."""
 
     special_tokens = True
-    markers = Markers(_SECTION, _CALL)
+    markers = Markers("<｜tool_calls_begin｜>", _CALL)
+    call = _CALL
+    call_end = "</steptml:invoke>"
     closings = ("<｜tool_calls_end｜>",)
-    invoke = ("<steptml:invoke", "</steptml:invoke>")
     parameter = ("<steptml:parameter", "</steptml:parameter>")
 
-    def _block(self, marker: str) -> Step[None]:
+    def _call(self) -> Step[None]:
         reader = self._reader
-        if marker == _SECTION:
-            yield from reader.space()
-            yield from reader.literal(_CALL)
-        while True:
-            yield from reader.space()
-            yield from reader.literal("function")
-            yield from reader.literal("<｜tool_sep｜>")
-            yield from reader.space()
-            yield from reader.literal(self.invoke[0])
-            yield from self._invocation()
-            yield from reader.space()
-            yield from self._close("<｜tool_call_end｜>")
-            yield from reader.space()
-            tag = yield from reader.one_of((_CALL, *self.closings))
-            if tag != _CALL:
-                self._behind_call()
-                return
-            self._before_call(tag)
+        yield from reader.space()
+        yield from reader.literal("function")
+        yield from reader.literal("<｜tool_sep｜>")
+        yield from reader.space()
+        yield from reader.literal("<steptml:invoke")
+        yield from super()._call()
+        yield from reader.space()
+        yield from self._close("<｜tool_call_end｜>")

@@ -40,15 +40,14 @@ class TaggedCalls(MarkedCalls):
             raise Malformed
         return key
 
-    def _value(self, key: str, ends: Markers, *, text: bool | None = None) -> Step[str]:
+    def _value(self, key: str, ends: Markers, *, is_text: bool = False) -> Step[str]:
         """
         Read a parameter's value up to the first of *ends*, and return that.
 
-        *text* says that the value is a string, or that it is none; otherwise the schema says it.
+        *is_text* says that the value is a string; otherwise the schema says it.
         """
-        is_text = self._parameters.is_text(key) if text is None else text
         prefix = f"{self._separator}{quote(key)}: "
-        if is_text:
+        if is_text or self._parameters.is_text(key):
             self._output.arguments(prefix + '"')
             self._separator = ", "
             end = yield from self._marker(ends, lambda piece: self._output.arguments(escape(piece)))

@@ -14,9 +14,9 @@ from triton_openai.config import Settings
 from triton_openai.config.tree import DefaultParameters, ModelSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.cache import LazyPrompter
-from triton_openai.prompts.generation_config import recommended_sampling
+from triton_openai.prompts.prompter import LazyPrompter
 from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.tokenizer_files import recommended_sampling
 
 DEMO = Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"
 QWEN = {
@@ -65,17 +65,17 @@ def served(settings: ModelSettings, *refused: str) -> ServedModel:
 def test_it_is_read_beside_the_tokenizer(folder, source):
     """Those keys count that vLLM's server takes, under the names of a request."""
     notes: list[str] = []
-    found, origin = recommended_sampling(source, Tokenizer.load(str(folder)), notes)
+    found, origin = recommended_sampling(source, Tokenizer.load(str(folder)).generation_config, notes)
 
     assert (RECOMMENDED, "the tokenizer's generation_config.json", []) == (found, origin, notes)
 
 
 def test_it_can_be_switched_off_and_named(folder):
     """`none` reads nothing; a file or its folder can be named, also without a tokenizer."""
-    assert ({}, None) == recommended_sampling("none", Tokenizer.load(str(folder)), [])
-    assert ({}, None) == recommended_sampling("auto", None, [])
+    assert ({}, None) == recommended_sampling("none", QWEN, [])
+    assert ({}, None) == recommended_sampling("auto", {}, [])
     for source in (folder, folder / "generation_config.json"):
-        found, origin = recommended_sampling(str(source), None, [])
+        found, origin = recommended_sampling(str(source), {}, [])
         assert (RECOMMENDED, f"{source} (generation_config)") == (found, origin)
 
 
@@ -86,7 +86,7 @@ def test_a_file_that_is_named_has_to_be_usable(tmp_path, content):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ConfigurationError, match="given by generation_config"):
-        recommended_sampling(str(path), None, [])
+        recommended_sampling(str(path), {}, [])
 
 
 def test_values_that_no_request_can_have_are_left_out(tmp_path):
@@ -94,7 +94,7 @@ def test_values_that_no_request_can_have_are_left_out(tmp_path):
     path = tmp_path / "generation_config.json"
     path.write_text(json.dumps({"temperature": "hot", "top_p": 7, "top_k": None, "min_p": 0.1}))
     notes: list[str] = []
-    found, _ = recommended_sampling(str(path), None, notes)
+    found, _ = recommended_sampling(str(path), {}, notes)
 
     assert {"min_p": 0.1} == found
     assert ["temperature", "top_p"] == [note.split()[0] for note in notes]
