@@ -42,11 +42,10 @@ BUILD = Instrument("triton_openai_build_info", ("version",), "The version of thi
 WORKERS = Instrument("triton_openai_workers", (), "Processes that this service is configured to have.")
 UP = Instrument("triton_openai_triton_up", (), "Whether Triton answered when it was last asked for its models.")
 TRITON_MODELS = Instrument(
-    "triton_openai_triton_models",
-    ("state",),
+    "triton_openai_triton_models", ("state",),
     "Models in Triton's repository, by state: ready, not_ready (it is loading, or failed to load), or unloaded (where "
     "models are loaded on demand, nobody wants it now).",
-)
+)  # fmt: skip
 SERVED = Instrument("triton_openai_models_served", (), "Names under which models are served, aliases included.")
 MODEL = Instrument(
     "triton_openai_model_info",
@@ -54,16 +53,14 @@ MODEL = Instrument(
     "A served name, the Triton model behind it, and the adapter that answers for it; always 1.",
 )
 CHAT = Instrument(
-    "triton_openai_model_can_chat",
-    ("model",),
+    "triton_openai_model_can_chat", ("model",),
     "Whether chats with a Triton model that generates text find a tokenizer and a chat template that work; not there "
     "until they have been loaded.",
-)
+)  # fmt: skip
 TRITON_METRICS_UP = Instrument(
-    "triton_openai_triton_metrics_up",
-    (),
+    "triton_openai_triton_metrics_up", (),
     "Whether Triton's own metrics could be read for this answer; only where they are asked for.",
-)
+)  # fmt: skip
 LOOKED_UP = (BUILD, WORKERS, UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP)
 
 #: vLLM's names: the metric that each shows, and which of its series.
@@ -85,10 +82,9 @@ RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
 #: Our labels under vLLM's names; sums are taken over the others.
 RENAMED_LABELS = {"model": "model_name", "gen_ai_request_model": "model_name", "reason": "finished_reason", "le": "le"}
 CACHE_USAGE = Instrument(
-    "vllm:kv_cache_usage_perc",
-    ("model_name",),
+    "vllm:kv_cache_usage_perc", ("model_name",),
     "How full the engine's KV cache is, 1 is full; of engines that report it in Triton's metrics.",
-)
+)  # fmt: skip
 
 
 class ServedName(msgspec.Struct, frozen=True, kw_only=True):

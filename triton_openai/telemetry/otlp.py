@@ -27,8 +27,8 @@ _log = structlog.get_logger(__name__)
 
 def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
     """Return the exporter that *settings* need. Raises :class:`ConfigurationError` where it is not installed."""
-    protocol = "grpc" if settings.protocol == "grpc" else "http"
     try:
+        protocol = "grpc" if settings.protocol == "grpc" else "http"
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
     except ImportError as error:
         raise ConfigurationError(

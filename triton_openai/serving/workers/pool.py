@@ -311,7 +311,6 @@ class Pool:
             self._forget(index)
         if self._ending.is_set():
             return
-        self._ever_listened |= member.listening.is_set()
         if not self._ever_listened:
             if member.refusal is not None:
                 raise ConfigurationError(member.refusal)

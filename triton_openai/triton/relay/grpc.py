@@ -72,10 +72,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
     """
 
     def __init__(self, client: GrpcClient, rules: Rules, *, guard: RelayGuard, changed: Callable[[], None]) -> None:
-        self._client = client
-        self._rules = rules
-        self._guard = guard
-        self._changed = changed
+        self._client, self._rules, self._guard, self._changed = client, rules, guard, changed
         self._server: Any = None
         #: Where it listens, once started.
         self.scheme = "grpc"
@@ -95,26 +92,23 @@ class GrpcRelay(grpc.GenericRpcHandler):
             else:
                 self.scheme = "grpcs"
                 self.port = int(self._server.add_secure_port(address, credentials))
-        except RuntimeError:
-            self.port = 0
-        if not self.port:
+        except RuntimeError as error:
             raise ConfigurationError(
                 f"Cannot listen on {host} port {port} for Triton's gRPC protocol. "
                 "Choose another with --kserve-grpc-port."
-            )
+            ) from error
         await self._server.start()
 
     async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Take no new calls, give what runs *grace* seconds to finish, or until *hurried*, and close."""
         if self._server is not None:
             stopping = asyncio.ensure_future(self._server.stop(grace))
-            if hurried is not None:
-                hurry = asyncio.create_task(hurried.wait())
-                await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
-                hurry.cancel()
-                if not stopping.done():
-                    # A second one shortens the first.
-                    await self._server.stop(0)
+            hurry = asyncio.create_task((hurried or asyncio.Event()).wait())
+            await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            if not stopping.done():
+                # A second one shortens the first.
+                await self._server.stop(0)
             await stopping
         await self._client.close()
 

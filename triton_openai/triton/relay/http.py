@@ -30,13 +30,10 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 # RFC 9110, 7.6.1: what concerns one connection only.
-_HOP_BY_HOP = frozenset(
-    name.lower()
-    for name in (
-        *(hdrs.CONNECTION, hdrs.KEEP_ALIVE, hdrs.PROXY_AUTHENTICATE, hdrs.PROXY_AUTHORIZATION, "Proxy-Connection"),
-        *(hdrs.TE, hdrs.TRAILER, hdrs.TRANSFER_ENCODING, hdrs.UPGRADE, hdrs.HOST),
-    )
-)
+_HOP_BY_HOP = frozenset((
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "host",
+))  # fmt: skip
 # Longest body of a load or unload that is read here.
 _LOADING_BYTES = 65_536
 # Instead of the versions that aiohttp would tell.
@@ -64,11 +61,8 @@ class HttpRelay:
         limits: LimitSettings,
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._base = url.rstrip("/")
-        self._rules = rules
-        self._guard = guard
-        self._changed = changed
-        self._connection = connection
+        self._base, self._connection = url.rstrip("/"), connection
+        self._rules, self._guard, self._changed = rules, guard, changed
         self._draining = Draining()
         self.scheme = "http" if tls is None else "https"
         app = web.Application(client_max_size=_LOADING_BYTES)
@@ -134,18 +128,11 @@ class HttpRelay:
         if relayed.names_models:
             relayed.check_models(names)
         headers = _end_to_end(request.headers, relayed.hidden)
-        headers.update(relayed.upstream_headers)
-        headers.update(self._connection.headers())
-        data = await self._body(request, operation, headers)
+        headers.update({**relayed.upstream_headers, **self._connection.headers()})
+        url, data = URL(f"{self._base}{request.raw_path}", encoded=True), await self._body(request, operation, headers)
+        fixed: dict[str, Any] = {"skip_auto_headers": _NOT_ADDED, "allow_redirects": False}
         try:
-            response = await self._session.request(
-                request.method,
-                URL(f"{self._base}{request.raw_path}", encoded=True),
-                headers=headers,
-                data=data,
-                skip_auto_headers=_NOT_ADDED,
-                allow_redirects=False,
-            )
+            response = await self._session.request(request.method, url, headers=headers, data=data, **fixed)
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
             raise unreachable(f"{type(error).__name__}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -188,11 +175,8 @@ class HttpRelay:
                 raise
             # An answer that is not complete must not look as if it were.
             relayed.error = cut_off()
-            _log.warning(
-                "relayed answer was cut off",
-                path=printable(request.path, 200),
-                reason=str(error) or "the service is stopping",
-            )
+            reason = str(error) or "the service is stopping"
+            _log.warning("relayed answer was cut off", path=printable(request.path, 200), reason=reason)
             if request.transport is not None:
                 request.transport.abort()
             return answer
