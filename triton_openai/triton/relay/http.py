@@ -128,7 +128,8 @@ class HttpRelay:
         if relayed.names_models:
             relayed.check_models(names)
         headers = _end_to_end(request.headers, relayed.hidden)
-        headers.update({**relayed.upstream_headers, **self._connection.headers()})
+        headers.update(relayed.upstream_headers)
+        headers.update(self._connection.headers())
         url, data = URL(f"{self._base}{request.raw_path}", encoded=True), await self._body(request, operation, headers)
         fixed: dict[str, Any] = {"skip_auto_headers": _NOT_ADDED, "allow_redirects": False}
         try:

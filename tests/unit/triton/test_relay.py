@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from structlog.testing import capture_logs
 from tritonclient.grpc import service_pb2
 from yarl import URL
 
-from tests.integration.test_discovery import until
 from tests.relays import Relays, Upstream, relayed
 from tests.tls_fixture import Authority
 from triton_openai.config import files as watched_files
@@ -40,6 +39,13 @@ keys:
   - {name: single, key: sk-single, concurrent_requests: 1}
   - {name: tokens, key: sk-tokens, tokens_per_minute: 1000}
 """
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for *condition*; the deadline only ends a test that has failed already."""
+    async with asyncio.timeout(20):
+        while not await condition():  # noqa: ASYNC110 - what happens elsewhere sets no event here
+            await asyncio.sleep(0.01)
 
 
 class Triton:
