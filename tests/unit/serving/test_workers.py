@@ -311,8 +311,9 @@ async def test_a_worker_that_ends_is_not_waited_for() -> None:
         asking = asyncio.create_task(one.worker.take_over(_NEW, renew=False))
         await asyncio.sleep(0)
         one.running.cancel()
-        assert await asking is None
-        assert await one.worker.take_over(_NEW, renew=False) is None
+        async with asyncio.timeout(10):
+            assert await asking is None
+            assert await one.worker.take_over(_NEW, renew=False) is None
 
 
 async def test_what_a_worker_says_of_itself() -> None:
