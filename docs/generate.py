@@ -23,7 +23,7 @@ from triton_openai.config import Option, Settings, options
 from triton_openai.config.options import bare_type
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
-from triton_openai.telemetry.exposition import CACHE_USAGE, LOOKED_UP, RENAMED
+from triton_openai.telemetry.exposition import CACHE_USAGE, LOOKED_UP, RENAMED, RENAMED_LABELS
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -194,7 +194,10 @@ def metrics() -> str:
 
 def vllm_metrics() -> str:
     """Return the table of the names of vLLM's server, and of what they show."""
-    rows = [[f"`{one.name}`", _list(one.labels), _source(one.source.name, one.only)] for one in RENAMED]
+    rows = [
+        [f"`{name}`", _list(filter(None, map(RENAMED_LABELS.get, one.labels))), _source(one.name, only)]
+        for name, (one, only) in RENAMED.items()
+    ]
     rows.append([f"`{CACHE_USAGE.name}`", _list(CACHE_USAGE.labels), CACHE_USAGE.help])
     return "\n".join(_table(["Metric", "Labels", "What it shows"], rows))
 

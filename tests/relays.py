@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 
 from tests.proxy_fixture import changed
-from triton_openai.access.guard import Guard, RelayDoor
+from triton_openai.access.guard import Guard, RelayGuard
 from triton_openai.config import Settings
 from triton_openai.config.tree import ServerSettings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.models.draining import Draining
 from triton_openai.telemetry.metrics import Metrics
-from triton_openai.triton.relay.frontends import Frontend, start_frontends
+from triton_openai.triton.relay.frontends import start_frontends
 
 SERVER = ServerSettings(enable_kserve_frontends=True, kserve_http_port=0, kserve_grpc_port=0)
 
@@ -27,27 +27,26 @@ class Relays:
 
     http: str
     grpc: str
-    door: RelayDoor
+    guard: RelayGuard
     changes: list[None]
-    frontends: Sequence[Frontend]
+    frontends: Sequence[Any]
 
 
-def door_of(settings: Settings) -> RelayDoor:
-    """Return the door that *settings* ask for."""
-    guard = Guard(settings.access)
-    return RelayDoor(guard, Draining(), metrics=Metrics(Worker()))
+def relay_guard(settings: Settings) -> RelayGuard:
+    """Return the guard that *settings* ask for."""
+    return RelayGuard(Guard(settings.access), Draining(), metrics=Metrics(Worker()))
 
 
 @asynccontextmanager
 async def relayed(http_url: str, grpc_url: str, **fields: Any) -> AsyncIterator[Relays]:
     """Run both frontends; *fields* are those of parts of the settings."""
     settings = changed(Settings(server=SERVER, triton=TritonSettings(url=(http_url, grpc_url))), **fields)
-    door = door_of(settings)
+    guard = relay_guard(settings)
     changes: list[None] = []
-    frontends = await start_frontends(settings, door=door, changed=lambda: changes.append(None))
+    frontends = await start_frontends(settings, guard=guard, changed=lambda: changes.append(None))
     try:
         http, over_grpc = (f"127.0.0.1:{frontend.port}" for frontend in frontends)
-        yield Relays(http, over_grpc, door, changes, frontends)
+        yield Relays(http, over_grpc, guard, changes, frontends)
     finally:
         for frontend in frontends:
             await frontend.close(1.0)

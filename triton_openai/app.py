@@ -9,7 +9,7 @@ import structlog
 from aiohttp import web
 
 from triton_openai.access.cors import CORS, Cors, add_cors_headers, answer_preflights
-from triton_openai.access.guard import GUARD, RELAY_DOOR, Guard, RelayDoor, add_limit_headers, let_in
+from triton_openai.access.guard import GUARD, RELAY_GUARD, Guard, RelayGuard, add_limit_headers, let_in
 from triton_openai.adapters._common.registry import load as load_adapter
 from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
@@ -34,15 +34,13 @@ from triton_openai.serving.admission import Admission
 from triton_openai.serving.middlewares import add_headers, envelope_errors, identify
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
-from triton_openai.telemetry.exposition import Exposition, ServedName, State, TritonMetrics
-from triton_openai.telemetry.metrics import Metrics
+from triton_openai.telemetry.exposition import Exposition, ServedName, State
+from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, NOT_ANSWERING, UNKNOWN_FIELDS, Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
-from triton_openai.telemetry.tracing import Propagation, Tracing
+from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.endpoint import Endpoint
-from triton_openai.triton.server_metrics import TritonMetrics as TritonMetricsReader
-from triton_openai.triton.server_metrics import cache_usage
 
 _log = structlog.get_logger(__name__)
 # Longest time that the last spans have to leave when the service ends.
@@ -75,7 +73,7 @@ def create_app(
     tracing, send_spans = _traces(settings, connection)
     characters = settings.server.log_content
     content = None if characters is None else ContentLog(characters)
-    lag = LoopLag(report=None if metrics is None else metrics.observe_loop_lag)
+    lag = LoopLag(report=None if metrics is None else metrics.child(EVENT_LOOP_LAG).observe)
     draining = Draining()
     model_draining = ModelDraining(draining, shared)
     if shared is not None:
@@ -86,9 +84,9 @@ def create_app(
         lambda model: _ask(service, model),
         None
         if metrics is None
-        else lambda model, answers: metrics.set_answering(model.owner, model.adapter.name, answers),
+        else lambda model, answers: metrics.child(NOT_ANSWERING, model.owner, model.adapter.name).set(not answers),
     )
-    unknown = UnknownFields(None if metrics is None else metrics.count_unknown_field)
+    unknown = UnknownFields(None if metrics is None else lambda *labels: metrics.child(UNKNOWN_FIELDS, *labels).inc())
     observers = Observers(
         *(one for one in (AccessLog(), content, metrics, tracing, canary, unknown) if one is not None)
     )
@@ -116,14 +114,16 @@ def create_app(
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, limits=shared)
-    app[RELAY_DOOR] = RelayDoor(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
+    app[RELAY_GUARD] = RelayGuard(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
     app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, guard.run])
     if metrics is not None:
-        _add_metrics(app, metrics)
+        app[EXPOSITION] = Exposition(
+            metrics, lambda: _state(models, worker), settings.metrics, settings.triton_metrics_url
+        )
     add_routes(app)
     return app
 
@@ -134,7 +134,7 @@ def _traces(
     """Return what makes spans, or hands on those of clients, and what sends them while the application runs."""
     traces = settings.traces
     if traces.otlp_endpoint is None:
-        return (Propagation() if traces.continue_traces else None), None
+        return (Tracing() if traces.continue_traces else None), None
     # Imported here: most services send no traces, and OpenTelemetry's SDK takes a quarter of a second.
     try:
         from triton_openai.telemetry.otlp import exporter_class, tracer
@@ -166,34 +166,6 @@ def _warn_of_content(settings: Settings) -> None:
         _log.warning("prompts and answers are logged", characters=settings.server.log_content)
     if settings.traces.content is not None and settings.traces.otlp_endpoint is not None:
         _log.warning("prompts and answers are sent with traces", characters=settings.traces.content)
-
-
-def _add_metrics(app: web.Application, metrics: Metrics) -> None:
-    """Let *app* show its *metrics*."""
-    service = app[SERVICE]
-    settings = service.settings.metrics
-    read_triton = None
-    if settings.relay_triton or settings.vllm_names:
-        reader = TritonMetricsReader(service.settings.triton_metrics_url)
-
-        async def read_triton() -> TritonMetrics | None:
-            families = await reader.read()
-            if families is None:
-                return None
-            lines = {name: family.lines for name, family in families.items()} if settings.relay_triton else {}
-            return TritonMetrics(families=lines, cache_usage=cache_usage(families) if settings.vllm_names else {})
-
-        async def close(app: web.Application) -> None:
-            await reader.close()
-
-        app.on_cleanup.append(close)
-    app[EXPOSITION] = Exposition(
-        metrics,
-        lambda: _state(service.models, app[WORKER]),
-        read_triton=read_triton,
-        relay=settings.relay_triton,
-        vllm_names=settings.vllm_names,
-    )
 
 
 def _state(models: Models, worker: Worker) -> State:

@@ -284,18 +284,6 @@ async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
                 assert 6 == len(list(metrics_folder(tmp_path).glob("*.db")))
 
 
-async def test_workers_without_the_variable(triton: TestTriton, tmp_path: Path) -> None:
-    """A worker that was started without it serves, shows its own numbers, and says so."""
-    environment = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
-    with worker(0, tmp_path, triton.http_url, {**environment, "PYTHONPATH": str(ROOT)}) as one:
-        async with aiohttp.ClientSession() as session:
-            await one.ask(session, text="one")
-            assert 1 == (await one.scrape(session)).sum("triton_openai_requests_total", model="ensemble")
-        one.process.kill()
-        said = "".join(one.process.communicate())
-    assert "PROMETHEUS_MULTIPROC_DIR is not set" in said
-
-
 def test_a_launched_triton(triton: TestTriton, tmp_path: Path) -> None:
     """Its metrics are found without being told where they are."""
     repository = tmp_path / "models"

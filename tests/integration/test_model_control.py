@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests.integration.test_discovery import listed as all_listed
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
-from triton_openai.access.guard import RELAY_DOOR
+from triton_openai.access.guard import RELAY_GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.app import control_of
 from triton_openai.config import Settings
@@ -365,7 +365,7 @@ async def test_loading_through_the_relays(proxy, server):
         triton=TritonSettings(url=(server.http_url, server.grpc_url), model_control_mode="explicit"),
     )
     frontends = await start_frontends(
-        settings, door=proxy.client.app[RELAY_DOOR], changed=control_of(proxy.client.app).changed_elsewhere
+        settings, guard=proxy.client.app[RELAY_GUARD], changed=control_of(proxy.client.app).changed_elsewhere
     )
     try:
         async with http.InferenceServerClient(f"127.0.0.1:{frontends[0].port}") as client:

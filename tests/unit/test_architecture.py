@@ -240,13 +240,6 @@ def test_print_belongs_to_the_command_line() -> None:
 # Names with an underscore that are public: documented, and one only to keep clear of field names.
 _PUBLIC = {"os._exit", "_asdict", "_fields", "_make", "_replace"}
 
-# Where private attributes of other packages are still used.
-_STILL_PRIVATE = {
-    "triton_openai/telemetry/instruments.py: Tallied._buckets",
-    "triton_openai/telemetry/instruments.py: Tallied._sum",
-    "triton_openai/telemetry/metrics.py: values.ValueClass._multiprocess",
-}
-
 
 def _private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
@@ -311,7 +304,7 @@ def test_private_names_of_other_packages_are_left_alone() -> None:
             if any(map(_private, module.split("."))) and not _is(module, "triton_openai", "__future__"):
                 yield module, line
 
-    assert [] == [one for one in _found(rule) if re.sub(r":\d+:", ":", one) not in _STILL_PRIVATE]
+    assert [] == _found(rule)
 
 
 # Calls that open, read, start, ask or configure something. Making constants, types and declarations is what imports do.

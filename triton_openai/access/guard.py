@@ -1,6 +1,6 @@
 """
-The door before the relays of Triton's own protocol: restricted APIs, API keys and their limits, as before the service's
-own API, and a line in the log and a count for each request.
+Who may ask what, over the service's own API and the relays of Triton's own protocol: restricted APIs, API keys and
+their limits. A request through a relay has a line in the log and a count.
 
 Triton's protocol has no tokens, so a key with a limit on them gets no inference here. Nothing says when a request of a
 gRPC stream has been answered to its end, so each counts as running until its stream has ended.
@@ -34,7 +34,7 @@ from triton_openai.models.draining import Draining
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.metrics import RELAYED, RELAYING, Metrics
 from triton_openai.telemetry.observation import OBSERVATION, request_id
-from triton_openai.triton.relay.operation import Operation
+from triton_openai.triton.relay.rules import Operation
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
@@ -119,8 +119,8 @@ _TRACE_CONTEXT = frozenset({"traceparent", "tracestate"})
 _OTHER = "other"
 
 
-class RelayDoor:
-    """Receives who comes to a relay. *continue_traces* is whether clients may say whose trace a request belongs to."""
+class RelayGuard:
+    """Authorizes what comes to a relay. *continue_traces* is whether clients may choose the trace of a request."""
 
     def __init__(
         self, guard: Guard, draining: Draining, *, metrics: Metrics | None = None, continue_traces: bool = True
@@ -128,63 +128,62 @@ class RelayDoor:
         self.guard = guard
         self.draining = draining
         self.metrics = metrics
-        self._hidden = frozenset() if continue_traces else _TRACE_CONTEXT
+        self.hidden = frozenset() if continue_traces else _TRACE_CONTEXT
 
-    def visit(
+    def begin(
         self, protocol: Literal["http", "grpc"], method: str, path: str, headers: CIMultiDictProxy[str]
-    ) -> RelayVisit:
-        """Begin a visit."""
-        return RelayVisit(self, protocol, method, path, headers, withheld=self._hidden)
+    ) -> RelayedRequest:
+        """Begin a request or call; *path* is as it stands in the request, without its query."""
+        return RelayedRequest(self, protocol, method, path, headers)
 
 
-class RelayVisit:
-    """One request or call through a relay."""
+class RelayedRequest:
+    """
+    One request or call through a relay, from its head to its end.
+
+    For the relay, from :meth:`authorize` on: ``upstream_headers`` are added to those for Triton and ``answer_headers``
+    to those of the answer. ``hidden`` are the names, in lower case, of headers that are not for Triton: with them the
+    client was authorized here. ``names_models`` is whether :meth:`check_models` has to be called before a request
+    reaches a model, and ``counted`` whether :meth:`count` has to be called for each request of a stream after its
+    first. The relay sets ``error`` to what the client gets instead of Triton's answer.
+    """
 
     def __init__(
-        self,
-        door: RelayDoor,
-        protocol: str,
-        method: str,
-        path: str,
-        headers: CIMultiDictProxy[str],
-        *,
-        withheld: Collection[str],
+        self, relay: RelayGuard, protocol: str, method: str, path: str, headers: CIMultiDictProxy[str]
     ) -> None:
-        self._door = door
-        self._guard = door.guard
-        # The request
+        self._relay = relay
+        self._guard = relay.guard
         self._protocol = protocol
         self._headers = headers
         self._began = time.monotonic()
         self._operation: Operation | None = None
         self._key: ApiKey | None = None
         self._tickets: list[Ticket] = []
-        self._error: ServiceError | None = None
         name = request_id(headers)
         self._fields: dict[str, Any] = {"request_id": name, "protocol": protocol, "path": printable(path, 200)}
         if method:
             self._fields["method"] = printable(method, 32)
-        # For the relay
-        self.passed_on: Mapping[str, str] = {"x-request-id": name}
-        self.told: dict[str, str] = {"x-request-id": name}
-        self.withheld: Collection[str] = withheld
+        self.upstream_headers: Mapping[str, str] = {"x-request-id": name}
+        self.answer_headers: dict[str, str] = {"x-request-id": name}
+        self.hidden: Collection[str] = relay.hidden
         self.names_models = False
         self.counted = False
+        self.error: ServiceError | None = None
 
     @property
-    def last(self) -> bool:
+    def closing(self) -> bool:
         """Whether the service is ending, so that a client should not send its next request over this connection."""
-        return self._door.draining.begun
+        return self._relay.draining.begun
 
-    async def enter(self, operation: Operation | None) -> None:
-        """Let the client in for *operation*. Raises :class:`ServiceError`."""
+    async def authorize(self, operation: Operation | None) -> None:
+        """Check that the client may do *operation*, ``None`` for what is none. Raises :class:`ServiceError`."""
         self._operation = operation
         self._count_running(1)
         restrictions, ring = self._guard.restrictions, self._guard.keys.ring
-        self.withheld = {*self.withheld, *restrictions.header_names, *(KEY_HEADERS if ring is not None else ())}
+        self.hidden = {*self.hidden, *restrictions.header_names, *(KEY_HEADERS if ring is not None else ())}
         for group in operation.guards if operation is not None else ():
             restrictions.check(group, self._headers)
-        if operation is not None and operation.readiness and self._door.draining.begun:
+        if operation is not None and operation.readiness and self._relay.draining.begun:
             raise UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1)
         if ring is None or (operation is not None and operation.group == "health" and operation.about == "nothing"):
             return
@@ -202,8 +201,8 @@ class RelayVisit:
             self.counted = key.limit.any
             await self.count()
 
-    def use(self, names: Collection[str]) -> None:
-        """Let it use a model that may be meant by any of *names*. Raises :class:`ServiceError`."""
+    def check_models(self, names: Collection[str]) -> None:
+        """Check that it may use the model that may be meant by any of *names*. Raises :class:`ServiceError`."""
         for name in names:
             if not name:
                 raise KeyNotSufficient("This is about all models, and the key opens certain models.")
@@ -211,7 +210,7 @@ class RelayVisit:
                 raise ModelNotFound(name, hidden=True)
 
     async def count(self) -> None:
-        """Let a further request in. Raises :class:`ServiceError`."""
+        """Count a further request in. Raises :class:`ServiceError`."""
         key, limits = self._key, self._guard.limits
         if key is None or not key.limit.any:
             return
@@ -220,24 +219,20 @@ class RelayVisit:
                 f"The key '{key.name}' has a limit on tokens, which Triton's own protocol does not count."
             )
         ticket = Ticket(limits, key.name, await limits.admit(key.name, key.limit))
-        self.told |= ticket.headers
+        self.answer_headers |= ticket.headers
         if ticket.refusal is not None:
             raise ticket.refusal
         self._tickets.append(ticket)
 
-    def failed(self, error: ServiceError) -> None:
-        """Learn what the client is told instead of Triton's answer."""
-        self._error = error
-
     def end(self, status: str | None) -> None:
-        """Count the request out, and write its line."""
+        """Count the request out, and write its line; *status* is ``None`` when the client has left."""
         for ticket in self._tickets:
             ticket.close(0)
         self._count_running(-1)
-        operation, error = self._operation, self._error
+        operation, error = self._operation, self.error
         group = _OTHER if operation is None else operation.group
-        if self._door.metrics is not None:
-            self._door.metrics.child(RELAYED, self._protocol, group, status or "cancelled").inc()
+        if self._relay.metrics is not None:
+            self._relay.metrics.child(RELAYED, self._protocol, group, status or "cancelled").inc()
         fields = {
             **self._fields,
             "operation": group,
@@ -248,15 +243,15 @@ class RelayVisit:
             fields["error"] = error.code
         if status is None:
             fields["client_left"] = True
-        told = operation is not None and (operation.manages or operation.group == "inference")
+        important = operation is not None and (operation.manages or operation.group == "inference")
         refused = isinstance(error, InvalidApiKey | RateLimited)
-        (_log.info if told or refused else _log.debug)("relayed", **fields)
+        (_log.info if important or refused else _log.debug)("relayed", **fields)
         if error is not None and (error.status >= 500 or error.detail):
             warn(_log, "request refused", error, **fields)
 
     def _count_running(self, change: int) -> None:
-        if self._door.metrics is not None:
-            self._door.metrics.child(RELAYING, self._protocol).inc(change)
+        if self._relay.metrics is not None:
+            self._relay.metrics.child(RELAYING, self._protocol).inc(change)
 
 
-RELAY_DOOR: web.AppKey[RelayDoor] = web.AppKey("relay_door", RelayDoor)
+RELAY_GUARD: web.AppKey[RelayGuard] = web.AppKey("relay_guard", RelayGuard)

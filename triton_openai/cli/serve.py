@@ -18,7 +18,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from triton_openai.access.guard import RELAY_DOOR
+from triton_openai.access.guard import RELAY_GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.app import control_of, create_app, models_of, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
@@ -239,7 +239,7 @@ async def listening(
     try:
         frontends += await start_frontends(
             settings,
-            door=app[RELAY_DOOR],
+            guard=app[RELAY_GUARD],
             changed=control_of(app).changed_elsewhere,
             reuse_port=app[WORKER].count > 1,
         )

@@ -1,19 +1,19 @@
 """
-The command of one worker process, started by :mod:`triton_openai.serving.workers.process` only.
+The command of one worker process, started by :mod:`triton_openai.serving.workers.pool` only.
 
-Its one argument is the number of the socket over which its parent talks to it.
+Its one argument is the number of the socket over which its parent talks to it. It reads from its standard input what it
+is to serve.
 """
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
+import pickle
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
-from typing import Any
 
 import structlog
 from aiohttp import web
@@ -21,24 +21,10 @@ from aiohttp import web
 from triton_openai.app import take_over
 from triton_openai.cli.banner import render_banner
 from triton_openai.cli.serve import Stop, banner_for, listening, run_loop, told_by_signals
+from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.serving.workers.channel import (
-    Alive,
-    Answer,
-    ChangeGates,
-    Channel,
-    End,
-    Greet,
-    Greeting,
-    HandOver,
-    Hurry,
-    Listening,
-    NewSettings,
-    Refused,
-    Taken,
-    encode,
-    receive_first,
-)
+from triton_openai.serving.workers.channel import Channel, encode
+from triton_openai.serving.workers.pool import Start
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.telemetry.logging import configure_logging
 
@@ -56,103 +42,72 @@ def main() -> int:
     # Where it hangs, for the parent to ask before it makes an end of it; and for operators.
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
-        order = receive_first(connection)
+        start: Start = pickle.load(sys.stdin.buffer)
     except EOFError:
         return 1
-    configure_logging(order.settings.server, worker=order.worker.index)
-    sockets = [socket.socket(fileno=number) for number in order.sockets]
+    configure_logging(start.settings.server, worker=start.worker.index)
+    sockets = [socket.socket(fileno=number) for number in start.sockets]
     try:
-        return run_loop(_serve(order, sockets, connection))
+        return run_loop(_serve(start, sockets, connection))
     except ConfigurationError as error:
         # The parent says it, once and not for every worker.
         connection.setblocking(True)
-        connection.sendall(encode(Refused(error.message)))
+        connection.sendall(encode(0, "refuse", (error.message,)))
         return 2
 
 
-async def _serve(order: HandOver, sockets: list[socket.socket], connection: socket.socket) -> int:
+async def _serve(start: Start, sockets: list[socket.socket], connection: socket.socket) -> int:
     stop = Stop()
     channel = await Channel.open(connection.dup())
-    shared = SharedClient(channel.send)
     with told_by_signals(stop, insist=False):
-        async with listening(order.settings, sockets, stop, order.worker, shared) as app:
-            control = _Control(order, app, stop, channel, shared)
-            controlling = asyncio.create_task(control.run())
+        async with listening(start.settings, sockets, stop, start.worker, SharedClient(channel)) as app:
+            control = asyncio.create_task(_controlled(start, app, stop, channel))
             await stop.asked.wait()
-    controlling.cancel()
-    await asyncio.gather(controlling, return_exceptions=True)
-    if control.orphaned and order.worker.directory is not None:
+    orphaned = control.done()
+    control.cancel()
+    await asyncio.gather(control, return_exceptions=True)
+    if orphaned and start.worker.directory is not None:
         # Nobody else is there to do it.
-        shutil.rmtree(order.worker.directory, ignore_errors=True)
+        shutil.rmtree(start.worker.directory, ignore_errors=True)
     return 0
 
 
-class _Control:
-    """Does what the parent says. *orphaned* is whether it has gone."""
+async def _controlled(start: Start, app: web.Application, stop: Stop, channel: Channel) -> None:
+    """Do what the parent says until it has gone."""
+    # Settings are taken over one after the other: the last that were sent hold in the end.
+    taking_over = asyncio.Lock()
 
-    def __init__(
-        self, order: HandOver, app: web.Application, stop: Stop, channel: Channel, shared: SharedClient
-    ) -> None:
-        self.orphaned = False
-        self._order = order
-        self._app = app
-        self._stop = stop
-        self._channel = channel
-        self._shared = shared
-        self._tasks: set[asyncio.Task[None]] = set()
-        # Settings are taken over one after the other: the last that were sent hold in the end.
-        self._taking_over = asyncio.Lock()
-
-    async def run(self) -> None:
-        """Obey until cancelled."""
-        self._channel.send(Listening())
-        self._begin(self._show_life())
+    async def take(settings: Settings, renew: bool) -> str | None:
         try:
-            while (message := await self._channel.receive()) is not None:
-                if isinstance(message, Answer | ChangeGates):
-                    self._shared.heard(message)
-                elif isinstance(message, End):
-                    self._stop.ask("the parent process says so", notice=message.notice)
-                elif isinstance(message, Hurry):
-                    self._stop.hurry()
-                elif isinstance(message, NewSettings):
-                    self._begin(self._take_over(message))
-                elif isinstance(message, Greet):
-                    self._begin(self._greet(message))
-            self.orphaned = True
-            self._stop.ask("the parent process is gone", notice=False)
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            self._channel.close()
-
-    async def _show_life(self) -> None:
-        while True:
-            await asyncio.sleep(_ALIVE_SECONDS)
-            self._channel.send(Alive())
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        # What takes long must not hold up an order to end.
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _take_over(self, message: NewSettings) -> None:
-        try:
-            async with self._taking_over:
-                await take_over(self._app, message.settings, message.renew)
+            async with taking_over:
+                await take_over(app, settings, renew)
         except ConfigurationError as error:
-            self._channel.send(Refused(error.message, message.id))
+            return error.message
         except Exception:
             log.exception("new settings could not be taken over")
-            self._channel.send(Refused("A worker failed to take the settings over; its log says why.", message.id))
-        else:
-            self._channel.send(Taken(message.id))
+            return "A worker failed to take the settings over; its log says why."
+        return None
 
-    async def _greet(self, message: Greet) -> None:
-        settings = self._order.settings
-        banner = await banner_for(settings, self._app, self._order.address, launched=message.launched)
-        self._channel.send(Greeting(render_banner(banner, settings.server.log_format)))
+    async def greet(launched: bool) -> str:
+        banner = await banner_for(start.settings, app, start.address, launched=launched)
+        return render_banner(banner, start.settings.server.log_format)
+
+    async def show_life() -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_SECONDS)
+            channel.notify("alive")
+
+    def end(notice: bool) -> None:
+        stop.ask("the parent process says so", notice=notice)
+
+    channel.methods |= {"take_over": take, "greet": greet, "end": end, "hurry": stop.hurry}
+    channel.notify("listening")
+    living = asyncio.create_task(show_life())
+    try:
+        await channel.run()
+    finally:
+        living.cancel()
+    stop.ask("the parent process is gone", notice=False)
 
 
 if __name__ == "__main__":

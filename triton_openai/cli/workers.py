@@ -20,9 +20,7 @@ from triton_openai.config.reload import Reloader, Source, reloading
 from triton_openai.config.tls import server_context
 from triton_openai.config.worker import Worker, private_directory
 from triton_openai.serving.sockets import address_of, listening_sockets, relay_ports
-from triton_openai.serving.workers.channel import FromWorker, Greeting, Listening
-from triton_openai.serving.workers.pool import Pool
-from triton_openai.serving.workers.process import WorkerProcess
+from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedState
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 from triton_openai.tritonserver.supervisor import LaunchedTriton
@@ -63,15 +61,13 @@ async def _serve(
         return settings if launched is None else launched.settings(settings)
 
     async def start(index: int, settings: Settings) -> WorkerProcess:
-        def heard(member: WorkerProcess, message: FromWorker) -> None:
-            if isinstance(message, Listening | Greeting):
-                pool.heard(member, message)
-            shared.heard(index, message, member.send)
-
         worker = Worker(index=index, count=count, directory=directory)
-        return await WorkerProcess.start(
-            worker, settings, sockets=sockets, address=address, environment=environ, heard=heard
-        )
+        member = await WorkerProcess.start(worker, settings, sockets=sockets, address=address, environment=environ)
+        member.channel.methods |= shared.methods(index)
+        return member
+
+    def listens(index: int, member: WorkerProcess) -> None:
+        shared.add(index, member.channel)
 
     def forget(index: int) -> None:
         shared.forget(index)
@@ -80,7 +76,7 @@ async def _serve(
     async def take(new: Settings, renew: bool) -> None:
         await pool.take_over(adapted(new), renew)
 
-    pool = Pool(adapted(settings), count, start, forget=forget)
+    pool = Pool(adapted(settings), count, start, listens=listens, forget=forget)
     with told_by_signals(stop):
         async with supervised(settings, launched) as (ends, started):
             serving = asyncio.create_task(pool.run())

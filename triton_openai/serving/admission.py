@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from triton_openai.config.tree import ServerSettings
@@ -20,62 +20,6 @@ from triton_openai.config.worker import Worker
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
 from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.telemetry.observation import Observation, Observer
-
-
-class Waiting:
-    """One request that waits: its future has a result when it is let in, and an error when it waited too long."""
-
-    __slots__ = ("future", "model", "since")
-
-    def __init__(self, model: str) -> None:
-        self.model = model
-        self.since = time.monotonic_ns()
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def admitted(self) -> bool:
-        """Whether it was let in, though it may not have noticed yet."""
-        return self.future.done() and not self.future.cancelled() and self.future.exception() is None
-
-
-class Queue:
-    """A line for each model; adding, removing and looking at the first cost the same however many wait."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, dict[Waiting, None]] = {}
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def add(self, waiting: Waiting) -> None:
-        """Put *waiting* at the end of its line."""
-        self._lines.setdefault(waiting.model, {})[waiting] = None
-        self._length += 1
-
-    def remove(self, waiting: Waiting) -> bool:
-        """Take *waiting* out, wherever it stands; return whether it was there."""
-        line = self._lines.get(waiting.model)
-        if line is None or waiting not in line:
-            return False
-        del line[waiting]
-        self._length -= 1
-        if not line:
-            del self._lines[waiting.model]
-        return True
-
-    def first(self, has_room: Callable[[str], bool]) -> Waiting | None:
-        """Return who has waited longest of those whose model *has_room*."""
-        heads = [next(iter(line)) for model, line in self._lines.items() if has_room(model)]
-        return min(heads, key=_since, default=None)
-
-    def line(self, model: str) -> Sequence[Waiting]:
-        """Return who waits for *model*, in the order in which they came."""
-        return list(self._lines.get(model, ()))
-
-
-def _since(waiting: Waiting) -> int:
-    return waiting.since
 
 
 class Admission:
@@ -101,7 +45,8 @@ class Admission:
         self._model_draining = model_draining or ModelDraining(Draining())
         self._model_draining.turn_away = self.turn_away
         self._observer = observer or Observer()
-        self._queue = Queue()
+        # Those that wait, in the order in which they came, with their models.
+        self._queue: OrderedDict[asyncio.Future[None], str] = OrderedDict()
         self._running: Counter[str] = Counter()
         self.replace(settings)
 
@@ -140,7 +85,7 @@ class Admission:
         limit = self._settings.max_loop_lag
         if limit is not None and self._lag() > limit:
             raise ServiceOverloaded("The service has more to do than it can.", retry_after=1)
-        if self._has_room(model):
+        if self._running.total() < self._limit and self._has_room(model):
             # Nobody waits for this model: a request that leaves admits those that its place has room for.
             self._running[model] += 1
         else:
@@ -156,31 +101,33 @@ class Admission:
             raise ServiceOverloaded(
                 "Too many requests are running and waiting already.", retry_after=self._settings.queue_timeout
             )
-        waiting = Waiting(model)
-        self._queue.add(waiting)
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
+        turn = asyncio.get_running_loop().create_future()
+        self._queue[turn] = model
         stage = observation.stage("wait in queue")
         self._observer.queued(observation)
-        timer = asyncio.get_running_loop().call_later(seconds, _give_up, waiting, seconds)
         try:
-            await waiting.future
-        except BaseException:
-            if waiting.admitted:
+            async with asyncio.timeout(seconds):
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 # Admitted at the very moment of leaving: the place goes to the next one.
-                self._leave(waiting.model)
+                self._leave(model)
+            if isinstance(error, TimeoutError):
+                reason = f"The request waited {seconds:g} seconds for others to end."
+                raise ServiceOverloaded(reason, retry_after=seconds) from None
             raise
         finally:
-            timer.cancel()
-            self._queue.remove(waiting)
+            self._queue.pop(turn, None)
             stage.ended = time.monotonic()
             observation.queued_seconds = stage.ended - stage.began
             self._observer.admitted(observation)
 
     def turn_away(self, model: str) -> None:
         """Refuse the requests that wait here for *model*, which is being unloaded."""
-        for waiting in self._queue.line(model):
-            if not waiting.future.done():
-                waiting.future.set_exception(ModelUnloading(model))
+        for turn, waiting_for in self._queue.items():
+            if waiting_for == model and not turn.done():
+                turn.set_exception(ModelUnloading(model))
 
     def _leave(self, model: str) -> None:
         self._running[model] -= 1
@@ -190,20 +137,17 @@ class Admission:
 
     def _admit(self) -> None:
         """Admit those that wait and have room, longest wait first."""
-        while (waiting := self._queue.first(self._has_room)) is not None:
-            self._queue.remove(waiting)
+        while self._running.total() < self._limit:
+            turn = next((one for one, model in self._queue.items() if self._has_room(model)), None)
+            if turn is None:
+                return
+            model = self._queue.pop(turn)
             # One that has given up has had no turn yet to leave the queue.
-            if not waiting.future.done():
+            if not turn.done():
                 # Counted here and not when it wakes up, so that nobody else takes the place meanwhile.
-                self._running[waiting.model] += 1
-                waiting.future.set_result(None)
+                self._running[model] += 1
+                turn.set_result(None)
 
     def _has_room(self, model: str) -> bool:
         # Not by index, which would leave a zero behind for every model that was asked for.
-        return self._running.total() < self._limit and self._running.get(model, 0) < self._model_limit
-
-
-def _give_up(waiting: Waiting, seconds: float) -> None:
-    if not waiting.future.done():
-        reason = f"The request waited {seconds:g} seconds for others to end."
-        waiting.future.set_exception(ServiceOverloaded(reason, retry_after=seconds))
+        return self._running.get(model, 0) < self._model_limit

@@ -1,8 +1,6 @@
 """
 The HTTP server: an application on listening sockets, with a time limit for request heads, errors in the API's own form
 for what is not HTTP, and an orderly end.
-
-It needs nothing of aiohttp but its public interface.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any, cast
 
-import structlog
 from aiohttp import StreamReader, web
 from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
@@ -26,7 +23,6 @@ from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expecta
 from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
 from triton_openai.telemetry.process import DESCRIPTORS
 
-_log = structlog.get_logger(__name__)
 # How long the rest of a refused body is read and thrown away. A connection that is closed while something is unread is
 # reset, and then its client may never see the answer (RFC 9112, section 9.6).
 _LINGER_SECONDS = 1.0
@@ -36,7 +32,6 @@ _ACCEPT_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 0.5
 #: Returns the body of an error response.
 ErrorBody = Callable[[ServiceError], bytes]
-_RequestFactory = Callable[..., web.BaseRequest]
 
 
 class Connection(web.RequestHandler):
@@ -45,10 +40,6 @@ class Connection(web.RequestHandler):
 
     *observer* observes what is not HTTP, which no handler sees.
     """
-
-    __slots__ = (
-        *("_answering", "_draining", "_error_body", "_header_timeout", "_header_timer", "_observer", "_unused"),
-    )
 
     def __init__(self, manager: web.Server, limits: LimitSettings, body: ErrorBody, observer: Observer) -> None:
         super().__init__(
@@ -59,45 +50,33 @@ class Connection(web.RequestHandler):
             keepalive_timeout=limits.keepalive_timeout,
             max_field_size=limits.max_header_size,
             max_line_size=limits.max_header_size,
-            # Only a request that is let in may cost more than its bytes.
+            # Only a request that is authorized may cost more than its bytes.
             auto_decompress=False,
             lingering_time=_LINGER_SECONDS,
         )
-        self._header_timeout = limits.header_timeout
+        self._header_timeout, self._error_body, self._observer = limits.header_timeout, body, observer
         self._header_timer: asyncio.TimerHandle | None = None
-        self._error_body = body
-        self._observer = observer
-        self._answering = False
-        self._draining = False
-        self._unused = True
-
-    @property
-    def awaits_first_request(self) -> bool:
-        """Whether the connection is open, and no request has come over it."""
-        return self._unused and self.connected
+        self._answering = self._draining = False
+        #: Whether a request has come over it.
+        self.used = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note the file descriptor."""
         super().connection_made(transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
-            DESCRIPTORS.taken(sock.fileno())
+        DESCRIPTORS.taken(transport.get_extra_info("socket").fileno(), time.monotonic())
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop the timer."""
         self._stop_header_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse *data*, with which a request may begin."""
         if data and not self._answering and self._header_timer is None:
             loop = asyncio.get_running_loop()
-            self._header_timer = loop.call_later(self._header_timeout, self._time_out)
+            self._header_timer = loop.call_later(self._header_timeout, self.force_close)
         super().data_received(data)
 
     def begin_answer(self) -> None:
         """Note that the head of a request is complete."""
-        self._answering, self._unused = True, False
+        self._answering = self.used = True
         self._stop_header_timer()
 
     async def finish_response(
@@ -112,11 +91,7 @@ class Connection(web.RequestHandler):
             self._answering = False
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """
         Return the response to what is not HTTP, or to a request whose handler failed.
@@ -127,22 +102,23 @@ class Connection(web.RequestHandler):
             raise exc
         request_id = uuid.uuid4().hex
         if isinstance(exc, HttpProcessingError):
-            error = self._parse_error(exc)
+            # Not the parser's own message: it repeats what it got.
+            error: ServiceError = InvalidRequest("The request is not valid HTTP.", code="invalid_http")
+            if isinstance(exc, LineTooLong) or exc.message.startswith("Too many headers"):
+                error = HeadersTooLarge(
+                    f"The request line or a header is too long, or it has more than {self.max_headers} headers."
+                )
             observation = Observation(request_id=request_id, method="", path="")
-            observation.status, observation.error = error.status, error
+            observation.status, observation.error, observation.ended = error.status, error, time.monotonic()
             self._observer.started(observation)
-            observation.ended = time.monotonic()
             self._observer.ended(observation)
         else:
             # It logs the error, and ends the connection where the response has begun.
             super().handle_error(request, status, exc, message)
             error = ServiceError("The service failed to answer the request.")
-        response = web.Response(
-            status=error.status,
-            body=self._error_body(error),
-            content_type="application/json",
-            headers={"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"},
-        )
+        headers = {"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"}
+        body = self._error_body(error)
+        response = web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
         response.force_close()
         return response
 
@@ -152,22 +128,10 @@ class Connection(web.RequestHandler):
         if not self._answering and self._header_timer is None:
             self.force_close()
 
-    def _parse_error(self, exc: HttpProcessingError) -> ServiceError:
-        if isinstance(exc, LineTooLong):
-            return HeadersTooLarge("The request line or a header is too long.")
-        if exc.message.startswith("Too many headers"):
-            return HeadersTooLarge(f"The request has more than {self.max_headers} headers.")
-        # Not the parser's own message: it repeats what it got.
-        return InvalidRequest("The request is not valid HTTP.", code="invalid_http")
-
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
-
-    def _time_out(self) -> None:
-        _log.debug("connection closed", reason="no complete request head in time", seconds=self._header_timeout)
-        self.force_close()
 
 
 class HttpServer:
@@ -186,9 +150,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._limits = limits
-        self._body = body
-        self._tls = tls
+        self._limits, self._body, self._tls = limits, body, tls
         # The relays have none: they observe what passes through them.
         self._observer = app.get(OBSERVERS, Observer())
         self._listeners: list[asyncio.Server] = []
@@ -198,7 +160,19 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        server.request_factory = _requests(server.request_factory)
+        make: Callable[..., web.BaseRequest] = server.request_factory
+
+        def begin(
+            message: RawRequestMessage, payload: StreamReader, protocol: web.RequestHandler, *rest: Any
+        ) -> web.BaseRequest:
+            """Make a request when its head is complete."""
+            cast(Connection, protocol).begin_answer()
+            message, expects_continue = without_expectations(message)
+            request = make(message, payload, protocol, *rest)
+            request[EXPECTS_CONTINUE] = expects_continue
+            return request
+
+        server.request_factory = begin
 
     async def listen(self, sock: socket.socket, backlog: int = 128) -> None:
         """Accept connections on *sock*, a bound TCP socket."""
@@ -224,7 +198,7 @@ class HttpServer:
     @property
     def awaits_requests(self) -> bool:
         """Whether somebody has connected and has not sent a request yet."""
-        return any(connection.awaits_first_request for connection in self._connections())
+        return any(one.connected and not one.used for one in self._connections())
 
     async def stop_listening(self) -> None:
         """Accept no more connections. Those that the kernel has accepted are taken first: closing would reset them."""
@@ -246,18 +220,3 @@ class HttpServer:
     def _connections(self) -> list[Connection]:
         server = self._runner.server
         return [] if server is None else cast(list[Connection], server.connections)
-
-
-def _requests(make: _RequestFactory) -> _RequestFactory:
-    """Return a factory that makes requests as *make* does, when their heads are complete."""
-
-    def make_request(
-        message: RawRequestMessage, payload: StreamReader, protocol: web.RequestHandler, *rest: Any
-    ) -> web.BaseRequest:
-        cast(Connection, protocol).begin_answer()
-        message, expects_continue = without_expectations(message)
-        request = make(message, payload, protocol, *rest)
-        request[EXPECTS_CONTINUE] = expects_continue
-        return request
-
-    return make_request

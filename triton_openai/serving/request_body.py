@@ -11,7 +11,6 @@ import asyncio
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from io import BytesIO
 
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http import RawRequestMessage
@@ -43,10 +42,8 @@ def ask_for_body(request: web.Request) -> None:
 
     Raises :class:`UnsupportedMediaType` for a transfer coding that nothing here decodes.
     """
-    if [coding.strip().lower() for coding in request.headers.getall(hdrs.TRANSFER_ENCODING, ())] not in (
-        [],
-        ["chunked"],
-    ):
+    codings = [coding.strip().lower() for coding in request.headers.getall(hdrs.TRANSFER_ENCODING, ())]
+    if codings not in ([], ["chunked"]):
         raise UnsupportedMediaType("The body's Transfer-Encoding is not supported: use chunked, or none.")
     if request.get(EXPECTS_CONTINUE) and not request.content.is_eof() and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -54,9 +51,6 @@ def ask_for_body(request: web.Request) -> None:
 
 # zlib's name for the format of each coding. Of gzip, a single member is taken: millions of empty ones would take long.
 _FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-# Bytes that are taken and made at a time; zlib copies what it has not taken yet.
-_INPUT = 64 * 1024
-_OUTPUT = 1024 * 1024
 # How many bodies are decompressed at the same time: each needs memory for a whole body.
 _THREADS = 2
 
@@ -81,9 +75,8 @@ async def decompress(body: bytes, coding: str, limit: int) -> bytes:
     try:
         return await asyncio.get_running_loop().run_in_executor(_threads(), _decompress, body, coding, limit)
     except zlib.error as error:
-        raise InvalidRequest(
-            f"The request's body is not valid {coding}, which its Content-Encoding says it is.", code="invalid_encoding"
-        ) from error
+        message = f"The request's body is not valid {coding}, which its Content-Encoding says it is."
+        raise InvalidRequest(message, code="invalid_encoding") from error
 
 
 @cache
@@ -93,19 +86,9 @@ def _threads() -> ThreadPoolExecutor:
 
 def _decompress(body: bytes, coding: str, limit: int) -> bytes:
     decoder = zlib.decompressobj(_FORMATS[coding])
-    content = BytesIO()
-    for start in range(0, len(body), _INPUT):
-        piece = body[start : start + _INPUT]
-        while True:
-            made = decoder.decompress(piece, _OUTPUT)
-            if content.tell() + len(made) > limit:
-                raise PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes, decompressed.")
-            content.write(made)
-            piece = decoder.unconsumed_tail
-            if decoder.eof:
-                if decoder.unused_data or start + _INPUT < len(body):
-                    raise zlib.error("something follows the compressed data")
-                return content.getvalue()
-            if not piece and len(made) < _OUTPUT:
-                break
-    raise zlib.error("the compressed data has no end")
+    content = decoder.decompress(body, limit + 1)
+    if len(content) > limit:
+        raise PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes, decompressed.")
+    if not decoder.eof or decoder.unused_data:
+        raise zlib.error("the compressed data has no end, or something follows it")
+    return content

@@ -40,9 +40,8 @@ def bound_sockets(
                     one.listen(backlog)
                 sockets.append(one)
         except OSError as error:
-            raise ConfigurationError(
-                f"Cannot listen on {host} port {port}: {error.strerror or error}. {advice}"
-            ) from error
+            message = f"Cannot listen on {host} port {port}: {error.strerror or error}. {advice}"
+            raise ConfigurationError(message) from error
         opened.pop_all()
         return sockets
 
@@ -50,19 +49,14 @@ def bound_sockets(
 @contextlib.contextmanager
 def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
     """
-    Yield sockets bound to every address that the configured host stands for.
+    Yield sockets bound to every address that the configured host stands for. Raises :class:`ConfigurationError`.
 
     They are made before anything else is started, because a port that is taken is the most common thing to go wrong.
-
-    :raises ConfigurationError: when the address cannot be had.
     """
+    advice = "Choose another with --port or --host."
     with contextlib.ExitStack() as opened:
-        sockets = bound_sockets(
-            server.host, server.port, backlog=server.backlog, advice="Choose another with --port or --host."
-        )
-        for one in sockets:
-            opened.enter_context(one)
-        yield sockets
+        found = bound_sockets(server.host, server.port, backlog=server.backlog, advice=advice)
+        yield [opened.enter_context(one) for one in found]
 
 
 @contextlib.contextmanager
@@ -72,8 +66,7 @@ def relay_ports(server: ServerSettings) -> Iterator[ServerSettings]:
 
     A socket that may share its port shares it with every process of the same user, another service's workers included,
     and chooses a port for itself. So the ports are had alone first, and then held, without listening, for the workers.
-
-    :raises ConfigurationError: when a port cannot be had.
+    Raises :class:`ConfigurationError` when a port cannot be had.
     """
     ports = {"kserve_http_port": server.kserve_http_port, "kserve_grpc_port": server.kserve_grpc_port}
     advice = {name: f"Choose another with --{name.replace('_', '-')}." for name in ports}

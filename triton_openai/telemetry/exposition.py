@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import aiohttp
 import msgspec
+import structlog
 from prometheus_client import ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from triton_openai import __version__
+from triton_openai.config import MetricsSettings
 from triton_openai.telemetry.metrics import (
     DURATION,
     FINISHED,
@@ -28,40 +34,57 @@ from triton_openai.telemetry.metrics import (
     TOKENS,
     Instrument,
     Metrics,
-    SharedMetrics,
 )  # fmt: skip
 
-BUILD = Instrument("triton_openai_build_info", "gauge", "The version of this service; always 1.", ("version",))
-WORKERS = Instrument("triton_openai_workers", "gauge", "Processes that this service is configured to have.")
-UP = Instrument("triton_openai_triton_up", "gauge", "Whether Triton answered when it was last asked for its models.")
+_log = structlog.get_logger(__name__)
+
+BUILD = Instrument("triton_openai_build_info", ("version",), "The version of this service; always 1.")
+WORKERS = Instrument("triton_openai_workers", (), "Processes that this service is configured to have.")
+UP = Instrument("triton_openai_triton_up", (), "Whether Triton answered when it was last asked for its models.")
 TRITON_MODELS = Instrument(
-    "triton_openai_triton_models",
-    "gauge",
+    "triton_openai_triton_models", ("state",),
     "Models in Triton's repository, by state: ready, not_ready (it is loading, or failed to load), or unloaded (where "
     "models are loaded on demand, nobody wants it now).",
-    ("state",),
-)
-SERVED = Instrument("triton_openai_models_served", "gauge", "Names under which models are served, aliases included.")
+)  # fmt: skip
+SERVED = Instrument("triton_openai_models_served", (), "Names under which models are served, aliases included.")
 MODEL = Instrument(
     "triton_openai_model_info",
-    "gauge",
-    "A served name, the Triton model behind it, and the adapter that answers for it; always 1.",
     ("model", "triton_model", "adapter"),
+    "A served name, the Triton model behind it, and the adapter that answers for it; always 1.",
 )
 CHAT = Instrument(
-    "triton_openai_model_can_chat",
-    "gauge",
+    "triton_openai_model_can_chat", ("model",),
     "Whether chats with a Triton model that generates text find a tokenizer and a chat template that work; not there "
     "until they have been loaded.",
-    ("model",),
-)
+)  # fmt: skip
 TRITON_METRICS_UP = Instrument(
-    "triton_openai_triton_metrics_up",
-    "gauge",
+    "triton_openai_triton_metrics_up", (),
     "Whether Triton's own metrics could be read for this answer; only where they are asked for.",
-)
-
+)  # fmt: skip
 LOOKED_UP = (BUILD, WORKERS, UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP)
+
+#: vLLM's names: the metric that each shows, and which of its series.
+RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
+    "vllm:num_requests_running": (RUNNING, {}),
+    "vllm:num_requests_waiting": (QUEUED, {}),
+    "vllm:prompt_tokens_total": (TOKENS, {"type": "input"}),
+    "vllm:generation_tokens_total": (TOKENS, {"type": "output"}),
+    "vllm:request_success_total": (FINISHED, {}),
+    "vllm:time_to_first_token_seconds": (FIRST_TOKEN, {}),
+    "vllm:inter_token_latency_seconds": (INTER_TOKEN_LATENCY, {}),
+    "vllm:time_per_output_token_seconds": (PER_TOKEN, {}),
+    "vllm:request_time_per_output_token_seconds": (PER_TOKEN, {}),
+    "vllm:e2e_request_latency_seconds": (DURATION, {"error_type": ""}),
+    "vllm:request_queue_time_seconds": (QUEUE, {}),
+    "vllm:request_prompt_tokens": (INPUT_TOKENS, {}),
+    "vllm:request_generation_tokens": (OUTPUT_TOKENS, {}),
+}
+#: Our labels under vLLM's names; sums are taken over the others.
+RENAMED_LABELS = {"model": "model_name", "gen_ai_request_model": "model_name", "reason": "finished_reason", "le": "le"}
+CACHE_USAGE = Instrument(
+    "vllm:kv_cache_usage_perc", ("model_name",),
+    "How full the engine's KV cache is, 1 is full; of engines that report it in Triton's metrics.",
+)  # fmt: skip
 
 
 class ServedName(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,208 +111,204 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     served: Sequence[ServedName]
 
 
-class TritonMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Triton's own metrics: the lines of each family by its name, and the usage of the KV cache by engine."""
+def _gauge(one: Instrument, series: Mapping[tuple[str, ...], float]) -> Metric:
+    family = GaugeMetricFamily(one.name, one.help, labels=one.labels)
+    for labels, value in series.items():
+        family.add_metric(labels, value)
+    return family
 
-    families: Mapping[str, Sequence[str]]
-    cache_usage: Mapping[str, float]
 
-
-def _state_metrics(state: State, triton_metrics_up: bool | None) -> Iterable[Metric]:
-    yield InfoMetricFamily(BUILD.name.removesuffix("_info"), BUILD.help, {"version": __version__})
-    yield GaugeMetricFamily(WORKERS.name, WORKERS.help, state.workers)
-    yield GaugeMetricFamily(UP.name, UP.help, state.triton_up)
-    models = GaugeMetricFamily(TRITON_MODELS.name, TRITON_MODELS.help, labels=TRITON_MODELS.labels)
-    for name, number in state.triton_models.items():
-        models.add_metric([name], number)
-    yield models
+def _state_metrics(state: State) -> list[Metric]:
     # Nothing is served while Triton is away, though its models stay known.
     served = state.served if state.triton_up else ()
-    yield GaugeMetricFamily(SERVED.name, SERVED.help, len(served))
-    info = InfoMetricFamily(MODEL.name.removesuffix("_info"), MODEL.help, labels=MODEL.labels)
-    for model in served:
-        info.add_metric([model.name, model.triton_model, model.adapter], {})
-    yield info
-    chat = GaugeMetricFamily(CHAT.name, CHAT.help, labels=CHAT.labels)
-    for name, can_chat in {model.triton_model: model.can_chat for model in served}.items():
-        if can_chat is not None:
-            chat.add_metric([name], can_chat)
-    yield chat
-    if triton_metrics_up is not None:
-        yield GaugeMetricFamily(TRITON_METRICS_UP.name, TRITON_METRICS_UP.help, triton_metrics_up)
+    return [
+        _gauge(BUILD, {(__version__,): 1}),
+        _gauge(WORKERS, {(): state.workers}),
+        _gauge(UP, {(): state.triton_up}),
+        _gauge(TRITON_MODELS, {(name,): number for name, number in state.triton_models.items()}),
+        _gauge(SERVED, {(): len(served)}),
+        _gauge(MODEL, {(one.name, one.triton_model, one.adapter): 1 for one in served}),
+        _gauge(CHAT, {(one.triton_model,): one.can_chat for one in served if one.can_chat is not None}),
+    ]
 
 
-class Renamed(msgspec.Struct, frozen=True):
-    """One of vLLM's names: the metric that it shows, which of its series (*only*), and a further label."""
-
-    name: str
-    source: Instrument
-    help: str
-    only: Mapping[str, str] = {}
-    label: str | None = None
-    label_source: str | None = None
-
-    @property
-    def labels(self) -> Sequence[str]:
-        """Its labels."""
-        return ("model_name",) if self.label is None else ("model_name", self.label)
-
-
-RENAMED = (
-    Renamed("vllm:num_requests_running", RUNNING, "Requests that are being answered."),
-    Renamed("vllm:num_requests_waiting", QUEUED, "Requests that wait here for others to end."),
-    Renamed("vllm:prompt_tokens_total", TOKENS, "Tokens of prompts.", {"type": "input"}),
-    Renamed("vllm:generation_tokens_total", TOKENS, "Tokens of answers.", {"type": "output"}),
-    Renamed("vllm:request_success_total", FINISHED, "Answers that have ended.", {}, "finished_reason", "reason"),
-    Renamed("vllm:time_to_first_token_seconds", FIRST_TOKEN, "Time to the first token."),
-    Renamed(
-        "vllm:inter_token_latency_seconds",
-        INTER_TOKEN_LATENCY,
-        "Time between the arrivals of an answer's tokens.",
-    ),
-    Renamed("vllm:time_per_output_token_seconds", PER_TOKEN, "Mean time between an answer's tokens."),
-    Renamed("vllm:request_time_per_output_token_seconds", PER_TOKEN, "Mean time between an answer's tokens."),
-    Renamed("vllm:e2e_request_latency_seconds", DURATION, "Time of a whole request.", {"error_type": ""}),
-    Renamed("vllm:request_queue_time_seconds", QUEUE, "Time that requests waited here for others to end."),
-    Renamed("vllm:request_prompt_tokens", INPUT_TOKENS, "Tokens of a request's prompts."),
-    Renamed("vllm:request_generation_tokens", OUTPUT_TOKENS, "Tokens of an answer."),
-)
-CACHE_USAGE = Instrument(
-    "vllm:kv_cache_usage_perc",
-    "gauge",
-    "How full the engine's KV cache is, 1 is full; of engines that report it in Triton's metrics.",
-    ("model_name",),
-)
-
-
-def _renamed(renamed: Renamed, source: Metric, owners: Mapping[str, str]) -> Metric:
+def _renamed(name: str, counted: Mapping[str, Metric], owners: Mapping[str, str]) -> Iterable[Metric]:
     """
-    Return *source* under vLLM's name.
+    Yield the metric that vLLM calls *name*, if any of it is *counted*.
 
     *owners* are the Triton models behind served names. Aliases and LoRA adapters count for their model: a reader of
     these names may take one series for the whole model.
     """
-    sums: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    instrument, only = RENAMED[name]
+    source = counted.get(instrument.name.removesuffix("_total"))
+    if source is None:
+        return
+    sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
     for sample in source.samples:
-        labels = sample.labels
-        if any(labels.get(name) != value for name, value in renamed.only.items()):
-            continue
-        model = labels["model"] if "model" in labels else labels["gen_ai_request_model"]
-        kept = {"model_name": owners.get(model, model)}
-        if renamed.label is not None and renamed.label_source is not None:
-            kept[renamed.label] = labels[renamed.label_source]
-        if "le" in labels:
-            kept["le"] = labels["le"]
-        key = sample.name.removeprefix(source.name), tuple(kept.items())
-        sums[key] = sums.get(key, 0.0) + sample.value
-    metric = Metric(renamed.name.removesuffix("_total"), renamed.help, source.type)
+        if only.items() <= sample.labels.items():
+            labels = {RENAMED_LABELS[label]: value for label, value in sample.labels.items() if label in RENAMED_LABELS}
+            labels["model_name"] = owners.get(labels["model_name"], labels["model_name"])
+            sums[sample.name.removeprefix(source.name), tuple(labels.items())] += sample.value
+    metric = Metric(name.removesuffix("_total"), instrument.help, source.type)
     for (suffix, pairs), value in sums.items():
         metric.add_sample(metric.name + suffix, dict(pairs), value)
-    return metric
+    yield metric
 
 
-_TEXT = "text/plain; version=0.0.4; charset=utf-8"
-_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+# Prometheus gives up after 10 seconds, and our own metrics must reach it all the same.
+_TIMEOUT = 2.0
+_MAX_BYTES = 32 * 1024 * 1024
+_LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'
+_SAMPLE = re.compile(rf"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{(?:{_LABEL}(?:,{_LABEL})*)?,?\}})? (\S+)(?: -?[0-9]+)?")
+_COMMENT = re.compile(r"# (?:HELP|TYPE) ([a-zA-Z_:][a-zA-Z0-9_:]*)(?= |$)")
+_SUFFIX = re.compile(r"_(?:bucket|sum|count)$")
+# The name under which an engine reports its cache: blocks, by kind.
+_KV_BLOCKS = "nv_trt_llm_kv_cache_block_metrics"
 
 
-class Exposition:
+def parse(text: str) -> Mapping[str, Sequence[str]]:
     """
-    Renders ``/metrics``.
+    Return the lines of each metric of an exposition in Prometheus's text format 0.0.4.
 
-    *state* returns what this process knows of Triton; *read_triton* reads Triton's own metrics, ``None`` when it
-    cannot. They are *relayed*, or read for vLLM's names only (*vllm_names*).
+    They stay as Triton wrote them: its counters have no ``_total``, which every library would add. Raises
+    ``ValueError`` for a text that is no exposition: half of one, or a page that says something else.
     """
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        state: Callable[[], State],
-        *,
-        read_triton: Callable[[], Awaitable[TritonMetrics | None]] | None = None,
-        relay: bool = False,
-        vllm_names: bool = False,
-    ) -> None:
-        self._metrics = metrics
-        self._state = state
-        self._read_triton = read_triton
-        self._relay = relay
-        self._vllm_names = vllm_names
-        # Kept when a model goes: the counts of its aliases must not move to another series.
-        self._owners: dict[str, str] = {}
-        self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))
-        if metrics.folder is not None:
-            # Memory and CPU time of one process mean nothing where each scrape meets another process.
-            self._collectors = (SharedMetrics(metrics.folder),)
-
-    async def render(self, accept: str = "") -> tuple[bytes, str]:
-        """
-        Return the body and its content type: OpenMetrics where *accept* prefers it, else the text format.
-
-        With Triton's metrics in it, it is always the text format: their names break OpenMetrics's rules.
-        """
-        triton = None if self._read_triton is None else await self._read_triton()
-        state = self._state()
-        for name in state.served:
-            self._metrics.add_gauges(name.name, name.adapter, alias=name.name != name.triton_model)
-            self._owners[name.name] = name.triton_model
-        families = list(_state_metrics(state, None if self._read_triton is None else triton is not None))
-        if self._vllm_names and triton is not None:
-            families += _cache_usage(state, triton.cache_usage)
-        openmetrics = not self._relay and prefers_openmetrics(accept)
-        # Reading the files of many workers takes a while.
-        body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._owners))
-        if triton is not None and self._relay:
-            # A name may stand in an exposition once.
-            ours = set(re.findall(rb"^# TYPE (\S+)", body, re.MULTILINE))
-            if self._vllm_names:
-                # Ours stay where names meet, also while they have counted nothing.
-                ours |= {renamed.name.encode() for renamed in RENAMED}
-            lines = [line for name, family in triton.families.items() if name.encode() not in ours for line in family]
-            body += "".join(f"{line}\n" for line in lines).encode()
-        return body, _OPENMETRICS if openmetrics else _TEXT
-
-    def _text(self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str]) -> bytes:
-        # Workers that have counted nothing have no empty metrics, unlike a single process.
-        counted = {metric.name: metric for one in self._collectors for metric in one.collect() if metric.samples}
-        families = [*families, *counted.values()]
-        if self._vllm_names:
-            sources = ((one, counted.get(one.source.name.removesuffix("_total"))) for one in RENAMED)
-            families += [_renamed(one, source, owners) for one, source in sources if source is not None]
-        collected = _Collected(families)
-        return generate_openmetrics(collected) if openmetrics else generate_latest(collected)
+    families: dict[str, list[str]] = {}
+    comments: set[str] = set()
+    for line in filter(str.strip, text.split("\n")):
+        if line.startswith("#"):
+            comment = _COMMENT.match(line)
+            # Each may be said once only.
+            if comment is not None and comment[0] not in comments:
+                comments.add(comment[0])
+                families.setdefault(comment[1], []).append(line)
+            continue
+        sample = _SAMPLE.fullmatch(line)
+        if sample is None:
+            raise ValueError(f"no line of an exposition: {line[:80]!r}")
+        float(sample[2])
+        name = _SUFFIX.sub("", sample[1])
+        families.setdefault(name if name in families else sample[1], []).append(line)
+    return families
 
 
-def _cache_usage(state: State, engines: Mapping[str, float]) -> Iterable[Metric]:
-    """Yield the fullest KV cache of each Triton model's *engines*."""
-    family = GaugeMetricFamily(CACHE_USAGE.name, CACHE_USAGE.help, labels=CACHE_USAGE.labels)
-    for model, names in {name.triton_model: name.engines for name in state.served}.items():
-        known = [engines[engine] for engine in names if engine in engines]
-        if known:
-            family.add_metric([model], max(known))
-    if family.samples:
-        yield family
+def cache_usage(families: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
+    """Return, by the engine's name in Triton, how full its KV cache is, from 0 to 1; of engines that report it."""
+    blocks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for metric in text_string_to_metric_families("\n".join([*families.get(_KV_BLOCKS, ()), ""])):
+        for sample in metric.samples:
+            blocks[sample.labels.get("model", "")][sample.labels.get("kv_cache_block_type", "")] = sample.value
+    return {
+        model: kinds["used"] / kinds["max"]
+        for model, kinds in blocks.items()
+        if "used" in kinds and kinds.get("max", 0) > 0
+    }
 
 
-class _Collected(Collector):
+class TritonMetrics:
+    """Reads Triton's own metrics at *url*."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._failing = False
+
+    async def read(self) -> Mapping[str, Sequence[str]] | None:
+        """Return them as :func:`parse` does, or ``None`` when Triton does not give them in time, which is logged."""
+        try:
+            # Hundreds of models have thousands of lines.
+            families = await asyncio.to_thread(parse, await self._fetch())
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
+            if not self._failing:
+                reason = f"{type(error).__name__}: {error}"
+                _log.warning("Triton's metrics cannot be read", url=self._url, reason=reason)
+            self._failing = True
+            return None
+        self._failing = False
+        return families
+
+    async def _fetch(self) -> str:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT)) as session,
+            session.get(self._url, headers={"Accept": "text/plain;version=0.0.4"}, allow_redirects=False) as response,
+        ):
+            if response.status != 200:
+                raise ValueError(f"HTTP status {response.status}")
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > _MAX_BYTES:
+                    raise ValueError(f"more than {_MAX_BYTES} bytes")
+        return body.decode("utf-8")
+
+
+class _Families(Collector):
     """Families that are already collected, for the library's renderers."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """Return them."""
         return self._families
 
 
-def prefers_openmetrics(accept: str) -> bool:
-    """Say whether an ``Accept`` header asks for OpenMetrics at least as much as for the text format."""
-    wanted: dict[str, float] = {}
-    for part in accept.split(","):
-        media, *parameters = (piece.strip().lower() for piece in part.split(";"))
-        quality = next((value[2:] for value in parameters if value.startswith("q=")), "1")
-        try:
-            wanted[media] = max(wanted.get(media, 0.0), float(quality))
-        except ValueError:
-            continue
-    openmetrics = wanted.get("application/openmetrics-text", 0.0)
-    return openmetrics > 0 and openmetrics >= wanted.get("text/plain", 0.0)
+class Exposition:
+    """Renders ``/metrics``. *state* returns what this process knows of Triton, whose metrics are at *triton_url*."""
+
+    def __init__(
+        self, metrics: Metrics, state: Callable[[], State], settings: MetricsSettings, triton_url: str
+    ) -> None:
+        self._metrics = metrics
+        self._state = state
+        self._relay, self._vllm_names = settings.relay_triton, settings.vllm_names
+        self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
+        # Kept when a model goes: the counts of its aliases must not move to another series.
+        self._owners: dict[str, str] = {}
+        if metrics.folder is None:
+            self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))
+        else:
+            # Memory and CPU time of one process mean nothing where each scrape meets another process.
+            self._collectors = (MultiProcessCollector(None, str(metrics.folder)),)
+
+    async def render(self, accept: str = "") -> tuple[bytes, str]:
+        """
+        Return the body and its content type: OpenMetrics where *accept* names it, else the text format.
+
+        With Triton's metrics in it, it is always the text format: their names break OpenMetrics's rules.
+        """
+        triton = None if self._triton is None else await self._triton.read()
+        state = self._state()
+        for name in state.served:
+            self._metrics.add_gauges(name.name, name.adapter, alias=name.name != name.triton_model)
+            self._owners[name.name] = name.triton_model
+        families = _state_metrics(state)
+        if self._triton is not None:
+            families.append(_gauge(TRITON_METRICS_UP, {(): triton is not None}))
+        if self._vllm_names and triton is not None:
+            families.append(_gauge(CACHE_USAGE, _fullest(state, cache_usage(triton))))
+        openmetrics = not self._relay and "application/openmetrics-text" in accept.lower()
+        # Reading the files of many workers takes a while.
+        body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._owners))
+        if triton is not None and self._relay:
+            # A name may stand in an exposition once: ours stay where names meet, also while they have counted nothing.
+            ours = {*RENAMED, CACHE_USAGE.name} if self._vllm_names else ()
+            lines = [line for name, family in triton.items() if name not in ours for line in family]
+            body += "".join(f"{line}\n" for line in lines).encode()
+        if openmetrics:
+            return body, "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        return body, "text/plain; version=0.0.4; charset=utf-8"
+
+    def _text(self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str]) -> bytes:
+        # Workers that have counted nothing have no empty metrics, unlike a single process.
+        counted = {metric.name: metric for one in self._collectors for metric in one.collect() if metric.samples}
+        families = [one for one in (*families, *counted.values()) if one.samples]
+        if self._vllm_names:
+            families += [metric for name in RENAMED for metric in _renamed(name, counted, owners)]
+        return (generate_openmetrics if openmetrics else generate_latest)(_Families(families))
+
+
+def _fullest(state: State, engines: Mapping[str, float]) -> Mapping[tuple[str, ...], float]:
+    """Return the fullest KV cache of each Triton model's *engines*."""
+    known = {
+        (one.triton_model,): [engines[engine] for engine in one.engines if engine in engines] for one in state.served
+    }
+    return {model: max(usages) for model, usages in known.items() if usages}

@@ -40,18 +40,14 @@ def _is_not_http_noise(record: logging.LogRecord) -> bool:
 
 
 def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
-    """
-    Send every log line, those of libraries included, to stderr in the format of *settings*.
-
-    *worker* is the number of this process among several; each line has it.
-    """
+    """Send every log line, also those of libraries, to stderr as *settings* say, with the number of the *worker*."""
     level = logging.getLevelName(settings.log_level.upper())
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
         structlog.stdlib.ExtraAdder(),
-        *([] if worker is None else [partial(_add_worker, worker)]),
+        partial(_add_worker, worker),
         redact,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
@@ -77,9 +73,8 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     root.setLevel(level)
 
 
-def _add_worker(worker: int, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    event.setdefault("worker", worker)
-    return event
+def _add_worker(worker: int | None, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    return event if worker is None else {"worker": worker, **event}
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
@@ -91,8 +86,5 @@ def _renderers(log_format: str) -> list[Processor]:
     # Tracebacks without the values of local variables: those could be prompts.
     if log_format == "json":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    return [
-        structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback, pad_event_to=0
-        )
-    ]
+    plain = structlog.dev.plain_traceback
+    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain, pad_event_to=0)]

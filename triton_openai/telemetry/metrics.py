@@ -1,9 +1,9 @@
 """
-Metrics for Prometheus: the table of instruments, and the observer that counts each request when it ends.
+Metrics for Prometheus: the table of them, the observer that counts each request when it ends, and what workers share.
 
 ``gen_ai_server_*`` are the model server metrics of OpenTelemetry's semantic conventions for generative AI, in
 Prometheus's spelling and with the conventions' buckets. What the conventions have no name for begins with
-``triton_openai_``. The table in the documents is generated from the instruments.
+``triton_openai_``. The table in the documents is generated from this one.
 
 A single process keeps its values in memory. Workers keep theirs in the files of ``prometheus_client``'s multiprocess
 mode; the worker that answers a scrape adds them up.
@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, values
 from prometheus_client.core import HistogramMetricFamily, Metric
-from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.multiprocess import mark_process_dead
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from prometheus_client.values import MultiProcessValue, MutexValue, get_value_class
+from prometheus_client.values import MultiProcessValue, MutexValue
 
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
@@ -35,8 +34,6 @@ from triton_openai.telemetry.observation import (
     Observation,
     Observer,
 )
-
-_log = structlog.get_logger(__name__)
 
 #: How a request ended; alerts are built on it.
 Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancelled"]
@@ -49,7 +46,7 @@ _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 # Those of gen_ai.client.token.usage, up to the size of a context.
-_TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0)
+_TOKENS = tuple(4.0**power for power in range(11))
 _QUEUE = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PREPARATION = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -63,132 +60,100 @@ class Instrument(msgspec.Struct, frozen=True):
     """A metric as Prometheus sees it; a counter's name is that of its samples, with ``_total``."""
 
     name: str
-    kind: Literal["counter", "gauge", "histogram"]
+    labels: Sequence[str]
     help: str
-    labels: Sequence[str] = ()
     buckets: Sequence[float] = ()
+
+    @property
+    def kind(self) -> Literal["counter", "gauge", "histogram"]:
+        """Its type."""
+        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
 
 REQUESTS = Instrument(
-    "triton_openai_requests_total",
-    "counter",
+    "triton_openai_requests_total", (*_OPERATION, "status", "outcome"),
     "Requests that have ended, by HTTP status and by outcome: answered, invalid (the client's mistake), refused (no "
     "right to it, or no room for it), failed (also after the status had left), cancelled (the client left).",
-    (*_OPERATION, "status", "outcome"),
-)
-ERRORS = Instrument(
-    "triton_openai_errors_total",
-    "counter",
-    "Requests that have ended with an error, by its code, also those whose status had left.",
-    (*_OPERATION, "outcome", "code"),
-)
-RUNNING = Instrument(
-    "triton_openai_requests_running", "gauge", "Requests for a model that are being answered, without queued ones.",
-    _MODEL,
 )  # fmt: skip
-QUEUED = Instrument(
-    "triton_openai_requests_queued", "gauge", "Requests for a model that wait here for others to end.", _MODEL
+ERRORS = Instrument(
+    "triton_openai_errors_total", (*_OPERATION, "outcome", "code"),
+    "Requests that have ended with an error, by its code, also those whose status had left.",
+)  # fmt: skip
+RUNNING = Instrument(
+    "triton_openai_requests_running", _MODEL, "Requests for a model that are being answered, without queued ones."
 )
+QUEUED = Instrument("triton_openai_requests_queued", _MODEL, "Requests for a model that wait here for others to end.")
 TOKENS = Instrument(
-    "triton_openai_tokens_total",
-    "counter",
+    "triton_openai_tokens_total", (*_MODEL, "type"),
     "Tokens of prompts (input) and of answers (output), as far as they are known; what was generated before an answer "
     "failed or its client left counts where the backend counts with every step.",
-    (*_MODEL, "type"),
-)
+)  # fmt: skip
 FINISHED = Instrument(
-    "triton_openai_answers_finished_total",
-    "counter",
+    "triton_openai_answers_finished_total", (*_MODEL, "reason"),
     "Answers that have ended, by the reason that the backend gave; a request has several with n or several prompts.",
-    (*_MODEL, "reason"),
-)
+)  # fmt: skip
 DURATION = Instrument(
-    "gen_ai_server_request_duration_seconds",
-    "histogram",
+    "gen_ai_server_request_duration_seconds", (*_GEN_AI, "error_type"),
     "From a request's head to the last byte of its answer. error_type is empty, an error's code, or 'cancelled'.",
-    (*_GEN_AI, "error_type"),
     _DURATION,
-)
+)  # fmt: skip
 FIRST_TOKEN = Instrument(
-    "gen_ai_server_time_to_first_token_seconds",
-    "histogram",
+    "gen_ai_server_time_to_first_token_seconds", _GEN_AI,
     "From a request's head to the first token that Triton sent, queues included; of every request that got one.",
-    _GEN_AI,
     _FIRST_TOKEN,
-)
+)  # fmt: skip
 PER_TOKEN = Instrument(
-    "gen_ai_server_time_per_output_token_seconds",
-    "histogram",
-    "Mean time between the tokens of an answer after its first; answers that came in one piece have none.",
-    _GEN_AI,
-    _PER_TOKEN,
-)
+    "gen_ai_server_time_per_output_token_seconds", _GEN_AI,
+    "Mean time between the tokens of an answer after its first; answers that came in one piece have none.", _PER_TOKEN,
+)  # fmt: skip
 INTER_TOKEN_LATENCY = Instrument(
-    "triton_openai_time_between_tokens_seconds",
-    "histogram",
+    "triton_openai_time_between_tokens_seconds", _MODEL,
     "Between one arrival of an answer's text from Triton and the next; tokens that came together are one arrival.",
-    _MODEL,
     LATENCY_BOUNDS,
-)
+)  # fmt: skip
 QUEUE = Instrument(
-    "triton_openai_queue_seconds",
-    "histogram",
-    "How long requests waited here for others to end; 0 for those that did not. Triton's queues are not in it.",
-    _MODEL,
-    _QUEUE,
-)
+    "triton_openai_queue_seconds", _MODEL,
+    "How long requests waited here for others to end; 0 for those that did not. Triton's queues are not in it.", _QUEUE,
+)  # fmt: skip
 PREPARATION = Instrument(
-    "triton_openai_preparation_seconds",
-    "histogram",
+    "triton_openai_preparation_seconds", _MODEL,
     "From a request's head until it was sent to Triton (reading, template, tokenizer), without the wait in the queue.",
-    _MODEL,
     _PREPARATION,
-)
-INPUT_TOKENS = Instrument("triton_openai_input_tokens", "histogram", "Tokens of a request's prompts.", _MODEL, _TOKENS)
-OUTPUT_TOKENS = Instrument(
-    "triton_openai_output_tokens", "histogram", "Tokens of an answer that ended by itself.", _MODEL, _TOKENS
-)
+)  # fmt: skip
+INPUT_TOKENS = Instrument("triton_openai_input_tokens", _MODEL, "Tokens of a request's prompts.", _TOKENS)
+OUTPUT_TOKENS = Instrument("triton_openai_output_tokens", _MODEL, "Tokens of an answer that ended by itself.", _TOKENS)
 UNKNOWN_FIELDS = Instrument(
-    "triton_openai_unknown_fields_total",
-    "counter",
+    "triton_openai_unknown_fields_total", (*_MODEL, "field"),
     "Requests with a field that nobody knows and that was ignored, by its name; 'other' stands for names beyond the "
     "first hundred, and for what does not look like one.",
-    (*_MODEL, "field"),
-)
+)  # fmt: skip
 RELAYED = Instrument(
     "triton_openai_relayed_requests_total",
-    "counter",
+    ("protocol", "group", "status"),
     "Requests and calls of Triton's own protocol that have ended (--enable-kserve-frontends), by protocol, by Triton's "
     "group of what they asked for, and by HTTP status or gRPC's name of it; 'cancelled' when the client left.",
-    ("protocol", "group", "status"),
 )
 RELAYING = Instrument(
-    "triton_openai_relayed_requests_running", "gauge", "Requests and calls of Triton's own protocol, and open streams.",
-    ("protocol",),
+    "triton_openai_relayed_requests_running", ("protocol",),
+    "Requests and calls of Triton's own protocol, and open streams.",
 )  # fmt: skip
 NOT_ANSWERING = Instrument(
-    "triton_openai_model_not_answering",
-    "gauge",
+    "triton_openai_model_not_answering", _MODEL,
     "Processes of the service that a ready Triton model leaves without an answer: several requests of clients in a "
     "row, and small ones of the service's own since.",
-    _MODEL,
-)
-LOOP_LAG = Instrument(
-    "triton_openai_event_loop_lag_seconds",
-    "histogram",
-    "How late the event loop's timers come, measured ten times a second in each process.",
-    (),
-    _LAG,
-)
+)  # fmt: skip
+EVENT_LOOP_LAG = Instrument(
+    "triton_openai_event_loop_lag_seconds", (),
+    "How late the event loop's timers come, measured ten times a second in each process.", _LAG,
+)  # fmt: skip
 WORKERS_REPLACED = Instrument(
-    "triton_openai_workers_replaced_total",
-    "counter",
+    "triton_openai_workers_replaced_total", (),
     "Processes of several workers that have died and were replaced. Requests that one had running are in no counter.",
-)
+)  # fmt: skip
 
 INSTRUMENTS = (
     REQUESTS, ERRORS, RUNNING, QUEUED, TOKENS, FINISHED, DURATION, FIRST_TOKEN, PER_TOKEN, INTER_TOKEN_LATENCY,
-    QUEUE, PREPARATION, INPUT_TOKENS, OUTPUT_TOKENS, UNKNOWN_FIELDS, RELAYED, RELAYING, NOT_ANSWERING, LOOP_LAG,
+    QUEUE, PREPARATION, INPUT_TOKENS, OUTPUT_TOKENS, UNKNOWN_FIELDS, RELAYED, RELAYING, NOT_ANSWERING, EVENT_LOOP_LAG,
     WORKERS_REPLACED,
 )  # fmt: skip
 
@@ -198,46 +163,27 @@ def metrics_folder(directory: Path) -> Path:
     return directory / "metrics"
 
 
-def share_between_workers(worker: Worker) -> bool:
+def share_between_workers(folder: Path, index: int) -> bool:
     """
-    Keep metrics that are created from now on in files that all workers read. Return whether they do.
+    Keep metrics that are created from now on in the *folder* that all workers read; return whether *index* had files.
 
-    ``prometheus_client`` takes the folder from ``PROMETHEUS_MULTIPROC_DIR``: whoever starts a worker sets that to
-    :func:`metrics_folder`. Without it each worker shows its own values. A file belongs to a worker's index, not to its
-    process id: the process that replaces a dead worker goes on with its counters, and files do not pile up. Two
-    processes must not have the same index at the same time.
+    Whoever starts a worker sets ``PROMETHEUS_MULTIPROC_DIR`` to this folder, for ``prometheus_client``. Files belong to
+    a worker's index, not to its process id: the process that replaces a dead worker goes on with its counters. Raises
+    :class:`ConfigurationError`.
     """
-    if worker.directory is None:
-        # Whatever the environment says: it may be meant for another program.
-        values.ValueClass = MutexValue
-        return False
-    if get_value_class() is MutexValue:
-        _log.warning("workers do not share their metrics: PROMETHEUS_MULTIPROC_DIR is not set", worker=worker.index)
-        return False
-    folder = metrics_folder(worker.directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    forget_worker(worker.directory, worker.index)
-    reserve(folder, worker.index)
-    values.ValueClass = MultiProcessValue(lambda: worker.index)
-    return True
-
-
-def reserve(folder: Path, index: int) -> None:
-    """
-    Allocate the files of worker *index* on the disk; ``prometheus_client`` would make sparse files.
-
-    Writing to a sparse file on a full disk kills the process (SIGBUS). Raises :class:`ConfigurationError`.
-    """
+    files = [folder / f"{kind}_{index}.db" for kind in ("counter", "gauge_livesum", "histogram")]
+    replaces = files[0].exists()
     try:
-        for kind in ("counter", "gauge_livesum", "histogram"):
-            file = os.open(folder / f"{kind}_{index}.db", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                # Enough for some hundred series of histograms.
-                os.posix_fallocate(file, 0, 1024 * 1024)
-            finally:
-                os.close(file)
+        folder.mkdir(parents=True, exist_ok=True)
+        mark_process_dead(index, str(folder))
+        for path in files:
+            with path.open("ab") as file:
+                # Enough for some hundred histograms. To write into a hole of a file on a full disk kills the process.
+                os.posix_fallocate(file.fileno(), 0, 1024 * 1024)
     except OSError as error:
         raise ConfigurationError(f"Metrics cannot be kept in {folder}: {error.strerror or error}.") from error
+    values.ValueClass = MultiProcessValue(lambda: index)
+    return replaces
 
 
 def forget_worker(directory: Path, index: int) -> None:
@@ -245,83 +191,37 @@ def forget_worker(directory: Path, index: int) -> None:
     mark_process_dead(index, str(metrics_folder(directory)))
 
 
-class SharedMetrics(Collector):
-    """The sums over the files of all workers in *folder*."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the sums. The file of a worker that is just being started, or died then, may be empty."""
-        files = [str(path) for path in sorted(self._folder.glob("*.db")) if _size(path)]
-        metrics: Iterable[Metric] = MultiProcessCollector.merge(files)
-        return metrics
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
 class LatencyHistogram(Collector):
     """
     The histogram of inter-token latencies, which takes all latencies of an answer at once.
 
-    ``prometheus_client``'s own one takes one observation at a time, about a microsecond each, and more with several
-    workers: too much for every token.
+    ``prometheus_client``'s own one takes one observation at a time, about a microsecond each: too much for every token.
     """
 
-    def __init__(self, instrument: Instrument, registry: CollectorRegistry) -> None:
-        self._instrument = instrument
-        self._bounds = [*map(floatToGoString, instrument.buckets), "+Inf"]
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._bounds = [*map(floatToGoString, LATENCY_BOUNDS), "+Inf"]
         # By the values of the labels: one value for each bucket, and the sum.
         self._series: dict[tuple[str, ...], list[Any]] = {}
         registry.register(self)
 
     def add(self, labels: tuple[str, ...], latency: InterTokenLatency) -> None:
         """Observe every latency of an answer."""
-        series = self._series.get(labels)
-        if series is None:
-            series = self._series[labels] = self._new(labels)
+        if labels not in self._series:
+            name, names, text = INTER_TOKEN_LATENCY.name, _MODEL, INTER_TOKEN_LATENCY.help
+            bounds = [(f"{name}_bucket", (*names, "le"), (*labels, bound)) for bound in self._bounds]
+            series = [*bounds, (f"{name}_sum", names, labels)]
+            self._series[labels] = [values.ValueClass("histogram", name, *one, text) for one in series]
         if latency.counts:
-            for value, count in zip(series, (*latency.counts, latency.seconds), strict=True):
+            for value, count in zip(self._series[labels], (*latency.counts, latency.seconds), strict=True):
                 if count:
                     value.inc(count)
 
-    def _new(self, labels: tuple[str, ...]) -> list[Any]:
-        one = self._instrument
-        names = tuple(one.labels)
-        buckets = [
-            values.ValueClass("histogram", one.name, f"{one.name}_bucket", (*names, "le"), (*labels, bound), one.help)
-            for bound in self._bounds
-        ]
-        return [*buckets, values.ValueClass("histogram", one.name, f"{one.name}_sum", names, labels, one.help)]
-
     def collect(self) -> Iterable[Metric]:
-        """Return the histogram of this process."""
-        family = HistogramMetricFamily(self._instrument.name, self._instrument.help, labels=self._instrument.labels)
+        family = HistogramMetricFamily(INTER_TOKEN_LATENCY.name, INTER_TOKEN_LATENCY.help, labels=_MODEL)
         for labels, series in list(self._series.items()):
             *counts, seconds = (value.get() for value in series)
-            buckets = list(zip(self._bounds, accumulate(counts), strict=True))
-            family.add_metric(labels, buckets, seconds)
+            family.add_metric(labels, list(zip(self._bounds, accumulate(counts), strict=True)), seconds)
         return [family]
-
-
-class _ModelSeries:
-    """The series of an operation on a model: made once, with 0, and cheaper than a look-up for each request."""
-
-    def __init__(self, metrics: Metrics, operation: str, model: str, adapter: str) -> None:
-        self.operation, self.model = operation, (model, adapter)
-        self.gen_ai = (operation, PROVIDER, model, adapter)
-        self.running, self.queued, self.queue, self.preparation, self.input_tokens, self.output_tokens = (
-            metrics.child(one, model, adapter)
-            for one in (RUNNING, QUEUED, QUEUE, PREPARATION, INPUT_TOKENS, OUTPUT_TOKENS)
-        )
-        self.input, self.output = (metrics.child(TOKENS, model, adapter, kind) for kind in ("input", "output"))
-        self.first_token, self.per_token = (metrics.child(one, *self.gen_ai) for one in (FIRST_TOKEN, PER_TOKEN))
-        self.duration = metrics.child(DURATION, *self.gen_ai, "")
 
 
 class Metrics(Observer):
@@ -333,21 +233,18 @@ class Metrics(Observer):
     """
 
     def __init__(self, worker: Worker) -> None:
-        folder = None if worker.directory is None else metrics_folder(worker.directory)
-        # Only the worker that replaces a dead one finds a file with its own index.
-        replaces = folder is not None and (folder / f"counter_{worker.index}.db").exists()
-        self.folder = folder if share_between_workers(worker) else None
+        self.folder = None if worker.directory is None else metrics_folder(worker.directory)
+        # Whatever the environment says: a folder in it may be meant for another program.
+        values.ValueClass = MutexValue
+        replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
         # Workers cannot sum up when their series began.
         disable_created_metrics()
         #: Not the library's global one: two services in one process must not count for each other.
         self.registry = CollectorRegistry()
-        self._latency = LatencyHistogram(INTER_TOKEN_LATENCY, self.registry)
+        self._latency = LatencyHistogram(self.registry)
         self._metrics = {one.name: self._made(one) for one in INSTRUMENTS if one is not INTER_TOKEN_LATENCY}
-        self._children: dict[tuple[str, ...], Any] = {}
-        self._models: dict[tuple[str, str, str], _ModelSeries] = {}
-        self._running: dict[Observation, _ModelSeries] = {}
-        self._queued: set[Observation] = set()
-        if self.folder is not None and replaces:
+        self._series: dict[tuple[str, ...], Any] = {}
+        if replaces:
             self.child(WORKERS_REPLACED).inc()
 
     def _made(self, one: Instrument) -> Any:
@@ -361,10 +258,10 @@ class Metrics(Observer):
     def child(self, instrument: Instrument, *labels: str) -> Any:
         """Return the series of *instrument* with these values of its labels. The library's own look-up is slower."""
         key = (instrument.name, *labels)
-        found = self._children.get(key)
+        found = self._series.get(key)
         if found is None:
             metric = self._metrics[instrument.name]
-            found = self._children[key] = metric.labels(*labels) if labels else metric
+            found = self._series[key] = metric.labels(*labels) if labels else metric
         return found
 
     def add_gauges(self, model: str, adapter: str, *, alias: bool = False) -> None:
@@ -373,92 +270,67 @@ class Metrics(Observer):
             self.child(gauge, model, adapter)
 
     def identified(self, observation: Observation) -> None:
-        """Count a running request."""
-        operation, model, adapter = observation.operation, observation.model, observation.adapter
-        if observation in self._running or operation is None or model is None or adapter is None:
-            return
-        series = self._models.get((operation, model, adapter))
-        if series is None:
-            series = self._models[operation, model, adapter] = _ModelSeries(self, operation, model, adapter)
-            self._latency.add(series.model, InterTokenLatency())
-        self._running[observation] = series
-        series.running.inc()
+        self.child(RUNNING, *_model(observation)).inc()
 
     def queued(self, observation: Observation) -> None:
-        """Count a request that waits; it does not run meanwhile."""
-        series = self._running.get(observation)
-        if series is not None and observation not in self._queued:
-            self._queued.add(observation)
-            series.running.dec()
-            series.queued.inc()
+        self.child(RUNNING, *_model(observation)).dec()
+        self.child(QUEUED, *_model(observation)).inc()
 
     def admitted(self, observation: Observation) -> None:
-        """Count the end of the wait."""
-        if observation in self._queued:
-            self._queued.remove(observation)
-            series = self._running[observation]
-            series.queued.dec()
-            series.running.inc()
+        self.child(QUEUED, *_model(observation)).dec()
+        self.child(RUNNING, *_model(observation)).inc()
 
     def ended(self, observation: Observation) -> None:
-        """Count the request and its answers."""
-        self.admitted(observation)
-        series = self._running.pop(observation, None)
-        operation, model = (OTHER, ("", "")) if series is None else (series.operation, series.model)
+        left, error, model = observation.client_left, observation.error, _model(observation)
+        operation, outcome = observation.operation or OTHER, outcome_of(observation)
         # The client did not get the answer, whatever status was sent.
-        status = CLIENT_CLOSED_REQUEST if observation.client_left else observation.status
-        outcome = outcome_of(observation)
+        status = CLIENT_CLOSED_REQUEST if left else observation.status
         self.child(REQUESTS, operation, *model, str(status), outcome).inc()
-        code = "cancelled" if observation.client_left else ""
-        if observation.error is not None and not observation.client_left:
-            code = observation.error.code or "unknown"
+        code = "cancelled" if left else "" if error is None else error.code or "unknown"
+        if error is not None and not left:
             self.child(ERRORS, operation, *model, outcome, code).inc()
-        if series is None:
+        if observation.operation is None:
             return
-        series.running.dec()
-        duration = self.child(DURATION, *series.gen_ai, code) if code else series.duration
-        duration.observe(observation.duration)
-        series.queue.observe(observation.queued_seconds)
+        gen_ai = (operation, PROVIDER, *model)
+        self.child(RUNNING, *model).dec()
+        self.child(DURATION, *gen_ai, code).observe(observation.duration)
+        self.child(QUEUE, *model).observe(observation.queued_seconds)
         first = observation.time_to_first_token
         if first is not None:
-            series.first_token.observe(first)
+            self.child(FIRST_TOKEN, *gen_ai).observe(first)
         sent = [answer.sent for answer in observation.answers if answer.sent is not None]
         if sent:
-            series.preparation.observe(max(0.0, min(sent) - observation.began - observation.queued_seconds))
-        self._count_answers(observation, series)
+            self.child(PREPARATION, *model).observe(
+                max(0.0, min(sent) - observation.began - observation.queued_seconds)
+            )
+        self._count_answers(observation, model, gen_ai)
 
-    def _count_answers(self, observation: Observation, series: _ModelSeries) -> None:
+    def _count_answers(self, observation: Observation, model: tuple[str, ...], gen_ai: tuple[str, ...]) -> None:
         prompt_tokens = observation.input_tokens
         for number, answer in enumerate(observation.answers):
-            self._latency.add(series.model, answer.inter_token_latency)
+            self._latency.add(model, answer.inter_token_latency)
             if answer.finish_reason is not None:
-                self.child(FINISHED, *series.model, answer.finish_reason.value).inc()
+                self.child(FINISHED, *model, answer.finish_reason.value).inc()
             usage = answer.usage_so_far
             if usage is None:
                 continue
             # A prompt counts once, however many answers it has.
             if number % observation.n == 0:
                 prompt_tokens = (prompt_tokens or 0) + usage.prompt_tokens
-            series.output.inc(usage.completion_tokens)
+            self.child(TOKENS, *model, "output").inc(usage.completion_tokens)
             if answer.usage is not None:
-                series.output_tokens.observe(usage.completion_tokens)
+                self.child(OUTPUT_TOKENS, *model).observe(usage.completion_tokens)
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
-                series.per_token.observe((answer.ended - answer.first) / (usage.completion_tokens - 1))
+                mean = (answer.ended - answer.first) / (usage.completion_tokens - 1)
+                self.child(PER_TOKEN, *gen_ai).observe(mean)
         if prompt_tokens is not None:
-            series.input.inc(prompt_tokens)
-            series.input_tokens.observe(prompt_tokens)
+            self.child(TOKENS, *model, "input").inc(prompt_tokens)
+            self.child(INPUT_TOKENS, *model).observe(prompt_tokens)
 
-    def count_unknown_field(self, model: str, adapter: str, field: str) -> None:
-        """Count a request with an unknown field. The caller bounds the number of names."""
-        self.child(UNKNOWN_FIELDS, model, adapter, field).inc()
 
-    def set_answering(self, model: str, adapter: str, answers: bool) -> None:
-        """Set whether a Triton model answers."""
-        self.child(NOT_ANSWERING, model, adapter).set(not answers)
-
-    def observe_loop_lag(self, seconds: float) -> None:
-        """Observe by how many seconds a timer of the event loop was late."""
-        self.child(LOOP_LAG).observe(seconds)
+def _model(observation: Observation) -> tuple[str, str]:
+    """Return the values of the labels ``model`` and ``adapter``."""
+    return observation.model or "", observation.adapter or ""
 
 
 def outcome_of(observation: Observation) -> Outcome:

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import importlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import structlog
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Tracer
@@ -22,15 +22,13 @@ from triton_openai import __version__
 from triton_openai.config.observability import SDK_REFUSES, TracesSettings
 from triton_openai.errors import ConfigurationError
 
-# How long the exporter takes to give up.
-_ABORT_SECONDS = 0.5
 _log = structlog.get_logger(__name__)
 
 
 def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
     """Return the exporter that *settings* need. Raises :class:`ConfigurationError` where it is not installed."""
-    protocol = "grpc" if settings.protocol == "grpc" else "http"
     try:
+        protocol = "grpc" if settings.protocol == "grpc" else "http"
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter")
     except ImportError as error:
         raise ConfigurationError(
@@ -44,10 +42,8 @@ def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
 
 def resource() -> Resource:
     """Return the resource that the environment describes, with this program's name and version as defaults."""
-    found = Resource.create()
-    if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
-        found = found.merge(Resource({"service.name": "triton-openai"}))
-    return Resource({"service.version": __version__}).merge(found)
+    defaults = Resource.create({"service.name": "triton-openai", "service.version": __version__})
+    return defaults.merge(OTELResourceDetector().detect())
 
 
 @contextlib.asynccontextmanager
@@ -68,31 +64,11 @@ async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIter
     try:
         yield provider.get_tracer("triton_openai", __version__)
     finally:
-        if not await _call_in_thread(provider.shutdown, flush_timeout):
+        # The SDK may take 30 seconds, for which nothing of the process waits.
+        thread = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
+        thread.start()
+        await asyncio.to_thread(thread.join, flush_timeout)
+        if thread.is_alive():
             _log.warning("the last spans were not sent", seconds=flush_timeout)
-            # Ends the attempts to reach a collector, for which the provider waits.
-            await _call_in_thread(exporter.shutdown, _ABORT_SECONDS)
-
-
-async def _call_in_thread(function: Callable[[], None], timeout: float) -> bool:
-    """
-    Call *function* in a thread; return whether it ended within *timeout* seconds.
-
-    The process does not wait for the thread, as it would for one of the loop's pool: the SDK may take 30 seconds.
-    """
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-
-    def call() -> None:
-        function()
-        # The loop may be closed by now.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(done.set)
-
-    threading.Thread(target=call, name="last-spans", daemon=True).start()
-    try:
-        async with asyncio.timeout(timeout):
-            await done.wait()
-    except TimeoutError:
-        return False
-    return True
+            # Ends the attempts to reach a collector.
+            threading.Thread(target=exporter.shutdown, daemon=True).start()

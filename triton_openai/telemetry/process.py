@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -16,10 +15,9 @@ _log = structlog.get_logger(__name__)
 
 class LoopLag:
     """
-    Measures, while :meth:`run` runs, by how many seconds the event loop's timers are late.
+    Measures by how many seconds the event loop's timers are late, while :meth:`run` runs. *report* gets each number.
 
-    One late timer is a pause of the garbage collector; *samples* late ones in a row are an overloaded process. *report*
-    gets every measurement.
+    One late timer is a pause of the garbage collector; *samples* late ones in a row are an overloaded process.
     """
 
     def __init__(
@@ -31,11 +29,6 @@ class LoopLag:
         #: The lag, in seconds, that the last measurements agree on: it rises only when all are above it and falls only
         #: when all are below, so one good moment does not admit everybody at once. 0 before there are enough.
         self.sustained = 0.0
-
-    @property
-    def latest(self) -> float:
-        """The last measurement in seconds; 0 before the first."""
-        return self._latest[-1] if self._latest else 0.0
 
     def note(self, late: float) -> None:
         """Take one measurement in."""
@@ -60,25 +53,21 @@ _QUIET_SECONDS = 60.0
 
 
 class DescriptorWatch:
-    """
-    Warns when few file descriptors are left: the event loop closes the connection of a client that finds none.
+    """Warns, at most once a minute, when few file descriptors are left."""
 
-    It looks at the numbers of new descriptors. The kernel gives the lowest free one, so a high number means that all
-    below it are taken. *clock* returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._warned = float("-inf")
 
-    def taken(self, number: int) -> None:
-        """Note that *number* was given; warn when few are left, at most once a minute."""
+    def taken(self, number: int, now: float) -> None:
+        """
+        Look at the *number* of a new descriptor; *now* is in seconds.
+
+        The kernel gives the lowest free one. The event loop closes the connection of a client for which there is none.
+        """
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The reserve is more than one client takes, besides what the service needs.
-        if limit == resource.RLIM_INFINITY or number < limit - max(8, limit // 20):
-            return
-        now = self._clock()
-        if now - self._warned >= _QUIET_SECONDS:
+        few = limit != resource.RLIM_INFINITY and number >= limit - max(8, limit // 20)
+        if few and now - self._warned >= _QUIET_SECONDS:
             self._warned = now
             _log.warning("hardly any file descriptors are left, clients will be turned away", limit=limit)
 

@@ -21,9 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDictProxy
 from opentelemetry.context import Context
-from opentelemetry.propagators.textmap import Getter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -42,53 +40,32 @@ from triton_openai.telemetry.observation import (
 )
 
 Attributes: TypeAlias = dict[str, str | bool | int | float | Sequence[str]]
+_Found: TypeAlias = dict[str, str | bool | int | float | Sequence[str] | None]
 
 #: ``error.type`` of a request whose client left; metrics use the same word.
 CANCELLED = "cancelled"
 _NANOSECONDS = 1_000_000_000
 # Clients choose the length of texts.
 _MAX_CHARS = 256
-_INT64 = 2**63
-_NUMBERS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
+_NUMBERS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
 _OUTPUT_TYPES = {"text": "text", "json_object": "json", "json_schema": "json"}
 _propagator = TraceContextTextMapPropagator()
 
 
-class _Headers(Getter[CIMultiDictProxy[str]]):
-    """Reads headers; several of one name count as one with a list (RFC 9110, section 5.3)."""
-
-    def get(self, carrier: CIMultiDictProxy[str], key: str) -> list[str] | None:
-        """Return the value."""
-        values = carrier.getall(key, None)
-        return None if values is None else [",".join(values)]
-
-    def keys(self, carrier: CIMultiDictProxy[str]) -> list[str]:
-        """Return the names."""
-        return list(carrier)
-
-
 def trace_context(observation: Observation) -> Context:
     """Return the trace context in a request's headers; empty where there is none that is valid."""
-    request = observation.request
-    return Context() if request is None else _propagator.extract(request.headers, Context(), _Headers())
-
-
-class Propagation(Observer):
-    """Passes the client's trace context on to Triton."""
-
-    def started(self, observation: Observation) -> None:
-        """Read the request's headers."""
-        context = trace_context(observation)
-        # Triton records every request with a traceparent, whatever its flag says.
-        if get_current_span(context).get_span_context().trace_flags.sampled:
-            headers = dict(observation.upstream.headers)
-            _propagator.inject(headers, context)
-            observation.upstream = Upstream(headers)
+    if observation.request is None:
+        return Context()
+    headers = observation.request.headers
+    # Several headers of one name count as one with a list (RFC 9110, section 5.3).
+    found = {name: ",".join(headers.getall(name)) for name in _propagator.fields if name in headers}
+    return _propagator.extract(found, Context())
 
 
 class Tracing(Observer):
     """
-    Makes the spans of requests with ``tracer``, which is set before the first request.
+    Makes the spans of requests with ``tracer``, which is set before the first one. Without it, passes the client's
+    trace context on to Triton.
 
     Only POST requests have spans: the others are health checks, lists and metrics. *locate* returns Triton's address
     for a request; *continue_traces* is whether clients choose the trace. With *content*, spans have prompts and
@@ -109,30 +86,30 @@ class Tracing(Observer):
 
     def started(self, observation: Observation) -> None:
         """Start the request's span, in the client's trace if there is one."""
-        if self.tracer is None or observation.method != "POST":
+        if observation.method != "POST":
             return
         parent = trace_context(observation) if self._continue_traces else Context()
-        span = self.tracer.start_span(
-            span_name(observation), parent, SpanKind.SERVER, attributes=head_attributes(observation)
-        )
+        # Triton records every request with a traceparent, whatever its flag says: what is not recorded gets none.
+        if self.tracer is None:
+            if get_current_span(parent).get_span_context().trace_flags.sampled:
+                headers = dict(observation.upstream.headers)
+                _propagator.inject(headers, parent)
+                observation.upstream = Upstream(headers)
+            return
+        attributes = head_attributes(observation)
+        span = self.tracer.start_span(span_name(observation), parent, SpanKind.SERVER, attributes=attributes)
         context = span.get_span_context()
-        observation.log_fields = {
-            **observation.log_fields,
-            "trace_id": f"{context.trace_id:032x}",
-            "span_id": f"{context.span_id:016x}",
-        }
-        # Triton records every request with a traceparent: what is not recorded here gets none.
+        ids = {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
+        observation.log_fields = {**observation.log_fields, **ids}
         if span.is_recording():
             observation.upstream = Trace(self.tracer, span, observation, self._locate)
 
     def identified(self, observation: Observation) -> None:
-        """Name the span."""
         trace = observation.upstream
         if isinstance(trace, Trace):
             trace.span.update_name(span_name(observation))
 
     def ended(self, observation: Observation) -> None:
-        """End the spans."""
         trace = observation.upstream
         if isinstance(trace, Trace):
             if self._content is not None:
@@ -154,12 +131,18 @@ class Trace(Upstream):
         self._locate = locate
         # Spans have wall-clock times, the record those of time.monotonic.
         self._zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
-        self._calls: list[tuple[Span, int, Answer]] = []
+        self._calls: dict[int, tuple[Span, int, Answer]] = {}
 
     def begin(self, request: Request, answer: Answer, *, lora: str | None = None) -> Request:
         """Start the span of a request to Triton. It ends with the client's request, at the answer's own end."""
         span, sent = self._start(request, lora)
-        self._calls.append((span, time.time_ns(), answer))
+        now = time.time_ns()
+        if id(answer) in self._calls:
+            # The request is sent once more, with the LoRA weights that the first one lacked.
+            first = self._calls[id(answer)][0]
+            first.set_status(Status(StatusCode.ERROR))
+            first.end(now)
+        self._calls[id(answer)] = span, now, answer
         return sent
 
     @contextmanager
@@ -190,14 +173,8 @@ class Trace(Upstream):
         observation, span = self._observation, self.span
         for stage in observation.stages:
             self._add(stage)
-        for number, (call, began, answer) in enumerate(self._calls):
-            again = next((later for _, later, other in self._calls[number + 1 :] if other is answer), None)
-            if again is None:
-                self._end_call(call, began, answer)
-            else:
-                # The request was sent once more, with the LoRA weights that this one lacked.
-                call.set_status(Status(StatusCode.ERROR))
-                call.end(again)
+        for call in self._calls.values():
+            self._end_call(*call)
         span.set_attributes(request_attributes(observation) | response_attributes(observation))
         error = observation.error
         # By the conventions, a client's mistake is no error of the server.
@@ -241,102 +218,84 @@ def span_name(observation: Observation) -> str:
 
 def head_attributes(observation: Observation) -> Attributes:
     """Return what is known of a request when its head has come."""
-    found: Attributes = {
+    request = observation.request
+    found: _Found = {
         "http.request.method": observation.method,
         "url.path": observation.path,
         "triton_openai.request_id": observation.request_id,
     }
-    request = observation.request
-    if request is None:
-        return found
-    route = _route(request)
-    if route is not None:
-        found["http.route"] = route
-    found["url.scheme"] = request.scheme
-    found["network.protocol.version"] = f"{request.version.major}.{request.version.minor}"
-    found |= _server(f"//{request.headers.get('Host', '')}")
-    agent = request.headers.get("User-Agent")
-    if agent:
-        found["user_agent.original"] = printable(agent, _MAX_CHARS)
-    return found
+    if request is not None:
+        agent = request.headers.get("User-Agent")
+        found |= _server(f"//{request.headers.get('Host', '')}") | {
+            "http.route": _route(request),
+            "url.scheme": request.scheme,
+            "network.protocol.version": f"{request.version.major}.{request.version.minor}",
+            "user_agent.original": printable(agent, _MAX_CHARS) if agent else None,
+        }
+    return _known(found)
 
 
 def request_attributes(observation: Observation) -> Attributes:
     """Return what the client asked for."""
-    operation, model, body = observation.operation, observation.model, observation.parameters
+    operation, model = observation.operation, observation.model
     if operation is None or model is None:
         return {}
-    found: Attributes = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": _clean(model),
-    }
-    if observation.adapter is not None:
-        found["triton_openai.adapter"] = observation.adapter
-    if observation.stream:
-        found["gen_ai.request.stream"] = True
-    for name in _NUMBERS:
-        value = getattr(body, name, None)
-        # A larger number fails the export of the whole batch.
-        if isinstance(value, int | float) and abs(value) < _INT64:
-            found[f"gen_ai.request.{name}"] = int(value) if name == "seed" else float(value)
-    limit = getattr(body, "max_completion_tokens", None) or getattr(body, "max_tokens", None)
-    if limit is not None and limit < _INT64:
-        found["gen_ai.request.max_tokens"] = limit
-    stop = getattr(body, "stop", None)
-    if stop:
-        texts = [stop] if isinstance(stop, str) else stop
-        found["gen_ai.request.stop_sequences"] = [masked(_clean(text)) for text in texts]
-    choices = getattr(body, "n", None)
-    if choices is not None and choices != 1:
-        found["gen_ai.request.choice.count"] = choices
-    form = msgspec.to_builtins(getattr(body, "response_format", None))
-    kind = _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None
-    if kind is not None:
-        found["gen_ai.output.type"] = kind
-    encoding = getattr(body, "encoding_format", None)
-    if encoding is not None:
-        found["gen_ai.request.encoding_formats"] = [encoding]
-    dimensions = getattr(body, "dimensions", None)
-    if dimensions is not None and dimensions < _INT64:
-        found["gen_ai.embeddings.dimension.count"] = dimensions
-    return found
+
+    def asked(name: str) -> Any:
+        return getattr(observation.parameters, name, None)
+
+    stop, choices, encoding = asked("stop"), asked("n"), asked("encoding_format")
+    form = msgspec.to_builtins(asked("response_format"))
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    return _known(
+        {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": _clean(model),
+            "triton_openai.adapter": observation.adapter,
+            "gen_ai.request.stream": observation.stream or None,
+            **{f"gen_ai.request.{name}": _number(float, asked(name)) for name in _NUMBERS},
+            "gen_ai.request.seed": _number(int, asked("seed")),
+            "gen_ai.request.max_tokens": _number(int, asked("max_completion_tokens") or asked("max_tokens")),
+            "gen_ai.request.stop_sequences": [masked(_clean(text)) for text in stops] or None,
+            "gen_ai.request.choice.count": None if choices == 1 else choices,
+            "gen_ai.output.type": _OUTPUT_TYPES.get(str(form.get("type"))) if isinstance(form, Mapping) else None,
+            "gen_ai.request.encoding_formats": None if encoding is None else [encoding],
+            "gen_ai.embeddings.dimension.count": _number(int, asked("dimensions")),
+        }
+    )
+
+
+def _number(kind: type[int | float], value: Any) -> int | float | None:
+    # A larger number fails the export of the whole batch.
+    return kind(value) if isinstance(value, int | float) and abs(value) < 2**63 else None
 
 
 def response_attributes(observation: Observation) -> Attributes:
     """Return how the request was answered."""
-    found: Attributes = {}
-    if observation.status != CLIENT_CLOSED_REQUEST:
-        found["http.response.status_code"] = observation.status
-    if observation.client_left:
-        found |= {"error.type": CANCELLED, "triton_openai.client_left": True}
-    elif observation.error is not None:
-        found["error.type"] = _error_type(observation.error)
-    if observation.operation is None:
-        return found
-    if observation.response_id is not None:
-        found["gen_ai.response.id"] = observation.response_id
-        if observation.response_model is not None:
-            found["gen_ai.response.model"] = _clean(observation.response_model)
-    if observation.finish_reasons:
-        found["gen_ai.response.finish_reasons"] = list(observation.finish_reasons)
-    first = observation.time_to_first_token
-    if first is not None and observation.stream:
-        found["gen_ai.response.time_to_first_chunk"] = first
-    if observation.queued_seconds:
-        found["triton_openai.queued_seconds"] = observation.queued_seconds
-    usage = observation.usage
-    if usage is None:
-        return found
-    found["gen_ai.usage.input_tokens"] = usage.prompt_tokens
-    if observation.answers:
-        found["gen_ai.usage.output_tokens"] = usage.completion_tokens
-    if usage.cached_tokens is not None:
-        found["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
-    reasoning = observation.reasoning_tokens()
-    if reasoning is not None:
-        found["gen_ai.usage.reasoning.output_tokens"] = reasoning
-    return found
+    left, error = observation.client_left, observation.error
+    found: _Found = {
+        "http.response.status_code": None if observation.status == CLIENT_CLOSED_REQUEST else observation.status,
+        "error.type": CANCELLED if left else None if error is None else _error_type(error),
+        "triton_openai.client_left": left or None,
+    }
+    if observation.operation is not None:
+        usage, answered_as = observation.usage, observation.response_model
+        found |= {
+            "gen_ai.response.id": observation.response_id,
+            "gen_ai.response.model": _clean(answered_as) if observation.response_id and answered_as else None,
+            "gen_ai.response.finish_reasons": list(observation.finish_reasons) or None,
+            "gen_ai.response.time_to_first_chunk": observation.time_to_first_token if observation.stream else None,
+            "triton_openai.queued_seconds": observation.queued_seconds or None,
+        }
+        if usage is not None:
+            found |= {
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens if observation.answers else None,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "gen_ai.usage.reasoning.output_tokens": observation.reasoning_tokens(),
+            }
+    return _known(found)
 
 
 def content_attributes(observation: Observation, max_chars: int) -> Attributes:
@@ -352,13 +311,18 @@ def content_attributes(observation: Observation, max_chars: int) -> Attributes:
 
 def call_attributes(request: TritonRequest, url: str | None, lora: str | None = None) -> Attributes:
     """Return those of a request to the Triton at *url*; *lora* is the name of its LoRA adapter."""
-    found: Attributes = {"triton.model_name": request.model, "triton.request_id": request.id}
+    found: _Found = {
+        "triton.model_name": request.model,
+        "triton.request_id": request.id,
+        "triton_openai.lora": None if lora is None else _clean(lora),
+    }
     if url is not None:
-        found["network.protocol.name"] = "grpc" if urlsplit(url).scheme.startswith("grpc") else "http"
-        found |= _server(url)
-    if lora is not None:
-        found["triton_openai.lora"] = _clean(lora)
-    return found
+        found |= {"network.protocol.name": "grpc" if url.startswith("grpc") else "http", **_server(url)}
+    return _known(found)
+
+
+def _known(found: _Found) -> Attributes:
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _error_type(error: ServiceError) -> str:
@@ -378,13 +342,11 @@ def _route(request: web.BaseRequest | None) -> str | None:
     return None if resource is None else resource.canonical
 
 
-def _server(url: str) -> Attributes:
+def _server(url: str) -> _Found:
     """Return the host and the port of *url*."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         return {}
-    if not host:
-        return {}
-    return {"server.address": printable(host, _MAX_CHARS), **({} if port is None else {"server.port": port})}
+    return {"server.address": printable(host, _MAX_CHARS), "server.port": port} if host else {}

@@ -8,6 +8,7 @@ not known. A Triton that does not answer leaves an empty snapshot and is asked a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
@@ -66,32 +67,28 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
     waiting = {
         entry.name: entry.reason or entry.state for entry in index if not entry.ready and entry.name not in ready
     }
-    gate = asyncio.Semaphore(_PARALLEL_CONFIGS)
+    limit = asyncio.Semaphore(_PARALLEL_CONFIGS)
+    configs: dict[str, ModelConfig] = {}
+    server: ServerInfo | None = None
+    with contextlib.suppress(ServiceError):
+        # Nice to know, and nothing depends on it.
+        server = await client.server_info()
 
-    async def read(name: str) -> ModelConfig | ServiceError:
-        async with gate:
+    async def read(name: str) -> None:
+        async with limit:
             try:
-                return await client.model_config(name)
+                config = await client.model_config(name)
             except ServiceError as error:
                 # Unloaded between the two calls, most of the time.
-                return error
+                waiting[name] = error.message
+            else:
+                version = "" if server is None else server.version
+                configs[name] = msgspec.structs.replace(config, server_version=version)
 
-    async def ask() -> ServerInfo | None:
-        try:
-            return await client.server_info()
-        except ServiceError:
-            # Nice to know, and nothing depends on it.
-            return None
-
-    configs: dict[str, ModelConfig] = {}
-    server, answers = await asyncio.gather(ask(), asyncio.gather(*map(read, ready)))
-    version = "" if server is None else server.version
-    for name, answer in zip(ready, answers, strict=True):
-        if isinstance(answer, ModelConfig):
-            configs[name] = msgspec.structs.replace(answer, server_version=version)
-        else:
-            waiting[name] = answer.message
+    await asyncio.gather(*map(read, ready))
     complete = len(configs) == len(ready)
+    # In the order of their names, not of the answers.
+    configs = dict(sorted(configs.items()))
     return Snapshot(index=index, configs=configs, waiting=waiting, complete=complete, server=server)
 
 
@@ -103,11 +100,7 @@ class Catalog:
     """
 
     def __init__(
-        self,
-        client: TritonClient,
-        *,
-        interval: float,
-        changed: Callable[[Snapshot], Awaitable[None]],
+        self, client: TritonClient, *, interval: float, changed: Callable[[Snapshot], Awaitable[None]]
     ) -> None:
         self._client = client
         self._interval = interval
@@ -126,14 +119,19 @@ class Catalog:
 
     async def refresh(self) -> None:
         """Take a snapshot now, or wait for the one that is being taken."""
-        if self._refreshing is None or self._refreshing.done():
+        if not self._busy:
             self._refreshing = asyncio.create_task(self._refresh())
+        assert self._refreshing is not None
         # Shielded: one waiting request that is cancelled must not take the refresh from all others.
         await asyncio.shield(self._refreshing)
 
+    @property
+    def _busy(self) -> bool:
+        return self._refreshing is not None and not self._refreshing.done()
+
     async def renew(self) -> None:
         """Take a snapshot that begins now, configs included: for who has just changed what Triton has."""
-        if self._refreshing is not None and not self._refreshing.done():
+        if self._busy:
             # It may have looked before the change.
             await self.refresh()
         self._configs_read = float("-inf")
@@ -145,17 +143,16 @@ class Catalog:
 
         A refresh that runs already is always waited for: whoever asks at the same moment must learn the same.
         """
-        if self._refreshing is not None and not self._refreshing.done():
-            await self.refresh()
-            return
         now = asyncio.get_running_loop().time()
-        if now - self._last_miss >= 0.5:
+        if not self._busy:
+            if now - self._last_miss < 0.5:
+                return
             self._last_miss = now
-            await self.refresh()
+        await self.refresh()
 
     async def close(self) -> None:
         """Stop a refresh in flight."""
-        if self._refreshing is not None and not self._refreshing.done():
+        if self._refreshing is not None:
             self._refreshing.cancel()
             await asyncio.gather(self._refreshing, return_exceptions=True)
 

@@ -8,7 +8,10 @@ and gRPC otherwise or when only gRPC is given.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ssl
 from collections.abc import Sequence
+from urllib.parse import SplitResult, urlsplit
 
 import structlog
 
@@ -16,8 +19,7 @@ from triton_openai.config.tls import TritonAccess
 from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
 from triton_openai.triton.client import IndexEntry, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
-from triton_openai.triton.wrong_port import explain
+from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
 
@@ -47,14 +49,15 @@ class Endpoint:
 
                 self._grpc = GrpcClient(url, connection)
             else:
-                raise ConfigurationError(
-                    f"'{url}' is not a Triton address: use http://, https://, grpc:// or grpcs://.", param="triton_url"
-                )
+                message = f"'{url}' is not a Triton address: use http://, https://, grpc:// or grpcs://."
+                raise ConfigurationError(message, param="triton_url")
             self._addresses[self._http if scheme.startswith("http") else self._grpc] = url
         control = self._http or self._grpc
         if control is None:
             raise ConfigurationError("No Triton address is given.", param="triton_url")
         self._control: TritonClient = control
+        self.live, self.model_config = control.live, control.model_config
+        self.load_model, self.unload_model = control.load_model, control.unload_model
         self._explain_timeout = min(connect_timeout, _EXPLAIN_SECONDS)
         # Whether the gRPC address, which no discovery needs beside an HTTP one, answered when it was last asked.
         self._grpc_answers: bool | None = None
@@ -73,10 +76,6 @@ class Endpoint:
         client = self._for(request) if request.stream else self._grpc or self._control
         return self._addresses[client]
 
-    async def live(self) -> bool:
-        """Return whether the server answers."""
-        return await self._control.live()
-
     async def server_info(self) -> ServerInfo:
         """Return what the server says of itself. The log tells if there is a gRPC address and it does not answer."""
         info = await self._control.server_info()
@@ -84,11 +83,6 @@ class Endpoint:
         if grpc is not None and grpc is not self._control and (self._checking is None or self._checking.done()):
             self._checking = asyncio.create_task(self._check_grpc(grpc))
         return info
-
-    async def grpc_checked(self) -> None:
-        """Wait for the look at the gRPC address that is going on."""
-        if self._checking is not None:
-            await asyncio.wait({self._checking})
 
     async def _check_grpc(self, client: TritonClient) -> None:
         try:
@@ -115,31 +109,100 @@ class Endpoint:
         except ServiceError as error:
             raise await self._explained(self._control, error) from error.__cause__
 
-    async def model_config(self, model: str) -> ModelConfig:
-        """Return a model's configuration."""
-        return await self._control.model_config(model)
-
-    async def load_model(self, model: str) -> None:
-        """Load a model."""
-        await self._control.load_model(model)
-
-    async def unload_model(self, model: str, *, dependents: bool = False) -> None:
-        """Begin to unload a model."""
-        await self._control.unload_model(model, dependents=dependents)
-
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers once: over gRPC where there is one (it can be cancelled there), else over HTTP."""
         return await (self._grpc or self._control).infer(request)
 
     async def stream(self, request: InferRequest) -> ResponseStream:
-        """Start a request whose answers come one by one."""
         return await self._for(request).stream(request)
 
     async def close(self) -> None:
-        """Close both transports."""
         if self._checking is not None:
             self._checking.cancel()
             await asyncio.gather(self._checking, return_exceptions=True)
         for client in (self._http, self._grpc):
             if client is not None:
                 await client.close()
+
+
+# Longest answer that is read: its head and a short body tell everything.
+_MOST = 16 * 1024
+
+
+async def explain(url: str, *, timeout: float) -> str | None:
+    """
+    Return what seems to listen at *url*, an address of Triton, and what to write instead; ``None`` if nothing is wrong.
+
+    A person mixes up ports more often than anything else, and one plain connection of *timeout* seconds tells. A gRPC
+    server begins with its HTTP/2 settings whatever it is sent; a TLS server answers what is no handshake with an alert,
+    or hangs up; an HTTP server answers a request. No credentials are sent.
+    """
+    parts = urlsplit(url)
+    tls, grpc = parts.scheme in ("https", "grpcs"), parts.scheme.startswith("grpc")
+    host, port = parts.hostname or "localhost", parts.port or (8001 if grpc else 443 if tls else 8000)
+    place = parts.netloc if parts.port else f"{parts.netloc}:{port}"
+    answer, speaks_tls = b"", False
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(timeout):
+            answer = await _ask(host, port, parts)
+            speaks_tls = not tls and await _speaks_tls(host, port, answer)
+    if speaks_tls:
+        return f"{url} wants TLS: write {'grpcs' if grpc else 'https'}://{place}."
+    if answer[3:9] in (b"\x04\x00" + bytes(4), b"\x04\x01" + bytes(4)):
+        # A frame of settings on stream 0 (RFC 9113, 6.5).
+        if grpc:
+            return f"{url} does not use TLS: write grpc://{place}." if tls else None
+        return f"{url} looks like a gRPC port: write grpc://{place}, or use Triton's HTTP port (8000 by default)."
+    if not answer.startswith(b"HTTP/"):
+        return None
+    head, _, body = answer.partition(b"\r\n\r\n")
+    # Triton's own errors, and those of a relay, are texts.
+    if b"\r\nserver: triton-openai" in head.lower() and b'{"error":{' in body:
+        return (
+            f"{url} looks like another triton-openai, not like a Triton: write the address of the Triton behind it "
+            "(http://HOST:8000 or grpc://HOST:8001 by default)."
+        )
+    if grpc:
+        return f"{url} looks like an HTTP port: write http://{place}, or use Triton's gRPC port (8001 by default)."
+    if tls:
+        return f"{url} does not use TLS: write http://{place}."
+    if head.split(b" ", 2)[1:2] == [b"404"]:
+        return (
+            f"{url} answers HTTP, but does not look like a Triton: there is nothing at /v2. Triton's HTTP port is 8000 "
+            "by default; 8001 is for gRPC, and 8002 for metrics only."
+        )
+    return None
+
+
+async def _ask(host: str, port: int, parts: SplitResult) -> bytes:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        path = "" if parts.scheme.startswith("grpc") else parts.path.rstrip("/")
+        writer.write(f"GET {path}/v2 HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+        answer = b""
+        while len(answer) < _MOST and (more := await reader.read(_MOST)):
+            answer += more
+            if not answer.startswith(b"HTTP/"):
+                # Everything else shows in its first bytes, and gRPC servers may keep the connection.
+                break
+        return answer
+    finally:
+        writer.close()
+
+
+async def _speaks_tls(host: str, port: int, answer: bytes) -> bool:
+    """Return whether the server that gave *answer* to plain HTTP takes TLS."""
+    if answer.startswith(b"\x15\x03") or b"plain HTTP request was sent to HTTPS port" in answer:
+        return True
+    if answer:
+        return False
+    # It has hung up: some servers do so without an alert.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except ssl.SSLError as error:
+        # A server that wants to see a certificate is one, too.
+        return "ALERT" in (error.reason or "")
+    writer.close()
+    return True

@@ -9,7 +9,8 @@ in the backends' own sources; what may carry server paths, addresses or tracebac
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -51,13 +52,6 @@ class Failure(msgspec.Struct, frozen=True):
     status: str = ""
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """A text *pattern* and the error that it means."""
-
-    pattern: re.Pattern[str]
-    error: Callable[[Failure, re.Match[str]], ServiceError]
-
-
 def public_reason(text: str) -> str | None:
     """
     Return *text* as it may be shown to a client, on one line of at most 500 characters.
@@ -72,59 +66,149 @@ def public_reason(text: str) -> str | None:
     return text[:_MAX_REASON] if re.search(r"\w", text) else None
 
 
-def _too_long(failure: Failure, match: re.Match[str]) -> ServiceError:
-    prompt, limit = match.group("prompt"), match.group("limit")
-    return ContextLengthExceeded(
-        f"This model's maximum input is {limit} tokens, but the request's prompt has {prompt} tokens.",
-        detail=failure.text,
-    )
+class Rule(msgspec.Struct, frozen=True):
+    """
+    An *error* with its *message*, and the *patterns* of the texts that mean it.
+
+    The message may name the *model*, a pattern's groups, and what was *said*: the group ``reason``, or all that
+    matched, as far as a client may read it. *unsaid* is the message where that is nothing.
+    """
+
+    error: Callable[..., ServiceError]
+    message: str
+    patterns: Sequence[re.Pattern[str]]
+    unsaid: str | None
+    options: Mapping[str, Any]
 
 
-def _limit_only(failure: Failure, match: re.Match[str]) -> ServiceError:
-    reason = public_reason(failure.text.removeprefix("Error generating stream: "))
-    return ContextLengthExceeded(reason or "The prompt is longer than the model takes.", detail=failure.text)
+def _rule(
+    error: Callable[..., ServiceError], message: str, *patterns: str, unsaid: str | None = None, **options: Any
+) -> Rule:
+    return Rule(error, message, [re.compile(pattern, re.DOTALL) for pattern in patterns], unsaid, options)
 
 
-def _refused(failure: Failure, match: re.Match[str]) -> ServiceError:
-    return RequestRefused(public_reason(match.groupdict().get("reason") or match.group(0)), detail=failure.text)
+RULES = (
+    # Triton's core.
+    _rule(Overloaded, "The model's queue is full.", r"Exceeds maximum queue size", retry_after=1),
+    _rule(
+        UpstreamTimeout, "The request waited too long in the model's queue.", r"Request timeout expired", retry_after=1
+    ),
+    _rule(ModelNotFound, "{model}", r"Request for unknown model|has no available versions"),
+    _rule(
+        UpstreamUnavailable, "The model is not available at the moment.",
+        r"is not ready|Stub process .* is not healthy|unhealthy|shutting down|EngineCore encountered", retry_after=2,
+    ),
+    # Its model repository.
+    _rule(
+        NotImplementedUpstream,
+        "Triton does not load or unload models by request: it was not started with --model-control-mode=explicit.",
+        r"explicit model load / unload is not allowed",
+    ),
+    _rule(
+        ModelConflict, "Another model that '{model}' needs, or that needs it, is being loaded or unloaded.",
+        r"currently loading or unloading", param="model", code="model_busy",
+    ),
+    _rule(
+        UpstreamError, "Triton could not load the model '{model}': {said}",
+        r"(?:failed to load|load failed for model) '[^']*'[,:]? (?P<reason>.*)", code="model_load_failed",
+        unsaid="Triton could not load the model '{model}'; its log says why.",
+    ),
+    _rule(
+        NotImplementedUpstream, "The model's deployment does not stream.",
+        r"doesn't support models with decoupled transaction policy|Streaming is only supported",
+    ),
+    _rule(
+        ContextLengthExceeded,
+        "This model's maximum input is {limit} tokens, but the request's prompt has {prompt} tokens.",
+        # TensorRT-LLM's executor, through each of its wrappers.
+        r"Prompt length \((?P<prompt>\d+)\) exceeds maximum (?:input|sequence) length \((?P<limit>\d+)\)",
+        # TensorRT-LLM's LLM API: PyTorch's limits of a batch and of a sequence. It divides lengths, which makes floats.
+        r"sum of prompt length \((?P<prompt>\d+)(?:\.\d+)?\).*? should not exceed max_\w+ \((?P<limit>\d+)\)",
+        r"max_seq_len \((?P<limit>\d+)\) - `splited_prompt_len` \((?P<prompt>\d+)(?:\.\d+)?\)",
+        # vLLM's engine, over its releases.
+        r"prompt \((?:total )?length (?P<prompt>\d+)\) .*?\b(?:length|context length)(?: of)? \(?(?P<limit>\d+)\)?",
+        r"passed (?P<prompt>\d+) input tokens .*? maximum input length of (?P<limit>\d+)",
+    ),
+    _rule(
+        ContextLengthExceeded,
+        "This model's maximum context length is {limit} tokens, but the request needs {prompt} for its prompt and "
+        "{answer} for its answer.",
+        r"Input length \((?P<prompt>\d+)\) \+ max new tokens \((?P<answer>\d+)\)[^.]*? must be less than max sequence"
+        r" length \((?P<limit>\d+)\)",
+    ),
+    _rule(
+        ContextLengthExceeded, "{said}",
+        r"\A(?:Error generating stream: )?"
+        r"(?P<reason>.*(?:maximum (?:context|model) length|(?:[Pp]rompt|[Ii]nput)[^.]{0,40} is too long).*)",
+        unsaid="The prompt is longer than the model takes.",
+    ),
+    # Each of them, in its own words.
+    _rule(
+        PromptRefused, "The prompt is empty: there is nothing to continue.",
+        r"!mInputTokenIds\.empty\(\)|[Pp]rompt(?: \w+)? (?:can ?not|can't|must not|should not) be empty"
+        r"|[Pp]rompt is empty|[Ee]mpty prompt|text_input is required",
+    ),
+    _rule(
+        InvalidRequest, "The model's backend refused the sampling parameters.",
+        r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
+    ),
+    # Pillow, in whichever backend.
+    _rule(
+        InvalidRequest, "The model's backend cannot read an image of the request.",
+        r"cannot identify image file|image file is truncated|broken data stream|decompression bomb",
+    ),
+    _rule(
+        LoraNotLoaded, "The model's backend does not have the LoRA adapter '{said}'.",
+        r"LoRA (?P<reason>[^\n]{1,200}) is not supported|LoRA feature is not enabled|LoRA task \d+ not found in cache",
+        unsaid="The model's backend does not have this LoRA adapter, or its weights.", param="model",
+    ),
+    _rule(
+        Overloaded, "The model has no room for another LoRA adapter now.",
+        r"PEFT Cache is full|There are no done tasks to evict", retry_after=1,
+    ),
+    _rule(
+        RequestRefused, "{said}",
+        r"Model [^\n]* does not support '(?:generate|embed)' request",
+        # The backend passes on the text of a ValueError (the request's fault) and drops the text of everything else.
+        r"Error generating (?:stream|request): ?(?P<reason>.*\S.*)",
+        # The BLS and Python models, whose texts stand inside tracebacks.
+        r"max_tokens must be a single value > 0",
+        r"An error occurred when processing the input values for request id [^,]*, the error was '(?P<reason>[^']*)'",
+        r"maximum input size|exceeds the maximum allowed input size",
+    ),
+)  # fmt: skip
+
+_UNAVAILABLE = _rule(UpstreamUnavailable, "Triton is not available at the moment.", retry_after=2)
+_UNSUPPORTED = _rule(NotImplementedUpstream, "Triton does not support this.")
+_BY_STATUS = {
+    "UNAVAILABLE": _UNAVAILABLE,
+    "503": _UNAVAILABLE,
+    "UNIMPLEMENTED": _UNSUPPORTED,
+    "501": _UNSUPPORTED,
+    "DEADLINE_EXCEEDED": _rule(UpstreamTimeout, "Triton did not answer in time."),
+    "CANCELLED": _rule(UpstreamError, "Triton cancelled the request."),
+    "RESOURCE_EXHAUSTED": _rule(UpstreamError, "A message was too large for Triton or for this service."),
+}
 
 
-def _no_room(failure: Failure, match: re.Match[str]) -> ServiceError:
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {match['limit']} tokens, but the request needs {match['prompt']} for"
-        f" its prompt and {match['answer']} for its answer.",
-        detail=failure.text,
-    )
-
-
-def _empty_prompt(failure: Failure, match: re.Match[str]) -> ServiceError:
-    return PromptRefused("The prompt is empty: there is nothing to continue.", detail=failure.text)
-
-
-def _no_lora(failure: Failure, match: re.Match[str]) -> ServiceError:
-    name = public_reason(match["name"] or "")
-    which = f"the LoRA adapter '{name}'" if name else "this LoRA adapter, or its weights"
-    return LoraNotLoaded(f"The model's backend does not have {which}.", param="model", detail=failure.text)
-
-
-def _sampling_refused(failure: Failure, match: re.Match[str]) -> ServiceError:
-    return InvalidRequest("The model's backend refused the sampling parameters.", detail=failure.text)
-
-
-def _unreadable_image(failure: Failure, match: re.Match[str]) -> ServiceError:
-    return InvalidRequest("The model's backend cannot read an image of the request.", detail=failure.text)
-
-
-def _generation_failed(failure: Failure, match: re.Match[str]) -> ServiceError:
-    # The backend passes on the text of a ValueError (the request's fault) and drops the text of everything else.
-    return _refused(failure, match) if match.group("reason").strip() else _failed(failure)
-
-
-def _failed(failure: Failure) -> ServiceError:
+def classify(failure: Failure) -> ServiceError:
+    """Return the error that *failure* means; what no rule knows is the upstream's fault (502)."""
+    text = failure.text
+    found = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
+    rule, match = next(found, (None, None))
+    if rule is not None and match is not None:
+        groups = match.groupdict()
+        said = public_reason(groups.pop("reason", match[0]) or "")
+        message = rule.unsaid if said is None and "{said}" in rule.message else rule.message
+        if message is not None:
+            message = message.format(model=failure.model, said=said, **groups)
+        return rule.error(message, detail=text, **rule.options)
+    by_status = _BY_STATUS.get(failure.status)
+    if by_status is not None:
+        return by_status.error(by_status.message, detail=text, **by_status.options)
     # A failure may say anything. What a client can do nothing about is shown only where nothing has to be taken out.
-    text = failure.text.strip()
-    private = "\n" in text or _STACK.search(text) or _PRIVATE.search(text)
-    return model_failed(None if private else public_reason(text), detail=failure.text)
+    private = "\n" in text.strip() or _STACK.search(text) or _PRIVATE.search(text)
+    return model_failed(None if private else public_reason(text), detail=text)
 
 
 def model_failed(said: str | None, *, detail: str | None) -> UpstreamError:
@@ -139,136 +223,6 @@ def failed_midway(error: InvalidRequest) -> UpstreamError:
     return model_failed(said, detail=error.detail)
 
 
-def _not_loaded(failure: Failure, match: re.Match[str]) -> ServiceError:
-    reason = public_reason(match.group("reason"))
-    message = f"Triton could not load the model '{failure.model}'"
-    return UpstreamError(
-        f"{message}: {reason}" if reason else f"{message}; its log says why.",
-        code="model_load_failed",
-        detail=failure.text,
-    )
-
-
-def _unavailable(failure: Failure, match: re.Match[str]) -> ServiceError:
-    return UpstreamUnavailable("The model is not available at the moment.", detail=failure.text, retry_after=2)
-
-
-def _rule(pattern: str, error: Callable[[Failure, re.Match[str]], ServiceError]) -> Rule:
-    return Rule(re.compile(pattern, re.DOTALL), error)
-
-
-RULES: tuple[Rule, ...] = (
-    # Triton's core.
-    _rule(
-        r"Exceeds maximum queue size",
-        lambda f, _: Overloaded("The model's queue is full.", detail=f.text, retry_after=1),
-    ),
-    _rule(
-        r"Request timeout expired",
-        lambda f, _: UpstreamTimeout("The request waited too long in the model's queue.", detail=f.text, retry_after=1),
-    ),
-    _rule(r"Request for unknown model|has no available versions", lambda f, _: ModelNotFound(f.model)),
-    _rule(r"is not ready|Stub process .* is not healthy|unhealthy|shutting down|EngineCore encountered", _unavailable),
-    # Its model repository.
-    _rule(
-        r"explicit model load / unload is not allowed",
-        lambda f, _: NotImplementedUpstream(
-            "Triton does not load or unload models by request: it was not started with --model-control-mode=explicit.",
-            detail=f.text,
-        ),
-    ),
-    _rule(
-        r"currently loading or unloading",
-        lambda f, _: ModelConflict(
-            f"Another model that '{f.model}' needs, or that needs it, is being loaded or unloaded.",
-            param="model",
-            code="model_busy",
-            detail=f.text,
-        ),
-    ),
-    _rule(r"(?:failed to load|load failed for model) '[^']*'[,:]? (?P<reason>.*)", _not_loaded),
-    _rule(
-        r"doesn't support models with decoupled transaction policy|Streaming is only supported",
-        lambda f, _: NotImplementedUpstream("The model's deployment does not stream.", detail=f.text),
-    ),
-    # TensorRT-LLM's executor, through each of its wrappers.
-    _rule(r"Prompt length \((?P<prompt>\d+)\) exceeds maximum (?:input|sequence) length \((?P<limit>\d+)\)", _too_long),
-    _rule(
-        r"Input length \((?P<prompt>\d+)\) \+ max new tokens \((?P<answer>\d+)\)[^.]*? must be less than max sequence"
-        r" length \((?P<limit>\d+)\)",
-        _no_room,
-    ),
-    # TensorRT-LLM's LLM API: PyTorch's limits of a batch and of a sequence. It divides lengths, which makes floats.
-    _rule(
-        r"sum of prompt length \((?P<prompt>\d+)(?:\.\d+)?\).*? should not exceed max_\w+ \((?P<limit>\d+)\)", _too_long
-    ),
-    _rule(r"max_seq_len \((?P<limit>\d+)\) - `splited_prompt_len` \((?P<prompt>\d+)(?:\.\d+)?\)", _too_long),
-    # vLLM's engine, over its releases.
-    _rule(
-        r"prompt \((?:total )?length (?P<prompt>\d+)\) .*?\b(?:length|context length)(?: of)? \(?(?P<limit>\d+)\)?",
-        _too_long,
-    ),
-    _rule(r"passed (?P<prompt>\d+) input tokens .*? maximum input length of (?P<limit>\d+)", _too_long),
-    _rule(r"maximum (?:context|model) length|(?:[Pp]rompt|[Ii]nput)[^.]{0,40} is too long", _limit_only),
-    # Each of them, in its own words.
-    _rule(
-        r"!mInputTokenIds\.empty\(\)|[Pp]rompt(?: \w+)? (?:can ?not|can't|must not|should not) be empty"
-        r"|[Pp]rompt is empty|[Ee]mpty prompt|text_input is required",
-        _empty_prompt,
-    ),
-    _rule(
-        r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
-        _sampling_refused,
-    ),
-    # Pillow, in whichever backend.
-    _rule(
-        r"cannot identify image file|image file is truncated|broken data stream|decompression bomb",
-        _unreadable_image,
-    ),
-    _rule(r"(?P<reason>Model [^\n]* does not support '(?:generate|embed)' request)", _refused),
-    _rule(
-        r"LoRA (?P<name>[^\n]{1,200}) is not supported|LoRA feature is not enabled|LoRA task \d+ not found in cache",
-        _no_lora,
-    ),
-    _rule(r"Error generating (?:stream|request): ?(?P<reason>.*)", _generation_failed),
-    _rule(
-        r"PEFT Cache is full|There are no done tasks to evict",
-        lambda f, _: Overloaded("The model has no room for another LoRA adapter now.", detail=f.text, retry_after=1),
-    ),
-    # The BLS and Python models, whose texts stand inside tracebacks.
-    _rule(r"max_tokens must be a single value > 0", _refused),
-    _rule(
-        r"An error occurred when processing the input values for request id [^,]*, the error was '(?P<reason>[^']*)'",
-        _refused,
-    ),
-    _rule(r"maximum input size|exceeds the maximum allowed input size", _refused),
-)
-
-_BY_STATUS: dict[str, Callable[[Failure], ServiceError]] = {
-    "UNAVAILABLE": lambda f: UpstreamUnavailable(
-        "Triton is not available at the moment.", detail=f.text, retry_after=2
-    ),
-    "DEADLINE_EXCEEDED": lambda f: UpstreamTimeout("Triton did not answer in time.", detail=f.text),
-    "CANCELLED": lambda f: UpstreamError("Triton cancelled the request.", detail=f.text),
-    "RESOURCE_EXHAUSTED": lambda f: UpstreamError(
-        "A message was too large for Triton or for this service.", detail=f.text
-    ),
-    "UNIMPLEMENTED": lambda f: NotImplementedUpstream("Triton does not support this.", detail=f.text),
-    "501": lambda f: NotImplementedUpstream("Triton does not support this.", detail=f.text),
-    "503": lambda f: UpstreamUnavailable("Triton is not available at the moment.", detail=f.text, retry_after=2),
-}
-
-
-def classify(failure: Failure) -> ServiceError:
-    """Return the error that *failure* means; what no rule knows is the upstream's fault (502)."""
-    for rule in RULES:
-        match = rule.pattern.search(failure.text)
-        if match is not None:
-            return rule.error(failure, match)
-    by_status = _BY_STATUS.get(failure.status)
-    return by_status(failure) if by_status is not None else _failed(failure)
-
-
 def no_answer(model: str) -> ServiceError:
     """Return the error for a stream that ended without a single response, which Triton itself does not report."""
     return UpstreamError("The model ended without an answer.", detail=f"model {model!r} sent no response")
@@ -276,11 +230,8 @@ def no_answer(model: str) -> ServiceError:
 
 def cut_off(reason: str | None = None) -> ServiceError:
     """Return the error for a connection that broke before the answer was complete; *reason* goes to the log."""
-    return UpstreamError(
-        "The connection to Triton was lost before the answer was complete.",
-        code="upstream_disconnected",
-        detail=reason,
-    )
+    message = "The connection to Triton was lost before the answer was complete."
+    return UpstreamError(message, code="upstream_disconnected", detail=reason)
 
 
 def unreachable(reason: str) -> ServiceError:

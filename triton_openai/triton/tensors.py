@@ -20,26 +20,13 @@ from triton_openai.errors import UpstreamError
 
 # numpy is not needed for this: arrays of these item codes have exactly the protocol's sizes on every platform we serve.
 _ARRAY_CODES = {
-    "INT8": "b",
-    "INT16": "h",
-    "INT32": "i",
-    "INT64": "q",
-    "UINT8": "B",
-    "UINT16": "H",
-    "UINT32": "I",
-    "UINT64": "Q",
-    "FP32": "f",
-    "FP64": "d",
-}
+    "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q",
+    "FP32": "f", "FP64": "d",
+}  # fmt: skip
+_BITS = (8, 16, 32, 64)
 INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
-    "INT8": (-(2**7), 2**7 - 1),
-    "INT16": (-(2**15), 2**15 - 1),
-    "INT32": (-(2**31), 2**31 - 1),
-    "INT64": (-(2**63), 2**63 - 1),
-    "UINT8": (0, 2**8 - 1),
-    "UINT16": (0, 2**16 - 1),
-    "UINT32": (0, 2**32 - 1),
-    "UINT64": (0, 2**64 - 1),
+    **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in _BITS},
+    **{f"UINT{bits}": (0, 2**bits - 1) for bits in _BITS},
 }
 _LENGTH = struct.Struct("<I")
 
@@ -216,7 +203,6 @@ class JsonResponse:
         self._values = values
 
     def texts(self, name: str) -> Sequence[str]:
-        """Return a BYTES output as text."""
         value = self._values.get(name)
         if value is None:
             return ()
@@ -230,7 +216,6 @@ class JsonResponse:
         return [array("f", values).tobytes()] if values else []
 
     def tensor(self, name: str) -> OutputTensor | None:
-        """Return nothing: there are no raw contents here."""
         return None
 
 
@@ -251,7 +236,6 @@ class BinaryResponse:
         self._outputs = outputs
 
     def texts(self, name: str) -> Sequence[str]:
-        """Return a BYTES output as text."""
         output = self._outputs.get(name)
         if output is None:
             return ()
@@ -260,10 +244,7 @@ class BinaryResponse:
         offset = 0
         while offset < len(data):
             end = offset + 4
-            if end > len(data):
-                raise UpstreamError(f"Triton sent a malformed '{name}' output.")
-            (length,) = _LENGTH.unpack_from(data, offset)
-            offset = end + length
+            offset = end + int.from_bytes(data[offset:end], "little")
             if offset > len(data):
                 raise UpstreamError(f"Triton sent a malformed '{name}' output.")
             texts.append(data[end:offset].decode("utf-8", "replace"))
@@ -302,53 +283,7 @@ class BinaryResponse:
         return [data[i * width : (i + 1) * width] for i in range(rows)]
 
     def tensor(self, name: str) -> OutputTensor | None:
-        """Return an output as it came."""
         return self._outputs.get(name)
-
-
-class _Io(msgspec.Struct, frozen=True):
-    name: str
-    data_type: str = ""
-    dims: list[int | str] = []
-    optional: bool = False
-
-
-class _Policy(msgspec.Struct, frozen=True):
-    decoupled: bool = False
-
-
-class _Value(msgspec.Struct, frozen=True):
-    string_value: str = ""
-
-
-class _Step(msgspec.Struct, frozen=True):
-    model_name: str
-    input_map: dict[str, str] = {}
-    output_map: dict[str, str] = {}
-
-
-class _Ensemble(msgspec.Struct, frozen=True):
-    step: list[_Step] = []
-
-
-class _Batching(msgspec.Struct, frozen=True):
-    priority_levels: int | str = 0
-
-
-class _Config(msgspec.Struct, frozen=True):
-    name: str
-    backend: str = ""
-    platform: str = ""
-    max_batch_size: int = 0
-    input: list[_Io] = []
-    output: list[_Io] = []
-    parameters: dict[str, _Value] = {}
-    model_transaction_policy: _Policy = _Policy()
-    ensemble_scheduling: _Ensemble = _Ensemble()
-    dynamic_batching: _Batching = _Batching()
-
-
-_decoder = msgspec.json.Decoder(_Config)
 
 
 def datatype(data_type: str) -> str:
@@ -357,38 +292,27 @@ def datatype(data_type: str) -> str:
     return "BYTES" if name == "STRING" else name
 
 
-def _specs(items: list[_Io]) -> dict[str, TensorSpec]:
-    return {
-        item.name: TensorSpec(
-            name=item.name,
-            datatype=datatype(item.data_type),
-            # protobuf's JSON form writes int64 as text; Triton's own writes numbers: accept both.
-            dims=tuple(int(dim) for dim in item.dims),
-            optional=item.optional,
-        )
-        for item in items
-    }
-
-
 def parse_model_config(data: bytes) -> ModelConfig:
     """Return the configuration; raises :class:`UpstreamError` when *data* is not one."""
     try:
-        config = _decoder.decode(data)
-        return ModelConfig(
-            name=config.name,
-            backend=config.backend,
-            platform=config.platform,
-            max_batch_size=config.max_batch_size,
-            decoupled=config.model_transaction_policy.decoupled,
-            inputs=_specs(config.input),
-            outputs=_specs(config.output),
-            parameters={key: value.string_value for key, value in config.parameters.items()},
-            steps=tuple(
-                EnsembleStep(model=step.model_name, input_map=step.input_map, output_map=step.output_map)
-                for step in config.ensemble_scheduling.step
-            ),
-            # An uint64: text in protobuf's JSON form.
-            priority_levels=int(config.dynamic_batching.priority_levels),
-        )
-    except (msgspec.MsgspecError, ValueError) as error:
+        config = msgspec.json.decode(data)
+        found = {
+            **{name: config[name] for name in ("name", "backend", "platform", "max_batch_size") if name in config},
+            "decoupled": config.get("model_transaction_policy", {}).get("decoupled", False),
+            "inputs": _specs(config.get("input", ())),
+            "outputs": _specs(config.get("output", ())),
+            "parameters": {name: value.get("string_value", "") for name, value in config.get("parameters", {}).items()},
+            "steps": [
+                {"input_map": {}, "output_map": {}, **step, "model": step["model_name"]}
+                for step in config.get("ensemble_scheduling", {}).get("step", ())
+            ],
+            "priority_levels": config.get("dynamic_batching", {}).get("priority_levels", 0),
+        }
+        # Not strict: protobuf's JSON form writes int64 as text, Triton's own writes numbers.
+        return msgspec.convert(found, ModelConfig, strict=False)
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UpstreamError("Triton sent a model configuration that cannot be read.", detail=str(error)) from error
+
+
+def _specs(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {item["name"]: {"dims": (), **item, "datatype": datatype(item.get("data_type", ""))} for item in items}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.serving.test_shared import Workers
+from tests.unit.serving.test_shared import Workers, settled
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
 from triton_openai.models.draining import Draining, ModelDraining
@@ -166,6 +166,7 @@ async def test_one_winner(pair):
                 pass
         async with serving.models.claim(["a"]):
             pass
+    await settled()
     async with serving.models.claim(["a", "m"]):
         pass
 

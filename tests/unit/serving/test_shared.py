@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 import pytest
 from hypothesis import given
@@ -12,64 +11,84 @@ from hypothesis import strategies as st
 from triton_openai.access.rate_limits import Decision, RateLimit
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.workers import shared as module
-from triton_openai.serving.workers.channel import Answer, ChangeGates, FromWorker, Listening, Message
+from triton_openai.serving.workers.channel import Channel
 from triton_openai.serving.workers.shared import SharedClient, SharedState
 
 
+class Wire:
+    """One direction of a connection: what is written arrives in a later turn, and waits while it is *held*."""
+
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        self.held = False
+        self._closed = False
+        self._waiting: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self._waiting.append(data)
+        asyncio.get_running_loop().call_soon(self.arrive)
+
+    def arrive(self) -> None:
+        while self._waiting and not self.held and not self._closed:
+            self.reader.feed_data(self._waiting.pop(0))
+
+    def is_closing(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.reader.feed_eof()
+
+
 class Workers:
-    """The parent and the workers of a service in one process; messages arrive one after the other, in later turns."""
+    """The parent and the workers of a service in one process."""
 
     def __init__(self) -> None:
         self.state = SharedState()
         self.clients: dict[int, SharedClient] = {}
-        self._stopped: set[int] = set()
-        self._parent_hangs = False
-        self._for_parent: deque[tuple[int, SharedClient, FromWorker]] = deque()
+        # Each worker's wires to the parent and from it, and what runs at their ends.
+        self._wires: dict[int, tuple[Wire, Wire]] = {}
+        self._running: set[asyncio.Task[None]] = set()
 
     def start(self, index: int) -> SharedClient:
         """Start the worker *index* and return its client."""
-        client = SharedClient(lambda message: self._to_parent(index, client, message))
-        self.clients[index] = client
-        self._to_parent(index, client, Listening())
-        return client
+        up, down = self._wires[index] = Wire(), Wire()
+        here, there = Channel(up.reader, down), Channel(down.reader, up)  # type: ignore[arg-type]
+        here.methods |= self.state.methods(index)
+        self._running |= {asyncio.create_task(end.run()) for end in (here, there)}
+        self.clients[index] = SharedClient(there)
+        self.state.add(index, here)
+        return self.clients[index]
 
     def kill(self, index: int) -> None:
         """End a worker; what it has sent has arrived."""
         del self.clients[index]
+        up, down = self._wires.pop(index)
+        down.close()
+        up.close()
         self.state.forget(index)
 
     def hang(self, index: int) -> None:
         """Let a worker hear nothing from now on."""
-        self._stopped.add(index)
+        self._wires[index][1].held = True
 
     def stop_parent(self) -> None:
         """Let the parent hear nothing until :meth:`go_on`."""
-        self._parent_hangs = True
+        for up, _ in self._wires.values():
+            up.held = True
 
     def go_on(self) -> None:
         """Let the parent hear what came meanwhile."""
-        self._parent_hangs = False
-        while self._for_parent:
-            self._parent_hears(*self._for_parent.popleft())
+        for up, _ in self._wires.values():
+            up.held = False
+            up.arrive()
 
-    def _to_parent(self, index: int, client: SharedClient, message: Message) -> None:
-        assert isinstance(message, FromWorker)
-        asyncio.get_running_loop().call_soon(self._arrive, index, client, message)
 
-    def _arrive(self, index: int, client: SharedClient, message: FromWorker) -> None:
-        if self._parent_hangs:
-            self._for_parent.append((index, client, message))
-        else:
-            self._parent_hears(index, client, message)
-
-    def _parent_hears(self, index: int, client: SharedClient, message: FromWorker) -> None:
-        if self.clients.get(index) is client:
-            self.state.heard(index, message, lambda answer: self._to_worker(index, client, answer))
-
-    def _to_worker(self, index: int, client: SharedClient, message: Message) -> None:
-        assert isinstance(message, Answer | ChangeGates)
-        if self.clients.get(index) is client and index not in self._stopped:
-            asyncio.get_running_loop().call_soon(client.heard, message)
+async def settled() -> None:
+    """Let everything arrive that is on its way."""
+    for _ in range(12):
+        await asyncio.sleep(0)
 
 
 def admitted(decisions: list[Decision]) -> int:
@@ -88,6 +107,7 @@ async def test_limits_of_a_minute_are_exact() -> None:
     assert {"49", "1000"} == {other.headers[f"x-ratelimit-remaining-{kind}"] for kind in ("requests", "tokens")}
 
     workers[0].leave("b", 400)
+    await settled()
     assert "600" == (await workers[2].admit("b", limit)).headers["x-ratelimit-remaining-tokens"]
 
 
@@ -114,8 +134,7 @@ async def test_nothing_leaks(steps: list[tuple[str, int]], most: int) -> None:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await settled()
             # It was answered before it was cancelled.
             running[index] += not task.cancelled() and task.result().refusal is None
         elif what == "leave" and running[index]:
@@ -125,7 +144,7 @@ async def test_nothing_leaks(steps: list[tuple[str, int]], most: int) -> None:
             service.kill(index)
             service.start(index)
             running[index] = 0
-        await asyncio.sleep(0)
+        await settled()
     for index in range(3):
         service.kill(index)
         service.start(index)
@@ -144,6 +163,15 @@ async def test_a_parent_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) ->
         await client.admit("a", limit)
     assert (503, "1") == (caught.value.status, caught.value.headers()["Retry-After"])
     service.go_on()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     assert [1, 0] == [admitted([await client.admit("a", limit)]) for _ in range(2)]
+
+
+async def test_a_parent_that_is_gone() -> None:
+    """Requests with limits are refused at once."""
+    service = Workers()
+    client = service.start(0)
+    service.kill(0)
+    await settled()
+    with pytest.raises(ServiceOverloaded):
+        await client.admit("a", RateLimit(concurrent_requests=1))

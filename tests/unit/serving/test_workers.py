@@ -14,27 +14,13 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from structlog.testing import capture_logs
 
-from triton_openai.cli.worker import _Control
+from triton_openai.cli import worker as worker_command
 from triton_openai.config import ApiSettings, DefaultParameters, ModelSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.config.tree import LoraSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.serving.workers import channel as messages
-from triton_openai.serving.workers.channel import (
-    Channel,
-    End,
-    Greet,
-    Greeting,
-    HandOver,
-    Hurry,
-    Listening,
-    Message,
-    NewSettings,
-    Refused,
-    Taken,
-)
-from triton_openai.serving.workers.pool import Pool
-from triton_openai.serving.workers.process import WorkerProcess
+from triton_openai.serving.workers.channel import Channel, encode
+from triton_openai.serving.workers.pool import Pool, Start, WorkerProcess
 
 _RICH = Settings(
     triton=TritonSettings(url=("http://a:1", "grpc://b:2"), model_repository=(Path("/a"), Path("/b"))),
@@ -51,30 +37,37 @@ _RICH = Settings(
 _NEW = Settings(api=ApiSettings(default_max_tokens=7))
 
 
-class Member:
+class Member(WorkerProcess):
     """A worker of no process: it records what it is told, and ends when the test says so."""
 
     def __init__(self, index: int, pid: int, settings: Settings) -> None:
         self.index = index
         self.pid = pid
         self.settings = settings
+        self.channel = self  # type: ignore[assignment]
         self.held = [settings]
-        self.listening = False
+        self.listening = asyncio.Event()
         self.signs = 0
         self.signals: list[signal.Signals] = []
         self.refusal: str | None = None
         self.refuses: str | None = None
-        self.told: list[Message] = []
+        self.told: list[tuple[object, ...]] = []
+        self.greetings: list[asyncio.Future[str | None]] = []
         self.obeys = True
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def ended(self) -> int:
         return await self.status
 
-    def send(self, message: Message) -> None:
-        self.told.append(message)
-        if isinstance(message, End | Hurry) and self.obeys:
+    def notify(self, method: str, *arguments: object) -> None:
+        self.told.append((method, *arguments))
+        if self.obeys:
             self.end(0)
+
+    def call(self, method: str, *arguments: object) -> asyncio.Future[str | None]:
+        self.told.append((method, *arguments))
+        self.greetings.append(asyncio.get_running_loop().create_future())
+        return self.greetings[-1]
 
     async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
         self.settings = settings
@@ -84,13 +77,15 @@ class Member:
 
     def signal(self, number: signal.Signals) -> None:
         self.signals.append(number)
-
-    def kill(self) -> None:
-        self.end(-9)
+        if number == signal.SIGKILL:
+            self.end(-9)
 
     def end(self, status: int) -> None:
         if not self.status.done():
             self.status.set_result(status)
+            for greeting in self.greetings:
+                if not greeting.done():
+                    greeting.set_result(None)
 
 
 class Factory:
@@ -99,6 +94,7 @@ class Factory:
     def __init__(self) -> None:
         self.members: list[Member] = []
         self.forgotten: list[int] = []
+        self.listening: list[int] = []
         self.failures = 0
         #: Those who are started are there when it is set.
         self.hold = asyncio.Event()
@@ -114,8 +110,15 @@ class Factory:
         await self.hold.wait()
         return member
 
-    def forget(self, index: int) -> None:
-        self.forgotten.append(index)
+    def pool(self, count: int, settings: Settings | None = None) -> Pool:
+        return Pool(
+            settings or Settings(),
+            count,
+            self.start,
+            listens=lambda index, _: self.listening.append(index),
+            forget=self.forgotten.append,
+            first_pause=0.001,
+        )
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -128,12 +131,12 @@ async def until(condition: Callable[[], object]) -> None:
 
 @contextlib.asynccontextmanager
 async def running(factory: Factory, count: int = 2, settings: Settings | None = None):
-    pool = Pool(settings or Settings(), count, factory.start, forget=factory.forget, first_pause=0.001)
+    pool = factory.pool(count, settings)
     task = asyncio.create_task(pool.run())
     await until(lambda: len(factory.members) == count)
     for member in factory.members:
-        member.listening = True
-        pool.heard(member, Listening())
+        member.listening.set()
+    await until(lambda: len(factory.listening) == count)
     yield pool
     await pool.end(notice=False, hurried=asyncio.Event())
     await asyncio.wait_for(task, 10)
@@ -168,7 +171,7 @@ async def test_a_process_that_cannot_be_started_is_tried_again() -> None:
 async def test_a_first_start_that_is_refused_ends_it_all() -> None:
     """What a worker says is wrong with the settings is what the service says, once."""
     factory = Factory()
-    pool = Pool(Settings(), 3, factory.start, forget=factory.forget)
+    pool = factory.pool(3)
     task = asyncio.create_task(pool.run())
     await until(lambda: len(factory.members) == 3)
     for member in factory.members:
@@ -182,7 +185,7 @@ async def test_a_first_start_that_is_refused_ends_it_all() -> None:
 async def test_a_first_start_that_fails_ends_it_all() -> None:
     """A worker that dies before any has listened would die again; those that still start are ended."""
     factory = Factory()
-    pool = Pool(Settings(), 3, factory.start, forget=factory.forget)
+    pool = factory.pool(3)
     task = asyncio.create_task(pool.run())
     await until(lambda: len(factory.members) == 3)
     factory.members[1].end(1)
@@ -200,12 +203,14 @@ async def test_the_first_who_can_greets() -> None:
         factory.members[0].end(-9)
         await until(lambda: len(factory.members) == 3)
         late = factory.members[2]
-        pool.heard(late, Listening())
-        pool.heard(late, Greeting("hello"))
-        pool.heard(factory.members[1], Greeting("hello again"))
+        late.listening.set()
+        await until(lambda: late.greetings)
+        late.greetings[0].set_result("hello")
+        factory.members[1].greetings[0].set_result("hello again")
 
         assert "hello" == await pool.greeting
-        assert [Greet(launched=True)] == late.told == factory.members[1].told
+        assert [("greet", True)] == late.told == factory.members[1].told
+        assert [0, 1, 0] == factory.listening
 
 
 async def test_new_settings_reach_everybody() -> None:
@@ -257,39 +262,86 @@ async def test_who_keeps_other_settings_is_told_to_the_operator() -> None:
     assert [Settings(), _NEW, Settings()] == factory.members[0].held
 
 
+class Conversation:
+    """A worker as its parent sees it, and the worker's own end of the channel."""
+
+    def __init__(self, worker: WorkerProcess, far: Channel) -> None:
+        self.worker = worker
+        self.far = far
+        self.running = asyncio.create_task(far.run())
+
+
 @contextlib.asynccontextmanager
 async def conversation():
-    """A worker as its parent sees it, and the worker's own end of the channel."""
     ours, theirs = socket.socketpair()
     near, far = await Channel.open(ours), await Channel.open(theirs)
     process = Mock(pid=100, wait=AsyncMock(return_value=0))
-    worker = WorkerProcess(process, near, Settings(), lambda *_: None)
-    yield worker, far
-    far.close()
-    await worker.ended()
+    found = Conversation(WorkerProcess(process, near, Settings()), far)
+    yield found
+    found.running.cancel()
+    await found.worker.ended()
 
 
 async def test_silence_is_no_consent(monkeypatch: pytest.MonkeyPatch) -> None:
     """New settings that a worker does not answer to are not in force, and its late answer is not one to the next."""
-    async with conversation() as (worker, far):
-        monkeypatch.setattr("triton_openai.serving.workers.process._TAKE_OVER_SECONDS", 0.01)
-        assert "did not answer" in (await worker.take_over(_NEW, renew=False) or "")
+    asked: list[Settings] = []
+    answered = asyncio.Event()
 
-        monkeypatch.setattr("triton_openai.serving.workers.process._TAKE_OVER_SECONDS", 60)
-        second = asyncio.create_task(worker.take_over(_RICH, renew=False))
-        asked = [await far.receive(), await far.receive()]
-        first_id, second_id = (message.id for message in asked if isinstance(message, NewSettings))
-        far.send(Taken(first_id))
-        far.send(Refused("No such file.", second_id))
+    async def take_over(settings: Settings, renew: bool) -> str | None:
+        asked.append(settings)
+        if settings == _NEW:
+            await answered.wait()
+            return None
+        return "No such file."
 
-        assert "No such file." == await second
+    async with conversation() as one:
+        one.far.methods["take_over"] = take_over
+        monkeypatch.setattr("triton_openai.serving.workers.pool._TAKE_OVER_SECONDS", 0.01)
+        assert "did not answer" in (await one.worker.take_over(_NEW, renew=False) or "")
+
+        monkeypatch.setattr("triton_openai.serving.workers.pool._TAKE_OVER_SECONDS", 60)
+        answered.set()
+        assert "No such file." == await one.worker.take_over(_RICH, renew=False)
+    assert [_NEW, _RICH] == asked
 
 
 async def test_a_worker_that_ends_is_not_waited_for() -> None:
     """Its successor gets the new settings."""
-    async with conversation() as (worker, far):
-        far.close()
-        assert await worker.take_over(_NEW, renew=False) is None
+    async with conversation() as one:
+        asking = asyncio.create_task(one.worker.take_over(_NEW, renew=False))
+        await asyncio.sleep(0)
+        one.running.cancel()
+        async with asyncio.timeout(10):
+            assert await asking is None
+            assert await one.worker.take_over(_NEW, renew=False) is None
+
+
+async def test_what_a_worker_says_of_itself() -> None:
+    """That it listens, that it is alive, and why it ends."""
+    async with conversation() as one:
+        assert (False, 0) == (one.worker.listening.is_set(), one.worker.signs)
+        for said in (("alive",), ("listening",), ("alive",), ("refuse", "No such adapter.")):
+            one.far.notify(*said)
+        await until(lambda: one.worker.refusal)
+        assert (True, 2, "No such adapter.") == (one.worker.listening.is_set(), one.worker.signs, one.worker.refusal)
+
+
+@contextlib.asynccontextmanager
+async def controlled(stop: Mock):
+    """The parent's end of the channel of a worker that does what it is told."""
+    ours, theirs = socket.socketpair()
+    parent, channel = await Channel.open(ours), await Channel.open(theirs)
+    listening = asyncio.Event()
+    parent.methods |= {"listening": listening.set, "alive": Mock()}
+    start = Start(worker=Worker(), settings=Settings(), sockets=(), address="http://[::1]:9")
+    tasks = [
+        asyncio.create_task(parent.run()),
+        asyncio.create_task(worker_command._controlled(start, Mock(), stop, channel)),
+    ]
+    await asyncio.wait_for(listening.wait(), 10)
+    yield parent
+    tasks[0].cancel()
+    await asyncio.wait_for(tasks[1], 10)
 
 
 async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,24 +353,32 @@ async def test_settings_are_taken_over_in_the_order_in_which_they_came(monkeypat
         if settings == _NEW:
             await slow.wait()
             raise ConfigurationError("No such file.")
+        if settings == Settings():
+            raise KeyError("a bug")
         taken.append(settings)
 
-    monkeypatch.setattr("triton_openai.cli.worker.take_over", take_over)
-    ours, theirs = socket.socketpair()
-    parent, channel = await Channel.open(ours), await Channel.open(theirs)
-    control = asyncio.create_task(_Control(Mock(), Mock(), Mock(), channel, Mock()).run())
-    parent.send(NewSettings(id=1, settings=_NEW, renew=False))
-    parent.send(NewSettings(id=2, settings=_RICH, renew=False))
-    assert Listening() == await parent.receive()
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert [] == taken
-    slow.set()
+    monkeypatch.setattr(worker_command, "take_over", take_over)
+    async with controlled(Mock()) as parent:
+        answers = [parent.call("take_over", settings, False) for settings in (_NEW, _RICH, Settings())]
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert [] == taken
+        slow.set()
+        refused, accepted, failed = await asyncio.wait_for(asyncio.gather(*answers), 10)
 
-    assert [Refused("No such file.", 1), Taken(2)] == [await parent.receive(), await parent.receive()]
+    assert ("No such file.", None) == (refused, accepted)
+    assert "failed to take" in failed
     assert [_RICH] == taken
-    parent.close()
-    await control
+
+
+async def test_a_worker_ends_when_it_is_told_or_alone() -> None:
+    """In order, at once, or because there is nobody who could tell it."""
+    stop = Mock()
+    async with controlled(stop) as parent:
+        parent.notify("end", True)
+        parent.notify("hurry")
+        await until(lambda: stop.hurry.called)
+    assert [True, False] == [call.kwargs["notice"] for call in stop.ask.call_args_list]
 
 
 async def test_the_end_in_order() -> None:
@@ -327,7 +387,7 @@ async def test_the_end_in_order() -> None:
     async with running(factory) as pool:
         await pool.end(notice=True, hurried=asyncio.Event())
 
-    assert [[End(notice=True)]] * 2 == [member.told[:1] for member in factory.members]
+    assert [[("end", True)]] * 2 == [member.told[:1] for member in factory.members]
     assert 2 == len(factory.members)
 
 
@@ -345,7 +405,7 @@ async def test_a_hurry_is_passed_on() -> None:
         hurried.set()
         await asyncio.wait_for(ending, 10)
 
-    assert [[End(notice=False), Hurry()]] * 2 == [member.told[:2] for member in factory.members]
+    assert [[("end", False), ("hurry",)]] * 2 == [member.told[:2] for member in factory.members]
 
 
 async def test_who_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +438,7 @@ async def test_who_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch)
             await until(lambda: len(factory.members) == 3)
             speaking.cancel()
 
-    assert (-9, [signal.SIGQUIT]) == (silent.status.result(), silent.signals)
+    assert (-9, [signal.SIGQUIT, signal.SIGKILL]) == (silent.status.result(), silent.signals)
     assert [] == alive.signals
     hung = [entry["worker"] for entry in logs if entry["event"] == "worker hangs and is killed"]
     assert [0] == hung[:1]
@@ -388,7 +448,7 @@ async def test_who_does_not_listen_yet_is_not_watched() -> None:
     """A start may take as long as its disk does."""
     factory = Factory()
     settings = Settings(server=ServerSettings(worker_timeout=0.02))
-    pool = Pool(settings, 1, factory.start, forget=factory.forget)
+    pool = factory.pool(1, settings)
     task = asyncio.create_task(pool.run())
     await until(lambda: factory.members)
     await asyncio.sleep(0.1)
@@ -397,32 +457,23 @@ async def test_who_does_not_listen_yet_is_not_watched() -> None:
     await asyncio.wait_for(task, 10)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        HandOver(
-            worker=Worker(index=1, count=2, directory=Path("/run/x")),
-            settings=Settings(),
-            sockets=(3, 4),
-            address="http://[::1]:9",
-        ),
-        NewSettings(id=1, settings=_NEW, renew=True),
-        NewSettings(id=2, settings=_RICH, renew=False),
-        Refused("No."),
-        Refused("No.", 2),
-        End(notice=True),
-        Hurry(),
-        Greeting("äöü\n" * 100_000),
-    ],
-    ids=lambda message: type(message).__name__,
-)
-async def test_messages_arrive_as_they_were_sent(message: Message) -> None:
+async def test_calls_arrive_as_they_were_made() -> None:
     """Whole, in whatever pieces they come."""
+    sent = [
+        _NEW,
+        _RICH,
+        Path("/run/x"),
+        Start(worker=Worker(), settings=_RICH, sockets=(3,), address="x"),
+        "\xe4" * 10**6,
+    ]
     reader = asyncio.StreamReader()
-    sent = messages.encode(message)
-    for start in range(0, len(sent), 50_000):
-        reader.feed_data(sent[start : start + 50_000])
+    data = b"".join(encode(0, "take", (one,)) for one in sent)
+    for start in range(0, len(data), 50_000):
+        reader.feed_data(data[start : start + 50_000])
     reader.feed_eof()
-    channel = messages.Channel(reader, None)  # type: ignore[arg-type]
+    channel = Channel(reader, Mock())
+    found: list[object] = []
+    channel.methods["take"] = found.append
+    await channel.run()
 
-    assert [message, None] == [await channel.receive(), await channel.receive()]
+    assert sent == found

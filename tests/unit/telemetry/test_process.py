@@ -35,16 +35,13 @@ def test_the_limit_is_raised_as_far_as_it_may_be(given: tuple[int, int], found: 
 )
 def test_a_word_before_there_are_none(limit: int, number: int, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes when few are left, and not for every client that finds it so."""
-    now = 0.0
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    watch = DescriptorWatch(lambda: now)
+    watch = DescriptorWatch()
     with structlog.testing.capture_logs() as lines:
-        watch.taken(3)
-        watch.taken(number)
-        now = 59.0
-        watch.taken(number)
+        watch.taken(3, 0.0)
+        watch.taken(number, 0.0)
+        watch.taken(number, 59.0)
         assert warns == len(lines)
-        now = 60.0
-        watch.taken(number)
+        watch.taken(number, 60.0)
 
     assert 2 * warns == len(lines)

@@ -43,7 +43,7 @@ from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import otlp
 from triton_openai.telemetry.logging import configure_logging
 from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation
-from triton_openai.telemetry.tracing import Propagation, Tracing
+from triton_openai.telemetry.tracing import Tracing
 from triton_openai.triton.tensors import InferRequest
 
 PARENT = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -387,7 +387,7 @@ def test_headers_are_handed_on() -> None:
         request=_request({"traceparent": PARENT, "tracestate": "x=1"}),
     )
     assert {"x-request-id": "r"} == observation.upstream.begin(REQUEST, FakeAnswer()).headers
-    Propagation().started(observation)
+    Tracing().started(observation)
 
     with observation.upstream.call(REQUEST) as sent:
         assert {"x-request-id": "r", "traceparent": PARENT, "tracestate": "x=1"} == sent.headers
@@ -396,7 +396,7 @@ def test_headers_are_handed_on() -> None:
 def passed_on(headers: Any) -> dict[str, str]:
     """Return the trace context that goes to Triton where no spans are made."""
     observation = Observation(request_id="r", method="POST", path="/", request=_request(headers))
-    Propagation().started(observation)
+    Tracing().started(observation)
     sent = observation.upstream.begin(REQUEST, FakeAnswer()).headers
     return {name: value for name, value in sent.items() if name != "x-request-id"}
 

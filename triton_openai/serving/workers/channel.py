@@ -1,222 +1,102 @@
 """
-What a parent and its workers say to each other, over a pair of sockets that nobody else holds.
+Calls between a parent and its workers, over a pair of sockets that nobody else holds.
 
-Each message is its length in four bytes and then JSON. A worker whose parent has gone finds the connection closed.
+A message is its length in four bytes and then a pickle: both ends are this program, and one has started the other. A
+worker whose parent has gone finds the connection closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import pickle
 import socket
 import struct
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
-
-import msgspec
-
-from triton_openai.access.rate_limits import Decision, RateLimit
-from triton_openai.config import Settings
-from triton_openai.config.worker import Worker
-from triton_openai.models.draining import ModelChange
 
 _LENGTH = struct.Struct(">I")
 
 
-# From the parent
-
-
-class HandOver(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first message: which worker it is, its settings, the numbers of its listening sockets, and their address."""
-
-    worker: Worker
-    settings: Settings
-    sockets: tuple[int, ...]
-    address: str
-
-
-class Greet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Say what is served; *launched* is whether the Triton was started with the service, and is known to be ready."""
-
-    launched: bool
-
-
-class NewSettings(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Use these settings from now on; the answer carries the same *id*."""
-
-    id: int
-    settings: Settings
-    renew: bool
-
-
-class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """End in order; with *notice*, give load balancers time to notice first."""
-
-    notice: bool
-
-
-class Hurry(msgspec.Struct, frozen=True, tag=True):
-    """End now: what still runs is told so."""
-
-
-class Answer(msgspec.Struct, frozen=True, tag=True):
-    """
-    The answer to the message *id* of the worker.
-
-    *decision* is that to :class:`Admit`, *taken* the model that was not free for :class:`Claim`. All other workers have
-    made the change of :class:`ChangeGates`.
-    """
-
-    id: int
-    decision: Decision | None = None
-    taken: str | None = None
-
-
-# From the worker
-
-
-class Listening(msgspec.Struct, frozen=True, tag=True):
-    """It accepts connections."""
-
-
-class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Its event loop turns."""
-
-
-class Greeting(msgspec.Struct, frozen=True, tag=True):
-    """What is served, as it is to be printed."""
-
-    text: str
-
-
-class Taken(msgspec.Struct, frozen=True, tag=True):
-    """The worker uses the settings of the message *id*."""
-
-    id: int
-
-
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """
-    The settings of the message *id* cannot be used: those before hold.
-
-    Without an id, these were the first settings, and the worker ends.
-    """
-
-    reason: str
-    id: int | None = None
-
-
-class Admit(msgspec.Struct, frozen=True, tag=True):
-    """Count a request of the key *name* in, if *limit* allows it."""
-
-    id: int
-    name: str
-    limit: RateLimit
-
-
-class Leave(msgspec.Struct, frozen=True, tag=True):
-    """Count a request of the key *name* out, and the *tokens* that it used in."""
-
-    name: str
-    tokens: int
-
-
-class Claim(msgspec.Struct, frozen=True, tag=True):
-    """Let no other request load or unload *models* until :class:`Unclaim`: all of them, or none."""
-
-    id: int
-    models: tuple[str, ...]
-
-
-class Unclaim(msgspec.Struct, frozen=True, tag=True):
-    """Give the claim of *models* back."""
-
-    models: tuple[str, ...]
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """The change *id* is made."""
-
-    id: int
-
-
-# From a worker, and from the parent to the others
-
-
-class ChangeGates(msgspec.Struct, frozen=True, tag=True):
-    """Make a change of *models* in the other processes, see :class:`triton_openai.models.draining.Peers`."""
-
-    id: int
-    action: ModelChange
-    models: tuple[str, ...]
-
-
-FromParent = HandOver | Greet | NewSettings | End | Hurry | Answer | ChangeGates
-FromWorker = Listening | Alive | Greeting | Taken | Refused | Admit | Leave | Claim | Unclaim | Done | ChangeGates
-Message = FromParent | FromWorker
-
-
-def _decode_value(target: type, value: Any) -> Any:
-    if target is Path:
-        return Path(value)
-    raise NotImplementedError(target)
-
-
-def encode(message: Message) -> bytes:
-    """Return *message* as it is sent."""
-    body = msgspec.json.encode(message, enc_hook=str)
+def encode(number: int, method: str | None, content: Any) -> bytes:
+    """Return call *number* of *method* with its arguments, or its answer where *method* is ``None``; 0 wants none."""
+    body = pickle.dumps((number, method, content))
     return _LENGTH.pack(len(body)) + body
 
 
-def _decode(body: bytes) -> Message:
-    message: Message = msgspec.json.decode(body, type=Message, dec_hook=_decode_value)
-    return message
-
-
-def receive_first(connection: socket.socket) -> HandOver:
-    """Wait for the hand-over on *connection*; blocks. Raises :class:`EOFError` when the parent has gone."""
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-    message = _decode(_receive(connection, length))
-    if not isinstance(message, HandOver):
-        raise TypeError(f"A worker was told {type(message).__name__} first.")
-    return message
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    received = bytearray()
-    while len(received) < count:
-        piece = connection.recv(count - len(received))
-        if not piece:
-            raise EOFError
-        received += piece
-    return bytes(received)
-
-
 class Channel:
-    """One end of the connection. Made by :meth:`open`."""
+    """
+    One end of the connection.
+
+    The other end calls *methods* by their names. They are called in the order in which the calls come; coroutines go on
+    as tasks.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.methods: dict[str, Callable[..., Any]] = {}
         self._reader = reader
         self._writer = writer
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def open(cls, connection: socket.socket) -> Channel:
-        """Talk over *connection*, which then belongs to the channel."""
+        """Return an end over *connection*, which then belongs to it."""
         connection.setblocking(False)
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
-    def send(self, message: Message) -> None:
-        """Send *message*; one to who has gone is lost."""
-        if not self._writer.is_closing():
-            self._writer.write(encode(message))
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Call *method* of the other end, and want no answer."""
+        self._send(0, method, arguments)
 
-    async def receive(self) -> Message | None:
-        """Return the next message, None once the other side has gone."""
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call *method* of the other end. The future has the answer; ``None`` where the other end has gone."""
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        if not self._send(number, method, arguments):
+            answer.set_result(None)
+        return answer
+
+    async def run(self) -> None:
+        """Do what the other end says until it has gone, and close the connection."""
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            return _decode(await self._reader.readexactly(length))
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                self._take(*pickle.loads(await self._reader.readexactly(length)))
         except (asyncio.IncompleteReadError, ConnectionError):
-            return None
+            pass
+        finally:
+            self._writer.close()
+            for task in self._tasks:
+                task.cancel()
+            for answer in self._calls.values():
+                if not answer.done():
+                    answer.set_result(None)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._writer.close()
+    def _take(self, number: int, method: str | None, content: Any) -> None:
+        if method is None:
+            answer = self._calls.pop(number)
+            # Who asked may have stopped waiting.
+            if not answer.done():
+                answer.set_result(content)
+            return
+        result = self.methods[method](*content)
+        if asyncio.iscoroutine(result):
+            task = asyncio.create_task(self._answer(number, result))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif number:
+            self._send(number, None, result)
+
+    async def _answer(self, number: int, work: Awaitable[Any]) -> None:
+        result = await work
+        if number:
+            self._send(number, None, result)
+
+    def _send(self, number: int, method: str | None, content: Any) -> bool:
+        """Send a message; return false where the other end has gone."""
+        if self._writer.is_closing():
+            return False
+        self._writer.write(encode(number, method, content))
+        return True

@@ -1,20 +1,26 @@
-"""All workers of a service, seen from their parent: each that ends is replaced by one with the same number."""
+"""The workers of a service, seen from their parent: each that ends is replaced by one with the same number."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import pickle
 import signal
+import socket
+import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from subprocess import PIPE
 
+import msgspec
 import structlog
 
 from triton_openai.config import Settings
+from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.models.draining import first_of
-from triton_openai.serving.workers.channel import End, Greet, Greeting, Hurry, Listening, Message
+from triton_openai.serving.workers.channel import Channel
 from triton_openai.tritonserver.backoff import Pauses
 
 log = structlog.get_logger(__name__)
@@ -24,99 +30,160 @@ log = structlog.get_logger(__name__)
 _LOOKS = 8
 # What a worker has to write down where it is before it is killed.
 _LAST_WORDS_SECONDS = 0.5
-
-
-class Watched(Protocol):
-    """What is watched; ``signs`` counts what it has said."""
-
-    pid: int
-    listening: bool
-    signs: int
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
-
-    def kill(self) -> None:
-        """End it at once."""
-
-
-async def watch(worker: Watched, index: int, timeout: Callable[[], float]) -> None:
-    """
-    Kill *worker* when it has said nothing for *timeout* seconds, once it has begun to listen; else watch for ever.
-
-    A worker that is busy speaks late, but speaks: only one that is stopped, or stuck in a call that does not return,
-    is silent. It is told to write down where that is (SIGQUIT) before it is killed.
-    """
-    signs, silent = worker.signs, 0
-    while silent < _LOOKS:
-        await asyncio.sleep(timeout() / _LOOKS)
-        silent = silent + 1 if worker.listening and worker.signs == signs else 0
-        signs = worker.signs
-    log.error("worker hangs and is killed", worker=index, pid=worker.pid, silent_for=timeout())
-    worker.signal(signal.SIGQUIT)
-    await asyncio.sleep(_LAST_WORDS_SECONDS)
-    worker.kill()
-
-
 # What a worker needs to end beyond the time that its requests are given.
 _END_SECONDS = 10.0
+# A worker may have to fetch a tokenizer before it can say whether it takes new settings.
+_TAKE_OVER_SECONDS = 300.0
 
 
-class Member(Protocol):
-    """What the pool needs of a worker; see :class:`triton_openai.serving.workers.process.WorkerProcess`."""
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What a worker reads from its standard input, as a pickle.
 
-    pid: int
+    It is who it is, its settings, the file descriptors of its listening sockets, and their address.
+    """
+
+    worker: Worker
     settings: Settings
-    listening: bool
-    signs: int
-    refusal: str | None
+    sockets: tuple[int, ...]
+    address: str
+
+
+class WorkerProcess:
+    """
+    A running worker at the other end of *channel*.
+
+    *settings* are those that it was given last. *listening* is set when it accepts connections. *signs* is how often it
+    has shown that it is alive. *refusal* is why it could not begin, where it said so.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, settings: Settings) -> None:
+        self.pid = process.pid
+        self.settings = settings
+        self.channel = channel
+        self.listening = asyncio.Event()
+        self.signs = 0
+        self.refusal: str | None = None
+        self._process = process
+        channel.methods |= {"listening": self.listening.set, "alive": self._alive, "refuse": self._refuse}
+        self._running = asyncio.create_task(channel.run())
+
+    @classmethod
+    async def start(
+        cls,
+        worker: Worker,
+        settings: Settings,
+        *,
+        sockets: Sequence[socket.socket],
+        address: str,
+        environment: Mapping[str, str],
+    ) -> WorkerProcess:
+        """
+        Start *worker* on the listening *sockets*. Raises :class:`OSError` where there can be no further process.
+
+        It is a new interpreter and no fork of this one, whose threads and libraries would not survive that. It has a
+        session of its own: a Ctrl-C in a terminal is for the parent, which passes it on.
+        """
+        ours, theirs = socket.socketpair()
+        numbers = tuple(one.fileno() for one in sockets)
+        if "" not in sys.path and os.getcwd() not in sys.path:  # noqa: PTH109 - compared as text
+            # This process does not import from its working directory.
+            environment = {**environment, "PYTHONSAFEPATH": "1"}
+        with theirs:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "triton_openai.cli.worker", str(theirs.fileno())),
+                    env=environment,
+                    stdin=PIPE,
+                    pass_fds=(theirs.fileno(), *numbers),
+                    start_new_session=True,
+                )
+                channel = await Channel.open(ours)
+            except BaseException:
+                ours.close()
+                raise
+        assert process.stdin is not None
+        process.stdin.write(pickle.dumps(Start(worker=worker, settings=settings, sockets=numbers, address=address)))
+        process.stdin.close()
+        return cls(process, channel, settings)
 
     async def ended(self) -> int:
-        """Wait for its end and return its exit status."""
-
-    def send(self, message: Message) -> None:
-        """Tell it something."""
+        """Wait until the process has ended and return its exit status (-n: killed by signal n)."""
+        status = await self._process.wait()
+        # What it said last may still be on its way.
+        await self._running
+        return status
 
     async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
-        """Give it new settings; return why it does not take them."""
+        """
+        Give it new *settings*. Return why it does not use them: it refuses, or does not answer in time.
+
+        None means that it uses them, or has ended: then its successor gets the settings of the service.
+        """
+        self.settings = settings
+        try:
+            async with asyncio.timeout(_TAKE_OVER_SECONDS):
+                refusal: str | None = await self.channel.call("take_over", settings, renew)
+        except TimeoutError:
+            return f"The worker with process id {self.pid} did not answer within {_TAKE_OVER_SECONDS:g} seconds."
+        return refusal
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
-    def kill(self) -> None:
-        """End it at once."""
+    async def watch(self, index: int, timeout: Callable[[], float]) -> None:
+        """
+        Kill it when it has said nothing for *timeout* seconds; else watch for ever.
+
+        A worker that is busy speaks late, but speaks: only one that is stopped, or stuck in a call that does not
+        return, is silent. It writes down where that is (SIGQUIT) before it is killed.
+        """
+        signs, silent = self.signs, 0
+        while silent < _LOOKS:
+            await asyncio.sleep(timeout() / _LOOKS)
+            silent = silent + 1 if self.signs == signs else 0
+            signs = self.signs
+        log.error("worker hangs and is killed", worker=index, pid=self.pid, silent_for=timeout())
+        self.signal(signal.SIGQUIT)
+        await asyncio.sleep(_LAST_WORDS_SECONDS)
+        self.signal(signal.SIGKILL)
+
+    def _alive(self) -> None:
+        self.signs += 1
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
 
 
 class Pool:
     """
     Keeps *count* workers running while :meth:`run` runs.
 
-    *start* starts the worker with a number, and *forget* is told the number of one that has ended.
-    A worker that ends is replaced after a pause, which grows for one that keeps ending. One that hangs is ended.
+    *start* starts the worker with a number, *listens* is called when it accepts connections, and *forget* when it has
+    ended. A worker that ends is replaced after a pause, which grows for one that keeps ending. One that hangs is ended.
     """
 
     def __init__(
         self,
         settings: Settings,
         count: int,
-        start: Callable[[int, Settings], Awaitable[Member]],
+        start: Callable[[int, Settings], Awaitable[WorkerProcess]],
         *,
+        listens: Callable[[int, WorkerProcess], None],
         forget: Callable[[int], None],
         first_pause: float = 0.1,
-        longest_pause: float = 30.0,
-        stable_after: float = 30.0,
     ) -> None:
         self.settings = settings
         #: What is served, in the words of the first worker that can tell after :meth:`greet`.
         self.greeting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._start = start
+        self._listens = listens
         self._forget = forget
-        self._members: dict[int, Member] = {}
-        self._pauses = [
-            Pauses(first=first_pause, longest=longest_pause, stable_after=stable_after) for _ in range(count)
-        ]
-        self._keepers: list[asyncio.Task[None]] = []
-        self._greet: Greet | None = None
+        self._members: dict[int, WorkerProcess] = {}
+        self._pauses = [Pauses(first=first_pause, longest=30.0, stable_after=30.0) for _ in range(count)]
+        self._launched: bool | None = None
         self._ever_listened = False
         self._ending = asyncio.Event()
         self._killed = False
@@ -129,31 +196,29 @@ class Pool:
         Raises :class:`ConfigurationError` for what a worker refuses, and :class:`ServiceError` for one that ends before
         any has ever listened: that would not get better.
         """
-        self._keepers = [asyncio.create_task(self._keep(index)) for index in range(len(self._pauses))]
+        keepers = [asyncio.create_task(self._keep(index)) for index in range(len(self._pauses))]
         try:
-            await asyncio.gather(*self._keepers)
+            await asyncio.gather(*keepers)
         finally:
             self._kill()
-            await asyncio.gather(*self._keepers, return_exceptions=True)
+            await asyncio.gather(*keepers, return_exceptions=True)
             self._all_ended.set()
 
-    def heard(self, member: Member, message: Listening | Greeting) -> None:
-        """Take note of what *member* says of itself."""
-        if isinstance(message, Greeting):
-            if not self.greeting.done():
-                self.greeting.set_result(message.text)
-            return
-        self._ever_listened = True
-        log.info("worker listens", pid=member.pid)
-        if self._greet is not None and not self.greeting.done():
-            member.send(self._greet)
-
     def greet(self, *, launched: bool) -> None:
-        """Have a worker say what is served: whichever can first."""
-        self._greet = Greet(launched=launched)
+        """Have a worker say what is served, whichever can first; *launched* is whether Triton was started here."""
+        self._launched = launched
         for member in self._members.values():
-            if member.listening:
-                member.send(self._greet)
+            if member.listening.is_set():
+                self._ask_greeting(member)
+
+    def _ask_greeting(self, member: WorkerProcess) -> None:
+        def greeted(answer: asyncio.Future[str | None]) -> None:
+            text = answer.result()
+            if text is not None and not self.greeting.done():
+                self.greeting.set_result(text)
+
+        if self._launched is not None and not self.greeting.done():
+            member.channel.call("greet", self._launched).add_done_callback(greeted)
 
     async def take_over(self, settings: Settings, renew: bool) -> None:
         """
@@ -171,7 +236,7 @@ class Pool:
         if reason is not None:
             raise ConfigurationError(reason)
 
-    async def _align(self, member: Member) -> None:
+    async def _align(self, member: WorkerProcess) -> None:
         """Give *member* the settings of the service if it has been given others."""
         if member.settings is self.settings:
             return
@@ -188,27 +253,27 @@ class Pool:
         self._ending.set()
         try:
             server = self.settings.server
-            self._send(End(notice=notice))
+            self._notify("end", notice)
             seconds = (server.shutdown_delay if notice else 0) + server.shutdown_grace + _END_SECONDS
             await first_of([self._all_ended, hurried], timeout=seconds)
             if not self._all_ended.is_set():
-                self._send(Hurry())
+                self._notify("hurry")
                 await first_of([self._all_ended], timeout=_END_SECONDS)
         finally:
             for index, member in self._members.items():
                 log.warning("worker is killed, it did not end in time", worker=index, pid=member.pid)
             self._kill()
 
-    def _send(self, message: Message) -> None:
+    def _notify(self, method: str, *arguments: bool) -> None:
         for member in self._members.values():
-            member.send(message)
+            member.channel.notify(method, *arguments)
 
     def _kill(self) -> None:
         """End what is left, and what is being started."""
         self._ending.set()
         self._killed = True
         for member in self._members.values():
-            member.kill()
+            member.signal(signal.SIGKILL)
 
     async def _keep(self, index: int) -> None:
         while not self._ending.is_set():
@@ -224,25 +289,24 @@ class Pool:
             if not self._ending.is_set():
                 await first_of([self._ending], timeout=pause)
 
-    async def _attend(self, index: int, member: Member) -> None:
+    async def _attend(self, index: int, member: WorkerProcess) -> None:
         """Be there for *member* until it has ended."""
         self._members[index] = member
         log.info("worker started", worker=index, pid=member.pid)
         if self._killed:
-            member.kill()
+            member.signal(signal.SIGKILL)
         elif self._ending.is_set():
-            member.send(End(notice=False))
-        watching = asyncio.create_task(watch(member, index, lambda: self.settings.server.worker_timeout))
+            member.channel.notify("end", False)
         # The settings of the service may have changed while the process was started.
-        aligning = asyncio.create_task(self._align(member))
+        tasks = [asyncio.create_task(work) for work in (self._align(member), self._accompany(index, member))]
         try:
             status = await member.ended()
         except asyncio.CancelledError:
-            member.kill()
+            member.signal(signal.SIGKILL)
             raise
         finally:
-            watching.cancel()
-            aligning.cancel()
+            for task in tasks:
+                task.cancel()
             del self._members[index]
             self._forget(index)
         if self._ending.is_set():
@@ -252,6 +316,14 @@ class Pool:
                 raise ConfigurationError(member.refusal)
             raise ServiceError(f"A worker process ended while it started ({_how(status)}).")
         log.error("worker ended", worker=index, pid=member.pid, how=_how(status), reason=member.refusal)
+
+    async def _accompany(self, index: int, member: WorkerProcess) -> None:
+        await member.listening.wait()
+        self._ever_listened = True
+        log.info("worker listens", pid=member.pid)
+        self._listens(index, member)
+        self._ask_greeting(member)
+        await member.watch(index, lambda: self.settings.server.worker_timeout)
 
 
 def _how(status: int) -> str:

@@ -8,18 +8,22 @@ cancellation, metadata, trailers, deadlines and statuses of all kinds of calls p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from multidict import CIMultiDict, CIMultiDictProxy
+from tritonclient.grpc import service_pb2
 
 from triton_openai.config.files import FromFiles, read_file
 from triton_openai.config.tls import TlsSettings, server_context
-from triton_openai.errors import ConfigurationError, EndpointNotFound, ServiceError
+from triton_openai.errors import ConfigurationError, EndpointNotFound, InvalidRequest, ServiceError
+from triton_openai.triton.client import check_name
 from triton_openai.triton.grpc import GrpcClient
-from triton_openai.triton.relay.operation import Door, Operation, Visit
-from triton_openai.triton.relay.rules import Rules
+from triton_openai.triton.relay.rules import Operation, Rules, operation_of_rpc
+
+if TYPE_CHECKING:
+    from triton_openai.access.guard import RelayedRequest, RelayGuard
 
 # What gRPC sets itself on each connection.
 _OWN_METADATA = frozenset({"user-agent", "content-type", "te", "host"})
@@ -64,14 +68,11 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
 class GrpcRelay(grpc.GenericRpcHandler):
     """
     A gRPC server in front of the one of the Triton that *client*, which the relay closes, speaks to. *changed* is
-    called when somebody has changed which models are loaded; *door* decides who is let in.
+    called when somebody has changed which models are loaded; *guard* authorizes clients.
     """
 
-    def __init__(self, client: GrpcClient, rules: Rules, *, door: Door, changed: Callable[[], None]) -> None:
-        self._client = client
-        self._rules = rules
-        self._door = door
-        self._changed = changed
+    def __init__(self, client: GrpcClient, rules: Rules, *, guard: RelayGuard, changed: Callable[[], None]) -> None:
+        self._client, self._rules, self._guard, self._changed = client, rules, guard, changed
         self._server: Any = None
         #: Where it listens, once started.
         self.scheme = "grpc"
@@ -91,26 +92,23 @@ class GrpcRelay(grpc.GenericRpcHandler):
             else:
                 self.scheme = "grpcs"
                 self.port = int(self._server.add_secure_port(address, credentials))
-        except RuntimeError:
-            self.port = 0
-        if not self.port:
+        except RuntimeError as error:
             raise ConfigurationError(
                 f"Cannot listen on {host} port {port} for Triton's gRPC protocol. "
                 "Choose another with --kserve-grpc-port."
-            )
+            ) from error
         await self._server.start()
 
     async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Take no new calls, give what runs *grace* seconds to finish, or until *hurried*, and close."""
         if self._server is not None:
             stopping = asyncio.ensure_future(self._server.stop(grace))
-            if hurried is not None:
-                hurry = asyncio.create_task(hurried.wait())
-                await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
-                hurry.cancel()
-                if not stopping.done():
-                    # A second one shortens the first.
-                    await self._server.stop(0)
+            hurry = asyncio.create_task((hurried or asyncio.Event()).wait())
+            await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+            if not stopping.done():
+                # A second one shortens the first.
+                await self._server.stop(0)
             await stopping
         await self._client.close()
 
@@ -126,18 +124,18 @@ class GrpcRelay(grpc.GenericRpcHandler):
     async def _handle(self, method: str, context: Any) -> None:
         metadata = context.invocation_metadata() or ()
         texts = CIMultiDict((key, value) for key, value in metadata if isinstance(value, str))
-        visit = self._door.visit("grpc", "", method, CIMultiDictProxy(texts))
+        relayed = self._guard.begin("grpc", "", method, CIMultiDictProxy(texts))
+        operation = operation_of_rpc(method)
         status: str | None = None
         try:
-            operation = self._rules.of_rpc(method)
             try:
-                await visit.enter(operation)
+                await relayed.authorize(operation)
                 operation = self._rules.check(operation, f"method {method}")
-                code, details, trailers = await self._relay(_Messages(method, operation, self._rules, visit), context)
+                code, details, trailers = await self._relay(method, operation, relayed, context)
             except ServiceError as error:
-                visit.failed(error)
-                code, details, trailers = _status_of(error), error.message, _refusal(visit, error)
-            # A client that has left is found out at the latest when it is told how its call ended.
+                relayed.error = error
+                code, details, trailers = _status_of(error), error.message, _refusal(relayed, error)
+            # A client that has left is found out at the latest when its call ends.
             status = None if context.cancelled() else code.name
             if code is not grpc.StatusCode.OK:
                 await context.abort(code, details, trailers)
@@ -145,21 +143,24 @@ class GrpcRelay(grpc.GenericRpcHandler):
             if operation is not None and operation.loads:
                 self._changed()
         finally:
-            visit.end(status)
+            relayed.end(status)
 
-    async def _relay(self, messages: _Messages, context: Any) -> tuple[Any, str, Any]:
+    async def _relay(
+        self, method: str, operation: Operation, relayed: RelayedRequest, context: Any
+    ) -> tuple[Any, str, Any]:
         """Pass the call on, and return how it ended. Raises :class:`ServiceError` for one that may not go on."""
-        visit = messages.visit
+        inspected = operation.loads or relayed.names_models
+        messages = self._messages(method if inspected else None, operation, relayed, context)
         # What is to be looked at is looked at before Triton hears of the call.
-        first = await messages.next(context) if messages.read else None
-        added = (*visit.passed_on.items(), *self._client.metadata)
+        first = await anext(messages, None) if inspected else None
+        added = (*relayed.upstream_headers.items(), *self._client.metadata)
         # What the service says itself, a client does not say as well: which of two is read is anybody's guess.
-        withheld = {*visit.withheld, *(name.lower() for name, _ in added)}
-        call: Any = self._client.channel.stream_stream(messages.method)(
-            timeout=context.time_remaining(), metadata=(*_custom(context.invocation_metadata(), withheld), *added)
+        hidden = {*relayed.hidden, *(name.lower() for name, _ in added)}
+        call: Any = self._client.channel.stream_stream(method)(
+            timeout=context.time_remaining(), metadata=(*_custom(context.invocation_metadata(), hidden), *added)
         )
-        sending = asyncio.create_task(_send(messages, context, call, first))
-        receiving = asyncio.create_task(_receive(visit, context, call))
+        sending = asyncio.create_task(_send(first, messages, call))
+        receiving = asyncio.create_task(_receive(relayed, context, call))
         try:
             await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -173,55 +174,54 @@ class GrpcRelay(grpc.GenericRpcHandler):
             call.cancel()
             await asyncio.gather(sending, receiving, return_exceptions=True)
 
-
-class _Messages:
-    """What a client sends in one call, looked at where that is needed."""
-
-    def __init__(self, method: str, operation: Operation, rules: Rules, visit: Visit) -> None:
-        self.method = method
-        self.visit = visit
-        self._rules = rules
-        #: Whether messages are read, and not only passed on.
-        self.read = operation.loads or visit.names_models
-        self._counts = visit.counted
-        self._begun = False
-
-    async def next(self, context: Any) -> Any:
-        """Return the next one, or the end. Raises :class:`ServiceError` for one that may not pass."""
-        message = await context.read()
-        if message is not grpc.aio.EOF:
-            if self.read:
-                name = self._rules.read(self.method, message)
-                if self.visit.names_models:
-                    self.visit.use((name,))
-            if self._begun and self._counts:
-                await self.visit.count()
-            self._begun = True
-        return message
+    async def _messages(
+        self, inspected: str | None, operation: Operation, relayed: RelayedRequest, context: Any
+    ) -> AsyncIterator[bytes]:
+        """Yield what a client sends; that of the method *inspected* is read. Raises :class:`ServiceError`."""
+        begun = False
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if inspected is not None:
+                found, name = _read(inspected, message)
+                if operation.loads:
+                    check_name(name)
+                    self._rules.check_overrides(found.parameters)
+                if relayed.names_models:
+                    relayed.check_models((name,))
+            if begun and relayed.counted:
+                await relayed.count()
+            begun = True
+            yield message
 
 
-async def _send(messages: _Messages, context: Any, call: Any, message: Any) -> None:
-    """
-    Pass on *message*, if there is one already, and what else the client sends, and that it has sent all.
-
-    Raises :class:`ServiceError` for what may not pass.
-    """
+def _read(method: str, message: bytes) -> tuple[Any, str]:
+    """Return *message* and the model that it names, empty for all. Raises :class:`InvalidRequest`."""
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    kind = service.methods_by_name[method.rpartition("/")[2]].input_type
     try:
-        if message is None:
-            message = await messages.next(context)
-        while message is not grpc.aio.EOF:
+        found = getattr(service_pb2, kind.name).FromString(message)
+    except Exception as error:  # protobuf's error has no public name that all its versions share
+        raise InvalidRequest("The message cannot be read.") from error
+    return found, found.model_name if "model_name" in kind.fields_by_name else found.name
+
+
+async def _send(first: bytes | None, messages: AsyncIterator[bytes], call: Any) -> None:
+    """Pass on *first* and *messages*, and that these are all. Raises :class:`ServiceError` for what may not pass."""
+    try:
+        if first is not None:
+            await call.write(first)
+        async for message in messages:
             await call.write(message)
-            message = await messages.next(context)
         await call.done_writing()
     except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
         # The call has ended: its status says why.
         pass
 
 
-async def _receive(visit: Visit, context: Any, call: Any) -> tuple[Any, str, Any]:
+async def _receive(relayed: RelayedRequest, context: Any, call: Any) -> tuple[Any, str, Any]:
     """Pass on what Triton answers; return how the call ended."""
     try:
-        await context.send_initial_metadata((*_custom(await call.initial_metadata()), *visit.told.items()))
+        initial = await call.initial_metadata()
+        await context.send_initial_metadata((*_custom(initial), *relayed.answer_headers.items()))
         while (message := await call.read()) is not grpc.aio.EOF:
             await context.write(message)
         code, details = await call.code(), await call.details()
@@ -236,16 +236,16 @@ def _status_of(error: ServiceError) -> grpc.StatusCode:
     return _STATUSES.get(error.status, grpc.StatusCode.INTERNAL)
 
 
-def _refusal(visit: Visit, error: ServiceError) -> tuple[tuple[str, str], ...]:
-    return tuple((name.lower(), value) for name, value in {**visit.told, **error.headers()}.items())
+def _refusal(relayed: RelayedRequest, error: ServiceError) -> tuple[tuple[str, str], ...]:
+    return tuple((name.lower(), value) for name, value in {**relayed.answer_headers, **error.headers()}.items())
 
 
 def _custom(
-    metadata: Iterable[tuple[str, str | bytes]] | None, withheld: Collection[str] = ()
+    metadata: Iterable[tuple[str, str | bytes]] | None, hidden: Collection[str] = ()
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """Return what *metadata* has beside what belongs to one connection, and what is *withheld*."""
+    """Return what *metadata* has beside what belongs to one connection, and what is *hidden*."""
     return tuple(
         (key, value)
         for key, value in metadata or ()
-        if not key.startswith(("grpc-", ":")) and key not in _OWN_METADATA and key not in withheld
+        if not key.startswith(("grpc-", ":")) and key not in _OWN_METADATA and key not in hidden
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,13 @@ from structlog.testing import capture_logs
 from tritonclient.grpc import service_pb2
 from yarl import URL
 
-from tests.integration.test_discovery import until
 from tests.relays import Relays, Upstream, relayed
 from tests.tls_fixture import Authority
 from triton_openai.config import files as watched_files
 from triton_openai.config.access import RestrictedApi
 from triton_openai.config.tls import TlsSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.triton.relay.rules import Rules
+from triton_openai.triton.relay.rules import operation_of_path
 
 SERVICE = "/inference.GRPCInferenceService/"
 ALICE, BOB = {"Authorization": "Bearer sk-alice"}, {"x-api-key": "sk-bob"}
@@ -40,6 +39,13 @@ keys:
   - {name: single, key: sk-single, concurrent_requests: 1}
   - {name: tokens, key: sk-tokens, tokens_per_minute: 1000}
 """
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for *condition*; the deadline only ends a test that has failed already."""
+    async with asyncio.timeout(20):
+        while not await condition():  # noqa: ASYNC110 - what happens elsewhere sets no event here
+            await asyncio.sleep(0.01)
 
 
 class Triton:
@@ -212,16 +218,15 @@ async def test_the_models_of_a_key_over_http(tmp_path: Path) -> None:
         assert 200 == (await ask(relays, "/v2/repository/index", ALICE))[0]
 
 
-async def test_a_name_that_is_encoded_again_and_again(tmp_path: Path) -> None:
-    """It is not looked at any more: each decoding is as long as the name, and nobody needs so many."""
+async def test_a_name_that_is_encoded_again(tmp_path: Path) -> None:
+    """It is not relayed: how often Triton decodes it differs between its releases."""
     async with with_keys(tmp_path) as (relays, triton):
-        for times, expected in ((1, 200), (5, 200), (7_000, 404)):
+        for times, expected in ((0, 200), (1, 404), (7_000, 404)):
             path = f"/v2/models/%{'25' * times}61/infer"
             assert expected == (await ask(relays, path, ALICE))[0]
             assert 404 == (await ask(relays, path, BOB))[0]
-        assert 2 == len(triton.requests)
-    operation, names = Rules(()).of_path(f"/v2/models/%{'25' * 10_000}/infer")
-    assert (None, 0) == (operation, len(names))
+        assert 1 == len(triton.requests)
+    assert (None, ()) == operation_of_path(f"/v2/models/%{'25' * 10_000}/infer")
 
 
 async def test_the_models_of_a_key_over_grpc(tmp_path: Path) -> None:
@@ -430,7 +435,7 @@ async def test_bodies_of_loads() -> None:
 async def test_readiness_while_the_service_ends() -> None:
     """Load balancers that ask here learn of the end as those that ask the service; it goes on serving."""
     async with guarded() as (relays, _):
-        relays.door.draining.begin()
+        relays.guard.draining.begin()
         for path in ("/v2/health/ready", "/v2/models/m/ready"):
             assert (503, "The service is stopping.") == (await ask(relays, path, method="GET"))[:2]
         assert grpc.StatusCode.UNAVAILABLE == (await call(relays, "ServerReady"))[0]
@@ -465,7 +470,7 @@ async def test_log_lines_and_counts(tmp_path: Path) -> None:
             _, _, told = await ask(relays, "/v2/models/m/infer?secret=1", {**ALICE, "x-request-id": "mine"})
             await call(relays, "ModelInfer", infer("m"), headers={**ALICE, "x-request-id": "mine-too"})
             await ask(relays, "/v2/models/m/infer")
-        registry = relays.door.metrics.registry if relays.door.metrics is not None else None
+        registry = relays.guard.metrics.registry if relays.guard.metrics is not None else None
 
     assert "mine" == told["x-request-id"] == triton.requests[0][1]["x-request-id"]
     assert "mine-too" == triton.calls[0][1]["x-request-id"]
@@ -486,7 +491,7 @@ async def test_a_client_that_leaves() -> None:
     """It is counted as such, and gives its place back."""
     async with guarded() as (relays, triton):
         triton.answers.clear()
-        metrics = relays.door.metrics
+        metrics = relays.guard.metrics
         assert metrics is not None
 
         async def seen(protocol: str) -> bool:

@@ -17,8 +17,8 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
 from triton_openai.config import MetricsSettings, Settings, TritonSettings
-from triton_openai.triton import server_metrics as triton_metrics
-from triton_openai.triton.server_metrics import cache_usage, parse
+from triton_openai.telemetry import exposition
+from triton_openai.telemetry.exposition import cache_usage, parse
 
 TEXT = """\
 # HELP nv_inference_request_success Number of successful inference requests, all batch sizes
@@ -82,7 +82,7 @@ def test_parsing() -> None:
         "nv_inference_request_success", "nv_trt_llm_kv_cache_block_metrics", "vllm:prompt_tokens_total",
         "nv_latency_ms", "nv_cpu_utilization",
     } == families.keys()  # fmt: skip
-    assert 5 == len(families["nv_latency_ms"].lines)
+    assert 5 == len(families["nv_latency_ms"])
     assert {"m": 0.25} == cache_usage(families)
     assert {} == cache_usage(parse("a 1\n")) == cache_usage(parse(""))
 
@@ -105,7 +105,7 @@ def test_parsing_anything(text: str) -> None:
     except ValueError:
         return
     for family in families.values():
-        assert all(line in text for line in family.lines)
+        assert all(line in text for line in family)
 
 
 async def test_merging() -> None:
@@ -136,7 +136,7 @@ async def test_answers_that_are_none(text: str, status: int) -> None:
 
 async def test_a_port_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for longer than Prometheus waits."""
-    monkeypatch.setattr(triton_metrics, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(exposition, "_TIMEOUT", 0.05)
 
     async def hang(request: web.Request) -> web.StreamResponse:
         await asyncio.Event().wait()
@@ -150,7 +150,7 @@ async def test_a_port_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_port_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more is read than fits."""
-    monkeypatch.setattr(triton_metrics, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(exposition, "_MAX_BYTES", 1000)
     async with port_with(await say(TEXT * 10)) as url:
         assert 0 == (await merged(url)).sum("triton_openai_triton_metrics_up")
 

@@ -22,8 +22,7 @@ from triton_openai.app import create_app
 from triton_openai.config import Settings
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import ServiceError
-from triton_openai.triton.endpoint import Endpoint
-from triton_openai.triton.wrong_port import explain
+from triton_openai.triton.endpoint import Endpoint, explain
 
 
 class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -163,7 +162,8 @@ async def test_a_grpc_address_beside_a_good_one() -> None:
         with structlog.testing.capture_logs() as lines:
             for _ in range(2):
                 await endpoint.server_info()
-                await endpoint.grpc_checked()
+                assert endpoint._checking is not None
+                await asyncio.wait({endpoint._checking})
         await endpoint.close()
 
     assert ["Triton does not answer at its gRPC address"] == [line["event"] for line in lines]
