@@ -264,10 +264,11 @@ def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageRefe
                     raise UnsupportedParameter(
                         f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
                     )
+                given = {} if part.image_url is None else {"image_url": part.image_url}
                 try:
-                    given = msgspec.convert({"image_url": part.image_url}, _ImagePart).image_url
+                    source = msgspec.convert(given, _ImagePart).image_url
                 except msgspec.ValidationError as error:
                     raise explain(str(error), f"{place}.") from error
-                url = given if isinstance(given, str) else given.url
+                url = source if isinstance(source, str) else source.url
                 found.append(ImageReference(f"{place}.image_url", url.strip()))
     return found

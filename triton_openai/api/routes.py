@@ -29,7 +29,7 @@ from triton_openai.api.tools import ToolDefinition
 from triton_openai.config import Group, Settings
 
 
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
+class Operation(msgspec.Struct, frozen=True):
     """
     A *handler* with its *routes*, each a method and a path; GET includes HEAD.
 
@@ -304,68 +304,60 @@ _CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.Mo
 
 OPERATIONS = (
     Operation(
-        handler=chat.handle, routes=_openai("POST /chat/completions"), name="create_chat_completion",
-        group="inference", infers=True, request=chat.ChatRequest,
-        answer=ChatCompletion, event=ChatCompletionChunk,
+        chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference", chat.ChatRequest,
+        ChatCompletion, event=ChatCompletionChunk, infers=True,
     ),
     Operation(
-        handler=completions.handle, routes=_openai("POST /completions"), name="create_completion",
-        group="inference", infers=True, request=completions.CompletionRequest,
-        answer=Completion, event=CompletionChunk,
+        completions.handle, _openai("POST /completions"), "create_completion", "inference",
+        completions.CompletionRequest, Completion, event=CompletionChunk, infers=True,
     ),
     Operation(
-        handler=embeddings.handle, routes=_openai("POST /embeddings"), name="create_embeddings",
-        group="embedding", infers=True, request=embeddings.EmbeddingsRequest,
-        answer=embeddings.EmbeddingList,
+        embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding", embeddings.EmbeddingsRequest,
+        embeddings.EmbeddingList, infers=True,
     ),
     Operation(
         # The last path is that of the second version of Cohere's client.
-        handler=scoring.handle_rerank, routes=(*_openai("POST /rerank"), "POST /v2/rerank"), name="rerank",
-        group="embedding", infers=True, request=scoring.RerankRequest,
-        answer=scoring.Reranked,
+        scoring.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
+        scoring.RerankRequest, scoring.Reranked, infers=True,
     ),
     Operation(
-        handler=scoring.handle_score, routes=_openai("POST /score"), name="score",
-        group="embedding", infers=True, request=scoring.ScoreRequest,
-        answer=scoring.ScoreList,
+        scoring.handle_score, _openai("POST /score"), "score", "embedding", scoring.ScoreRequest, scoring.ScoreList,
+        infers=True,
     ),
     Operation(
-        handler=tokenize.tokenize, routes=_openai("POST /tokenize"), name="tokenize",
-        group="inference", request=tokenize.TokenizeRequest, answer=tokenize.TokenizeAnswer,
+        tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
+        tokenize.TokenizeAnswer,
     ),
     Operation(
-        handler=tokenize.detokenize, routes=_openai("POST /detokenize"), name="detokenize",
-        group="inference", request=tokenize.DetokenizeRequest, answer=tokenize.DetokenizeAnswer,
+        tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference", tokenize.DetokenizeRequest,
+        tokenize.DetokenizeAnswer,
+    ),
+    # Some clients post to list models.
+    Operation(
+        models.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
+        answer=models.ModelList,
     ),
     Operation(
-        # Some clients post to list models.
-        handler=models.list_models, routes=_openai("GET /models", "POST /models"), name="list_models",
-        group="model-repository", answer=models.ModelList,
+        models.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
+        answer=models.ModelObject, errors=(errors.ModelNotFound,),
     ),
     Operation(
-        handler=models.get_model, routes=_openai("GET /models/{model:.+}"), name="get_model",
-        group="model-repository", answer=models.ModelObject, errors=(errors.ModelNotFound,),
+        models.load, _openai("POST /models/{model:.+}/load"), "load_model", "model-repository", models.LoadRequest,
+        models.ModelObject, errors=_CONTROL,
     ),
     Operation(
-        handler=models.load, routes=_openai("POST /models/{model:.+}/load"), name="load_model",
-        group="model-repository", request=models.LoadRequest, answer=models.ModelObject, errors=_CONTROL,
+        models.unload, _openai("POST /models/{model:.+}/unload"), "unload_model", "model-repository",
+        models.UnloadRequest, models.Unloaded, errors=_CONTROL,
     ),
-    Operation(
-        handler=models.unload, routes=_openai("POST /models/{model:.+}/unload"), name="unload_model",
-        group="model-repository", request=models.UnloadRequest, answer=models.Unloaded, errors=_CONTROL,
-    ),
-    Operation(handler=info.version, routes=("GET /version",), name="version", group="info", answer=info.Version),
+    Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
     # The OpenAPI Initiative's own schema describes this answer.
-    Operation(handler=openapi, routes=("GET /openapi.json",), name="openapi", group="info"),
-    Operation(handler=info.live, routes=("GET /health/live",), name="live", group="health", answer=info.Live),
+    Operation(openapi, ("GET /openapi.json",), "openapi", "info"),
+    Operation(info.live, ("GET /health/live",), "live", "health", answer=info.Live),
     Operation(
-        handler=info.ready, routes=("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"),
-        name="ready", group="health", answer=info.Ready, failures={503: info.NotReady},
+        info.ready, ("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"), "ready", "health",
+        answer=info.Ready, failures={503: info.NotReady},
     ),
-    Operation(
-        handler=info.metrics, routes=("GET /metrics",), name="metrics", group="metrics", text=True,
-        errors=(errors.EndpointNotFound,),
-    ),
+    Operation(info.metrics, ("GET /metrics",), "metrics", "metrics", text=True, errors=(errors.EndpointNotFound,)),
 )  # fmt: skip
 
 

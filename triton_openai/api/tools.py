@@ -59,7 +59,7 @@ def _moved(node: Any, root: str) -> Any:
 
 
 # Wider than OpenAI's [a-zA-Z0-9_-]{1,64}: names of MCP servers have dots, slashes and colons.
-_Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}(?!\n)$")]
 
 
 class FunctionDefinition(msgspec.Struct):

@@ -269,6 +269,9 @@ class Fetcher:
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if response.status != 200:
             raise _refused(f"The image could not be fetched: its host answered with status {response.status}.")
+        kind = response.content_type
+        if not kind.startswith("image/") and not kind.endswith("/octet-stream"):
+            raise _refused(f"The image's URL leads to '{kind[:100]}', which is not an image.")
         data = bytearray()
         async for piece in response.content.iter_chunked(_PIECE):
             data += piece
