@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
+import aiohttp
 import msgspec
 import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.api.bodies import JsonCheck, check_counts, read_within
+from triton_openai.api.bodies import JsonCheck, _read, check_counts, read_within
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.scoring import SIDES, ScoreRequest
 from triton_openai.api.tools import plan
 from triton_openai.config import LimitSettings
-from triton_openai.errors import InvalidRequest, PayloadTooLarge
+from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 SMALL = LimitSettings(
     max_json_depth=8, max_json_values=50, max_token_ids=20, max_text_size=400, max_messages=3, max_content_parts=3,
@@ -230,3 +235,31 @@ def test_the_setting_decides_how_many_tools_there_may_be() -> None:
 
     planned = plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     assert len(tools) == len(planned.schemas)
+
+
+async def read(*pieces: bytes, ended: bool, **limits: Any) -> bytes:
+    """Return the body of a request of *pieces*, of 100 bytes at most."""
+    loop = asyncio.get_running_loop()
+    protocol = BaseProtocol(loop)
+    protocol.connection_made(Mock(spec=asyncio.Transport))
+    content = aiohttp.StreamReader(protocol, 2**16, loop=loop)
+    request = make_mocked_request("POST", "/", payload=content, client_max_size=100)
+    reading = asyncio.create_task(_read(request, LimitSettings(**limits)))
+    for piece in pieces:
+        await asyncio.sleep(0)
+        content.feed_data(piece)
+    if ended:
+        content.feed_eof()
+    return await reading
+
+
+async def test_bodies_as_they_arrive() -> None:
+    """In any number of pieces, up to the limit, and no longer than the client may take."""
+    assert b"" == await read(ended=True)
+    assert b"a" * 100 == await read(b"a" * 40, b"a" * 60, ended=True)
+    with pytest.raises(PayloadTooLarge, match="limit of 100 bytes"):
+        await read(b"a" * 40, b"a" * 61, ended=False)
+    with pytest.raises(RequestTimeout):
+        await read(ended=False, body_timeout=0.01)
+    with pytest.raises(RequestTimeout):
+        await read(b"a" * 50, b"a", ended=False, body_timeout=0.01, min_body_rate=10_000)
