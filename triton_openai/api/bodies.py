@@ -207,14 +207,9 @@ _NUMBERS = re.compile(rb"[\[\],\s\d.eE+-]{1,4096}")
 # Of the largest integers that a backend takes.
 _DIGITS = 20
 _TYPE_NAMES = {
-    "str": "a string",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "a boolean",
-    "array": "an array",
+    "str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean", "array": "an array",
     "object": "an object",
-    "null": "null",
-}
+}  # fmt: skip
 
 
 async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:

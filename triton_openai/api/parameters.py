@@ -301,20 +301,10 @@ class SamplingRequest(ModelRequest, kw_only=True):
 
 # Fields that a request and a sampling have in common, with the values that ask for what happens anyway.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (1,),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "seed": (),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
-    "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
-}
+    "temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "seed": (),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
+}  # fmt: skip
 # Every field of a sampling that an adapter has to carry, in one way or another.
 _MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "logprobs", "logit_bias")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -11,7 +12,6 @@ from triton_openai.api.bodies import explain
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts import offload
 from triton_openai.prompts.infill import choose, recognise
 from triton_openai.prompts.messages import ContentPart, Message, Rendering, is_image, marks
 from triton_openai.prompts.prompter import Prompter
@@ -20,8 +20,6 @@ from triton_openai.prompts.tokenizer import Tokenizer
 
 # Most published templates are shorter. Compiling one of this size takes some tenths of a second.
 _LONGEST_TEMPLATE = 16 * 1024
-# Longer templates are compiled in a thread: compiling takes 1 µs per character and more.
-_INLINE_TEMPLATE = 1_000
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -224,15 +222,10 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
             param="chat_template",
             code="string_above_max_length",
         )
-    template = await offload.run(
-        lambda: ChatTemplate(
-            source,
-            name="of the request",
-            special_tokens=prompter.template_variables,
-            param="chat_template",
-        ),
-        size=len(source),
-        threshold=_INLINE_TEMPLATE,
+    # Compiling takes 1 µs per character and more.
+    variables = prompter.template_variables
+    template = await asyncio.to_thread(
+        lambda: ChatTemplate(source, name="of the request", special_tokens=variables, param="chat_template")
     )
     return prompter.with_template(template)
 
