@@ -141,38 +141,9 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
                 raise
 
 
-# Fields of requests by the setting that bounds how many they hold.
-_LISTS: Mapping[str, str] = {
-    "messages": "max_messages",
-    "tools": "max_tools",
-    "functions": "max_tools",
-    # The inputs of all kinds of requests, and both sides of a score request.
-    **dict.fromkeys(
-        ("prompt", "input", "documents", "queries", "items", "data_1", "data_2", "text_1", "text_2"), "max_prompts"
-    ),
-}
-
-
-def check_counts(body: msgspec.Struct, limits: LimitSettings) -> None:
-    """Raise :class:`InvalidRequest` for a request that lists more of something than it may."""
-    for name, setting in _LISTS.items():
-        given = getattr(body, name, None)
-        if not isinstance(given, list) or (given and isinstance(given[0], int)):
-            # A list of token ids is one prompt.
-            continue
-        most = getattr(limits, setting)
-        if len(given) > most:
-            raise _too_many(name, most, len(given))
-    contents = [getattr(message, "content", None) for message in getattr(body, "messages", None) or ()]
-    parts = sum(len(content) for content in contents if isinstance(content, list))
-    if parts > limits.max_content_parts:
-        raise _too_many("messages", limits.max_content_parts, parts, " content parts in all")
-
-
-def _too_many(name: str, most: int, given: int, what: str = "") -> InvalidRequest:
-    return InvalidRequest(
-        f"'{name}' holds {given}{what}, and may hold {most} at most.", param=name, code="array_above_max_length"
-    )
+#: Most messages of a chat, and most prompts, inputs, texts or documents of a request.
+MAX_MESSAGES = 4096
+MAX_ITEMS = 2048
 
 
 class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -247,7 +218,6 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
     check = JsonCheck(limits)
     check.check(body)
     parsed = parse_json(body, kind, ignored)
-    check_counts(parsed, limits)
     check_texts(parsed, check)
     return parsed
 
@@ -348,9 +318,14 @@ def explain(message: str, within: str = "") -> InvalidRequest:
     subject = f"'{param}'" if param else "the request's body"
     if where and where.group("key"):
         subject = f"a key of {subject}"
+    too_long = "`array` of length <=" in what
     fault = "type" if _WRONG_TYPE.search(what) else "value"
     # Types stand in backticks, with bars between alternatives.
     what = _TYPE.sub(lambda found: " or ".join(_TYPE_NAMES.get(name, name) for name in found[1].split(" | ")), what)
     what = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
     what = f"{what[:1].lower()}{what[1:]}"
-    return InvalidRequest(f"Invalid {fault} for {subject}: {what}.", param=param, code=f"invalid_{fault}")
+    return InvalidRequest(
+        f"Invalid {fault} for {subject}: {what}.",
+        param=param,
+        code="array_above_max_length" if too_long else f"invalid_{fault}",
+    )

@@ -22,7 +22,7 @@ from msgspec import Meta
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.context import begin
 from triton_openai.api.parameters import ABSENT, Accepted, check_size, neutral_values, truncation, unused
-from triton_openai.api.prompts import check_ids
+from triton_openai.api.prompts import check_ids, separated
 from triton_openai.api.service import Service, new_id
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import EmbeddingJob, EmbeddingResult
@@ -120,10 +120,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
     """Return the inputs one by one. Raises :class:`InvalidRequest` for empty and for mixed ones."""
-    items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
-    if not items or not all(items):
-        what = "must not hold an empty item" if items else "must not be empty"
-        raise InvalidValue(f"'input' {what}.", "input")
+    items = separated(value, "input")
+    if not all(items):
+        raise InvalidValue("'input' must not hold an empty item.", "input")
     if len(set(map(type, items))) > 1:
         raise InvalidRequest(
             "'input' must hold either texts or lists of token ids.", param="input", code="invalid_type"

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.bodies import ModelRequest, json_response
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
 from triton_openai.api.context import RequestContext, begin
 from triton_openai.api.embeddings import InputUsage, answers_of, count_inputs, embed, usage_of
 from triton_openai.api.parameters import ABSENT, Accepted, check_size, neutral_values, unused
@@ -54,7 +54,7 @@ class TextObject(msgspec.Struct):
 
 
 Text: TypeAlias = str | TextObject
-TextList: TypeAlias = Annotated[list[Text], Meta(min_length=1)]
+TextList: TypeAlias = Annotated[list[Text], Meta(min_length=1, max_length=MAX_ITEMS)]
 #: One side of a score request: a text, or several.
 Side: TypeAlias = Text | TextList | None
 

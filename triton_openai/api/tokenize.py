@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.bodies import ModelRequest, json_response
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
 from triton_openai.api.context import read_request
 from triton_openai.api.prompts import check_ids, rendered_chat
 from triton_openai.api.tools import Tool, plan
@@ -34,13 +34,13 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     """
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 

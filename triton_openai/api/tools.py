@@ -116,8 +116,8 @@ FunctionChoice: TypeAlias = Literal["none", "auto", "required"] | NamedFunction 
 
 
 class _Definitions(msgspec.Struct):
-    tools: list[ToolDefinition] = []
-    functions: list[FunctionDefinition] = []
+    tools: Annotated[list[ToolDefinition], Meta(max_length=512)] = []
+    functions: Annotated[list[FunctionDefinition], Meta(max_length=512)] = []
 
 
 Mode = Literal["none", "auto", "required", "named"]

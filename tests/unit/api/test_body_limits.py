@@ -18,17 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.api.bodies import JsonCheck, _read, check_counts, read_within
+from triton_openai.api.bodies import JsonCheck, _read, parse_json, read_within
 from triton_openai.api.chat import ChatRequest
-from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.prompts import separated
 from triton_openai.api.scoring import SIDES, ScoreRequest
 from triton_openai.api.tools import plan
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 SMALL = LimitSettings(
-    max_json_depth=8, max_json_values=50, max_token_ids=20, max_text_size=400, max_messages=3, max_content_parts=3,
-    max_prompts=3, max_tools=2,
+    max_json_depth=8, max_json_values=50, max_token_ids=20, max_text_size=400,
 )  # fmt: skip
 
 
@@ -198,43 +197,45 @@ def test_the_largest_of_bodies() -> None:
 
 
 USER = {"role": "user", "content": "a"}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 4097}
 
 
 @every_case(
     "kind, body, param",
     [
-        (ChatRequest, {"messages": [USER] * 4}, "messages"),
-        (ChatRequest, {"messages": [PARTS, PARTS]}, "messages"),
-        (ChatRequest, {"messages": [USER], "tools": [{}] * 3}, "tools"),
-        (ChatRequest, {"messages": [USER], "functions": [{}] * 3}, "functions"),
-        (ChatRequest, {"messages": [USER], "documents": [{}] * 4}, "documents"),
-        (CompletionRequest, {"prompt": ["a"] * 4}, "prompt"),
-        (CompletionRequest, {"prompt": [[1]] * 4}, "prompt"),
-        *((ScoreRequest, {side: ["a"] * 4}, side) for side in dict.fromkeys(name for pair in SIDES for name in pair)),
+        (ChatRequest, {"messages": [USER] * 4097}, "messages"),
+        (ChatRequest, {"messages": [PARTS]}, "messages[0].content"),
+        (ChatRequest, {"messages": [USER], "documents": [{}] * 2049}, "documents"),
+        *(
+            (ScoreRequest, {side: ["a"] * 2049}, side)
+            for side in dict.fromkeys(name for pair in SIDES for name in pair)
+        ),
     ],
 )
 def test_too_many_of_something(kind: type[msgspec.Struct], body: dict[str, Any], param: str) -> None:
     """The field is named."""
-    request = msgspec.convert({"model": "m", **body}, kind)
     with pytest.raises(InvalidRequest) as caught:
-        check_counts(request, SMALL)
+        parse_json(msgspec.json.encode(body), kind)
     assert (param, "array_above_max_length") == (caught.value.param, caught.value.code)
-    check_counts(request, LimitSettings())
 
 
-def test_token_ids_are_one_prompt() -> None:
-    """However many they are."""
-    check_counts(CompletionRequest(model="m", prompt=[1] * 1000), SMALL)
+def test_too_many_prompts() -> None:
+    """Token ids are one prompt, however many they are."""
+    assert [[1] * 5000] == separated([1] * 5000, "prompt")
+    for prompts in (["a"] * 2049, [[1]] * 2049):
+        with pytest.raises(InvalidRequest) as caught:
+            separated(prompts, "prompt")  # type: ignore[arg-type]
+        assert ("prompt", "array_above_max_length") == (caught.value.param, caught.value.code)
 
 
-def test_the_setting_decides_how_many_tools_there_may_be() -> None:
-    """And no other limit below it."""
-    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(LimitSettings().max_tools)]
-    check_counts(msgspec.convert({"model": "m", "messages": [USER], "tools": tools}, ChatRequest), LimitSettings())
-
-    planned = plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
-    assert len(tools) == len(planned.schemas)
+def test_too_many_tools() -> None:
+    """As many as any client has are fine."""
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(513)]
+    planned = plan(tools=tools[:512], tool_choice=None, functions=None, function_call=None, parallel=None)
+    assert 512 == len(planned.schemas)
+    with pytest.raises(InvalidRequest) as caught:
+        plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+    assert ("tools", "array_above_max_length") == (caught.value.param, caught.value.code)
 
 
 async def read(*pieces: bytes, ended: bool, **limits: Any) -> bytes:
