@@ -20,7 +20,7 @@ from aiohttp.typedefs import Handler
 
 from triton_openai import __version__, errors
 from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, completions, embeddings, info, models, scoring, tokenize
+from triton_openai.api import chat, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.completion_response import Completion, CompletionChunk
@@ -317,12 +317,12 @@ OPERATIONS = (
     ),
     Operation(
         # The last path is that of the second version of Cohere's client.
-        scoring.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
-        scoring.RerankRequest, scoring.Reranked, infers=True,
+        embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
+        embeddings.RerankRequest, embeddings.Reranked, infers=True,
     ),
     Operation(
-        scoring.handle_score, _openai("POST /score"), "score", "embedding", scoring.ScoreRequest, scoring.ScoreList,
-        infers=True,
+        embeddings.handle_score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
+        embeddings.ScoreList, infers=True,
     ),
     Operation(
         tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
@@ -334,20 +334,20 @@ OPERATIONS = (
     ),
     # Some clients post to list models.
     Operation(
-        models.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
-        answer=models.ModelList,
+        info.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
+        answer=info.ModelList,
     ),
     Operation(
-        models.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
-        answer=models.ModelObject, errors=(errors.ModelNotFound,),
+        info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
+        answer=info.ModelObject, errors=(errors.ModelNotFound,),
     ),
     Operation(
-        models.load, _openai("POST /models/{model:.+}/load"), "load_model", "model-repository", models.LoadRequest,
-        models.ModelObject, errors=_CONTROL,
+        info.load, _openai("POST /models/{model:.+}/load"), "load_model", "model-repository", info.LoadRequest,
+        info.ModelObject, errors=_CONTROL,
     ),
     Operation(
-        models.unload, _openai("POST /models/{model:.+}/unload"), "unload_model", "model-repository",
-        models.UnloadRequest, models.Unloaded, errors=_CONTROL,
+        info.unload, _openai("POST /models/{model:.+}/unload"), "unload_model", "model-repository",
+        info.UnloadRequest, info.Unloaded, errors=_CONTROL,
     ),
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
     # The OpenAPI Initiative's own schema describes this answer.

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from triton_openai.api.bodies import JsonCheck, _read, parse_json, read_within
 from triton_openai.api.chat import ChatRequest
+from triton_openai.api.embeddings import SIDES, ScoreRequest
 from triton_openai.api.prompts import separated
-from triton_openai.api.scoring import SIDES, ScoreRequest
 from triton_openai.api.tools import plan
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout

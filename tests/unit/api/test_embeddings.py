@@ -11,8 +11,16 @@ import pytest
 
 from tests.cases import every_case
 from triton_openai.api.bodies import parse_json
-from triton_openai.api.embeddings import EmbeddingsRequest, _inputs
-from triton_openai.api.scoring import RerankRequest, ScoreRequest, _cosines, _pairs, _sigmoid, _texts
+from triton_openai.api.embeddings import (
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
+    _cosines,
+    _inputs,
+    _pairs,
+    _sigmoid,
+    _texts,
+)
 from triton_openai.errors import InvalidRequest
 
 
