@@ -33,10 +33,10 @@ class Operation(msgspec.Struct, frozen=True):
     """
     A *handler* with its *routes*, each a method and a path; GET includes HEAD.
 
-    *name* is the operation's id, *group* what keys and restrictions open. *request* is the type of the body, *answer*
-    that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or any object.
-    *errors* are those that do not follow from the rest, *failures* answers of other types, by status. *infers* is
-    whether Triton is asked, within limits of time.
+    *name* is the operation's id, *group* what keys and restrictions open, and its tag. *request* is the type of the
+    body, *answer* that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or
+    any object. *errors* are those that do not follow from the rest, *failures* answers of other types, by status.
+    *infers* is whether Triton is asked, within limits of time.
     """
 
     handler: Handler
@@ -50,11 +50,6 @@ class Operation(msgspec.Struct, frozen=True):
     errors: tuple[type[errors.ServiceError], ...] = ()
     failures: Mapping[int, type[msgspec.Struct]] = {}
     infers: bool = False
-
-    @property
-    def tag(self) -> str:
-        """The heading under which it is listed: the module of its handler."""
-        return self.handler.__module__.rpartition(".")[2]
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -128,7 +123,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         headers = {"x-request-id": _REQUEST_ID, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         described: dict[str, Any] = {
             "operationId": operation.name,
-            "tags": [operation.tag],
+            "tags": [operation.group],
             "summary": prose(operation.handler.__doc__),
             "responses": {
                 "200": {**_content(operation), "headers": headers},
@@ -160,7 +155,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             "description": _ABOUT,
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
         },
-        "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in OPERATIONS)],
+        "tags": [{"name": group} for group in dict.fromkeys(operation.group for operation in OPERATIONS)],
         "paths": paths,
         "components": {
             "schemas": _schemas(strict=settings.api.strict_parameters),

@@ -46,9 +46,7 @@ class TokenizeRequest(ModelRequest, kw_only=True):
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    The tokens; ``token_strs`` is how the vocabulary writes them, and ``max_model_len`` is null where it is not known.
-    """
+    """The tokens; ``token_strs`` is how the vocabulary writes them, ``max_model_len`` is null where it is not known."""
 
     count: int
     max_model_len: int | None
@@ -78,13 +76,8 @@ async def tokenize(request: web.Request) -> web.Response:
     # Looked at with a prompt too, which has no use for them: what is wrong is wrong.
     tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     if body.messages is not None:
-        text = await rendered_chat(
-            model,
-            body,
-            body.messages,
-            tools=tools.prompt,
-            trust_template=service.settings.api.trust_request_chat_template,
-        )
+        trusted = service.settings.api.trust_request_chat_template
+        text = await rendered_chat(model, body, body.messages, tools=tools.prompt, trust_template=trusted)
         special = bool(body.add_special_tokens)
     else:
         text = body.prompt or ""
