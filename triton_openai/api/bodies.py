@@ -22,7 +22,6 @@ from triton_openai.telemetry.observation import OBSERVATION
 _BRACKETS = b"[]{}"
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")
-_SPACE = b" \t\r\n"
 _DIGIT_BYTES = b"0123456789"
 _AS_ZEROS = bytes.maketrans(_DIGIT_BYTES + b".", b"0" * 11)
 # Twice the digits of any number that is computed with; the time to read one grows with their square.
@@ -63,7 +62,7 @@ class JsonCheck:
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
             raise too_many
-        bare = b"".join(plain.split(b'"')[::2]).translate(None, _SPACE)
+        bare = b"".join(plain.split(b'"')[::2]).translate(None, b" \t\r\n")
         if _has_long_number(bare):
             raise InvalidRequest(
                 f"A number in the request's JSON has more than {_MOST_DIGITS} digits.", code="invalid_json"

@@ -23,7 +23,15 @@ from msgspec import Meta
 
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
 from triton_openai.api.context import RequestContext, begin
-from triton_openai.api.parameters import ABSENT, Accepted, check_size, neutral_values, truncation, unused
+from triton_openai.api.parameters import (
+    ABSENT,
+    Accepted,
+    TruncatedRequest,
+    check_size,
+    neutral_values,
+    truncation,
+    unused,
+)
 from triton_openai.api.prompts import check_ids, separated
 from triton_openai.api.service import Service, new_id, now
 from triton_openai.errors import (
@@ -54,14 +62,12 @@ _INLINE_VECTORS = 16
 _LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.)"
 
 
-class EmbeddingsRequest(ModelRequest, kw_only=True):
+class EmbeddingsRequest(TruncatedRequest, kw_only=True):
     """The request; ``input`` is a text, texts, token ids, or lists of token ids."""
 
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
     user: Accepted = ABSENT
     # Names of vLLM's server, about how it works and not about what it answers.
     cache_salt: Accepted = ABSENT
@@ -173,19 +179,16 @@ async def _as_taken(
                 taken.append(await cut_text(tokenizer, item, cut, special=True))
         else:
             ids = item if cut is None else cut_ids(item, cut)
-            taken.append(await _decoded(tokenizer, ids) if decodes else ids)
+            if decodes:
+                check_ids(ids, tokenizer, "input", _LANGCHAIN)
+                # Without special tokens, which the backend adds.
+                text = await tokenizer.decode_async(ids)
+                if not text:
+                    raise InvalidValue("'input' must not hold an empty item.", "input")
+            taken.append(text if decodes else ids)
         # Thousands of short inputs are as much work as a long one.
         await asyncio.sleep(0)
     return taken
-
-
-async def _decoded(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return the text of *ids* without special tokens, which the backend adds. Raises :class:`InvalidRequest`."""
-    check_ids(ids, tokenizer, "input", _LANGCHAIN)
-    text = await tokenizer.decode_async(ids)
-    if not text:
-        raise InvalidValue("'input' must not hold an empty item.", "input")
-    return text
 
 
 async def answers_of(
@@ -248,13 +251,12 @@ async def count_inputs(model: ServedModel, job: EmbeddingJob, result: EmbeddingR
     """Return the tokens of the inputs: from the backend, else from the tokenizer that is configured, else ``None``."""
     if result.prompt_tokens is not None:
         return result.prompt_tokens
-    if not any(isinstance(item, str) for item in job.inputs):
-        return sum(map(len, job.inputs))
-    tokenizer = (await model.prompter()).tokenizer
-    if tokenizer is None:
-        return None
+    texts = [item for item in job.inputs if isinstance(item, str)]
     ids = sum(len(item) for item in job.inputs if not isinstance(item, str))
-    return ids + await tokenizer.count_async([item for item in job.inputs if isinstance(item, str)], True)
+    tokenizer = (await model.prompter()).tokenizer if texts else None
+    if tokenizer is None:
+        return None if texts else ids
+    return ids + await tokenizer.count_async(texts, True)
 
 
 def _rendered(index: int, vector: bytes, as_text: bool) -> Any:

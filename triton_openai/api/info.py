@@ -230,14 +230,14 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
                 await run.read()
         finally:
             run.close()
-    elif capabilities.embed:
-        job = EmbeddingJob(id=number, inputs=(_TEXT,))
-        await answers_of(service, model, model.adapter.encode_embeddings(job), timeout=timeout)
+        return
+    if capabilities.embed:
+        requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))
     else:
         pairs = [(_TEXT, _TEXT)]
         encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()
-        scores = ScoreJob(id=number, pairs=pairs, encoded=encoded)
-        await answers_of(service, model, model.adapter.encode_scores(scores), timeout=timeout)
+        requests = model.adapter.encode_scores(ScoreJob(id=number, pairs=pairs, encoded=encoded))
+    await answers_of(service, model, requests, timeout=timeout)
 
 
 EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)

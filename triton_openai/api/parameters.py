@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
@@ -227,7 +227,14 @@ class StructuredOutputs(msgspec.Struct):
     structural_tag: dict[str, Any] | _Text | None = None
 
 
-class SamplingRequest(ModelRequest, kw_only=True):
+class TruncatedRequest(ModelRequest, kw_only=True):
+    """Base of the requests whose inputs can be cut."""
+
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class SamplingRequest(TruncatedRequest, kw_only=True):
     """Base of the requests that generate text. Every field may be null, as clients send it."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -259,8 +266,6 @@ class SamplingRequest(ModelRequest, kw_only=True):
     guided_regex: _Text | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
     # Documented, and without influence on the answer: accepted.
     user: Accepted = ABSENT
@@ -393,15 +398,8 @@ def sampling(
     return result
 
 
-class Truncatable(Protocol):
-    """The fields of a request whose inputs can be cut."""
-
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None
-    truncation_side: Literal["left", "right"] | None
-
-
 def truncation(
-    request: Truncatable, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
+    request: TruncatedRequest, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
 ) -> Truncation | None:
     """
     Return what the prompt is to be cut to: on *side* unless the request says on which one.

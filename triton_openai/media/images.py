@@ -22,14 +22,9 @@ from triton_openai.media.fetch import Fetcher, too_large
 # The four formats of the OpenAI API, and two that Pillow, with which backends read files, opens as well.
 _FORMATS = ("JPEG", "PNG", "GIF", "WebP", "BMP", "TIFF")
 _SIGNATURES: Mapping[bytes, str] = {
-    b"\xff\xd8\xff": "image/jpeg",
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"GIF87a": "image/gif",
-    b"GIF89a": "image/gif",
-    b"BM": "image/bmp",
-    b"II*\x00": "image/tiff",
-    b"MM\x00*": "image/tiff",
-}
+    b"\xff\xd8\xff": "image/jpeg", b"\x89PNG\r\n\x1a\n": "image/png", b"GIF87a": "image/gif", b"GIF89a": "image/gif",
+    b"BM": "image/bmp", b"II*\x00": "image/tiff", b"MM\x00*": "image/tiff",
+}  # fmt: skip
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 # A multiple of 4 for base64 and, three quarters of it, of 3 for bytes.
 _SLICE = 1024 * 1024
