@@ -189,10 +189,7 @@ class KeyNotSufficient(InvalidRequest, status=403, code="key_not_sufficient"):
 
 
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
-    """
-    No served model has this *name*, of which the first 200 characters are kept; *why* is said in place of "does not
-    exist".
-    """
+    """No served model has this *name*; *why* is said in place of "does not exist"."""
 
     def __init__(
         self, name: str, *, hidden: bool = False, why: str = "does not exist", detail: str | None = None

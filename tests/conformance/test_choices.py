@@ -239,7 +239,7 @@ async def test_guides_are_refused_where_there_are_none(proxy):
     "fields, param",
     [
         ({"response_format": {"type": "nonsense"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
         ({"structured_outputs": 5}, "structured_outputs"),

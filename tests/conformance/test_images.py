@@ -304,7 +304,7 @@ FAILING = {
     "missing": ("invalid_image_url", "404"),
     "page": ("invalid_image_url", "text/html"),
     "liar": ("invalid_image_format", "format"),
-    "zipped": ("invalid_image_url", "encoding"),
+    "zipped": ("invalid_image_format", "supported format"),
     "far": ("invalid_image_url", "169.254.169.254"),
     "round": ("invalid_image_url", "redirects"),
     "large": ("image_too_large", "limit"),

@@ -59,8 +59,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Entry(RateLimit, frozen=True, forbid_unknown_fields=True, kw_only=True):
     name: _Name
-    key: _KeyText | tuple[_KeyText, ...] | None = None
-    sha256: _Digest | tuple[_Digest, ...] | None = None
+    key: _KeyText | tuple[_KeyText, ...] = ()
+    sha256: _Digest | tuple[_Digest, ...] = ()
     models: tuple[Annotated[str, Meta(min_length=1)], ...] | None = None
     manage: bool = True
 
@@ -123,16 +123,14 @@ def _from_file(file: Path) -> Iterable[tuple[bytes, ApiKey]]:
         if entry.name in names:
             raise ConfigurationError(f"{where} is there twice; one name may have several keys, in a list.")
         names.add(entry.name)
-        digests = [*map(sha256, _several(entry.key)), *map(bytes.fromhex, _several(entry.sha256))]
+        keys = (entry.key,) if isinstance(entry.key, str) else entry.key
+        hashes = (entry.sha256,) if isinstance(entry.sha256, str) else entry.sha256
+        digests = [*map(sha256, keys), *map(bytes.fromhex, hashes)]
         if not digests:
             raise ConfigurationError(f"{where} has neither a key nor a sha256.")
         limit = RateLimit(**{name: getattr(entry, name) for name in RateLimit.__struct_fields__})
         key = ApiKey(name=entry.name, models=entry.models, manage=entry.manage, limit=limit)
         yield from ((digest, key) for digest in digests)
-
-
-def _several(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value or ()
 
 
 def _read(file: Path) -> _File:

@@ -18,9 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.errors import RateLimited
-from triton_openai.generation import Usage
 from triton_openai.prompts.tokenizer import tokens_in_bytes
-from triton_openai.telemetry.observation import Answer, Observation
+from triton_openai.telemetry.observation import Observation
 
 #: Seconds in which limits "per minute" are counted.
 WINDOW = 60
@@ -190,14 +189,15 @@ def _duration(seconds: float) -> str:
 
 def tokens_charged(observation: Observation, *, served: bool, cut_short: bool) -> int:
     """
-    Return the tokens that a request has used. *served* is whether it was answered without an error, *cut_short* whether
-    it was ended by its client before that.
+    Return the tokens that a request has used: none where the backend refused it, or never got it.
 
-    What the backend refused, or never got, has used none.
+    *served* is whether it was answered without an error, *cut_short* whether its client ended it before that.
     """
     total = 0
     for number, answer in enumerate(observation.answers):
-        usage = _usage(answer, cut_short)
+        usage = answer.usage_so_far
+        if usage is None and answer.sent is not None and (answer.first is not None or cut_short):
+            usage = answer.usage_estimate
         if usage is not None:
             total += usage.completion_tokens + (0 if number % observation.n else usage.prompt_tokens)
     if observation.input_tokens is not None:
@@ -206,10 +206,3 @@ def tokens_charged(observation: Observation, *, served: bool, cut_short: bool) -
         # All of a request for vectors or scores is input, but for the little that says so.
         return tokens_in_bytes(observation.body_size)
     return total
-
-
-def _usage(answer: Answer, cut_short: bool) -> Usage | None:
-    usage = answer.usage_so_far
-    if usage is not None or answer.sent is None or (answer.first is None and not cut_short):
-        return usage
-    return answer.usage_estimate

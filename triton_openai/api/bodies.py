@@ -21,7 +21,6 @@ from triton_openai.telemetry.observation import OBSERVATION
 _BRACKETS = b"[]{}"
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")
-_SPACE = b" \t\r\n"
 _DIGIT_BYTES = b"0123456789"
 _AS_ZEROS = bytes.maketrans(_DIGIT_BYTES + b".", b"0" * 11)
 # Twice the digits of any number that is computed with; the time to read one grows with their square.
@@ -62,7 +61,7 @@ class JsonCheck:
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
             raise too_many
-        bare = b"".join(plain.split(b'"')[::2]).translate(None, _SPACE)
+        bare = b"".join(plain.split(b'"')[::2]).translate(None, b" \t\r\n")
         if _has_long_number(bare):
             raise InvalidRequest(
                 f"A number in the request's JSON has more than {_MOST_DIGITS} digits.", code="invalid_json"
@@ -140,38 +139,9 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
                 raise
 
 
-# Fields of requests by the setting that bounds how many they hold.
-_LISTS: Mapping[str, str] = {
-    "messages": "max_messages",
-    "tools": "max_tools",
-    "functions": "max_tools",
-    # The inputs of all kinds of requests, and both sides of a score request.
-    **dict.fromkeys(
-        ("prompt", "input", "documents", "queries", "items", "data_1", "data_2", "text_1", "text_2"), "max_prompts"
-    ),
-}
-
-
-def check_counts(body: msgspec.Struct, limits: LimitSettings) -> None:
-    """Raise :class:`InvalidRequest` for a request that lists more of something than it may."""
-    for name, setting in _LISTS.items():
-        given = getattr(body, name, None)
-        if not isinstance(given, list) or (given and isinstance(given[0], int)):
-            # A list of token ids is one prompt.
-            continue
-        most = getattr(limits, setting)
-        if len(given) > most:
-            raise _too_many(name, most, len(given))
-    contents = [getattr(message, "content", None) for message in getattr(body, "messages", None) or ()]
-    parts = sum(len(content) for content in contents if isinstance(content, list))
-    if parts > limits.max_content_parts:
-        raise _too_many("messages", limits.max_content_parts, parts, " content parts in all")
-
-
-def _too_many(name: str, most: int, given: int, what: str = "") -> InvalidRequest:
-    return InvalidRequest(
-        f"'{name}' holds {given}{what}, and may hold {most} at most.", param=name, code="array_above_max_length"
-    )
+#: Most messages of a chat, and most prompts, inputs, texts or documents of a request.
+MAX_MESSAGES = 4096
+MAX_ITEMS = 2048
 
 
 class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -206,14 +176,9 @@ _NUMBERS = re.compile(rb"[\[\],\s\d.eE+-]{1,4096}")
 # Of the largest integers that a backend takes.
 _DIGITS = 20
 _TYPE_NAMES = {
-    "str": "a string",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "a boolean",
-    "array": "an array",
+    "str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean", "array": "an array",
     "object": "an object",
-    "null": "null",
-}
+}  # fmt: skip
 
 
 async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
@@ -251,7 +216,6 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
     check = JsonCheck(limits)
     check.check(body)
     parsed = parse_json(body, kind, ignored)
-    check_counts(parsed, limits)
     check_texts(parsed, check)
     return parsed
 
@@ -352,9 +316,14 @@ def explain(message: str, within: str = "") -> InvalidRequest:
     subject = f"'{param}'" if param else "the request's body"
     if where and where.group("key"):
         subject = f"a key of {subject}"
+    too_long = "`array` of length <=" in what
     fault = "type" if _WRONG_TYPE.search(what) else "value"
     # Types stand in backticks, with bars between alternatives.
     what = _TYPE.sub(lambda found: " or ".join(_TYPE_NAMES.get(name, name) for name in found[1].split(" | ")), what)
     what = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
     what = f"{what[:1].lower()}{what[1:]}"
-    return InvalidRequest(f"Invalid {fault} for {subject}: {what}.", param=param, code=f"invalid_{fault}")
+    return InvalidRequest(
+        f"Invalid {fault} for {subject}: {what}.",
+        param=param,
+        code="array_above_max_length" if too_long else f"invalid_{fault}",
+    )

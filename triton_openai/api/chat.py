@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Rule
-from triton_openai.api.bodies import json_response
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
 from triton_openai.api.chat_response import (
     ChatChunks,
     ChatCompletion,
@@ -69,14 +69,14 @@ _LONGEST_INLINE = 10_000
 class ChatRequest(SamplingRequest, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
 
-    messages: Annotated[list[Message], Meta(extra_json_schema={"minItems": 1})]
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
     chat_template: str | None = None
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None

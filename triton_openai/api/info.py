@@ -1,24 +1,138 @@
-"""What the service says of itself: whether it lives and is ready and its models answer, its version, its metrics."""
+"""What is served: the models, and the service itself with its health, version and metrics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from aiohttp import web
 
 from triton_openai import __version__
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.api.bodies import json_response
+from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.embeddings import answers_of
-from triton_openai.api.service import Service, Task, check_opens_everything, new_id, prepare, service_of
-from triton_openai.errors import EndpointNotFound
+from triton_openai.api.service import (
+    Service,
+    Task,
+    check_may_manage,
+    check_opens_everything,
+    find_model,
+    may_use,
+    new_id,
+    prepare,
+    service_of,
+)
+from triton_openai.errors import EndpointNotFound, ModelNotFound
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
 from triton_openai.models.draining import DRAINING
-from triton_openai.models.served import ServedModel
+from triton_openai.models.served import Models, ServedModel
 from triton_openai.telemetry.exposition import Exposition
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+
+
+class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One model; ``created`` is 0: Triton does not tell when a model was made, and all workers and replicas say the same.
+
+    ``max_model_len``, vLLM's extension that many clients read, is there where the operator or the model's files give
+    it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as vLLM's server gives
+    them.
+    """
+
+    id: str
+    object: Literal["model"] = msgspec.field(name="object", default="model")
+    created: int = 0
+    owned_by: str = "triton"
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    parent: str | msgspec.UnsetType = msgspec.UNSET
+    max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """All models."""
+
+    object: Literal["list"] = msgspec.field(name="object", default="list")
+    data: Sequence[ModelObject]
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """List what is served now, and open to who asks."""
+    models = service_of(request).models
+    data = [describe(models, name) for name in models.listed() if may_use(request, name)]
+    return json_response(ModelList(data=data))
+
+
+async def get_model(request: web.Request) -> web.Response:
+    """Describe one model; its name may hold slashes."""
+    name = request.match_info["model"]
+    models = service_of(request).models
+    if name not in models.listed() or not may_use(request, name):
+        await find_model(request, name)
+    return json_response(describe(models, name))
+
+
+def describe(models: Models, name: str) -> ModelObject:
+    """Return what is told of the model *name*."""
+    served = models.served.get(name)
+    if served is None:
+        return ModelObject(id=name)
+    return ModelObject(
+        id=name,
+        root=served.lora.name if served.lora is not None else msgspec.UNSET,
+        parent=served.owner if served.lora is not None else msgspec.UNSET,
+        max_model_len=served.settings.max_model_len or msgspec.UNSET,
+    )
+
+
+class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of a load, if there is one: nothing can be said in it."""
+
+
+class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of an unload, if there is one. ``unload_dependents``: the models that an ensemble consists of go too."""
+
+    unload_dependents: bool = False
+
+
+class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to an unload; ``model`` is Triton's name of it."""
+
+    status: str = "success"
+    model: str
+
+
+async def load(request: web.Request) -> web.Response:
+    """Load a model, and describe it once it is served."""
+    service = service_of(request)
+    # Nothing is dropped in silence here: Triton's own request can replace a model's configuration.
+    name, _ = await _named(request, LoadRequest)
+    return json_response(describe(service.models, await service.control.load(name)))
+
+
+async def unload(request: web.Request) -> web.Response:
+    """Unload a model, once what runs on it has ended."""
+    name, body = await _named(request, UnloadRequest)
+    model = await service_of(request).control.unload(name, dependents=body.unload_dependents)
+    return json_response(Unloaded(model=model))
+
+
+async def _named(request: web.Request, kind: type[_Body]) -> tuple[str, _Body]:
+    """
+    Return the model's name, and the body, which may be missing.
+
+    Raises :class:`ManagementDisabled`, and :class:`ModelNotFound` for a model that the request's key does not open.
+    """
+    service_of(request).control.check_allowed()
+    check_may_manage(request)
+    body = await read_json(request, kind, strict=True) if request.can_read_body else kind()
+    name = request.match_info["model"]
+    if not may_use(request, name):
+        raise ModelNotFound(name, hidden=True)
+    return name, body
+
 
 _NO_STORE = {"Cache-Control": "no-store"}
 
@@ -51,27 +165,22 @@ async def live(request: web.Request) -> web.Response:
 
 async def ready(request: web.Request) -> web.Response:
     """Answer 200 when requests can be served, else 503 with the reason."""
-    if request.app[DRAINING].begun:
-        return _not_ready(NotReady(reason="The service is stopping."))
     models, canary = service_of(request).models, request.app[CANARY]
-    silent = sorted(canary.not_answering) or msgspec.UNSET
-    if models.ready and canary.any_answers:
-        return json_response(Ready(not_answering=silent), headers=_NO_STORE)
-    if models.ready:
-        reason = "Triton has models that are ready, and none of them answers."
-        return _not_ready(NotReady(reason=reason, not_answering=silent))
     snapshot = models.catalog.snapshot
-    if snapshot.error is not None:
+    silent = sorted(canary.not_answering) or msgspec.UNSET
+    if request.app[DRAINING].begun:
+        reason = "The service is stopping."
+    elif models.ready and canary.any_answers:
+        return json_response(Ready(not_answering=silent), headers=_NO_STORE)
+    elif models.ready:
+        reason = "Triton has models that are ready, and none of them answers."
+    elif snapshot.error is not None:
         reason = snapshot.error.message
     elif snapshot.waiting:
         reason = "No served model is ready yet."
     else:
         reason = "Triton has no model that can be served."
-    return _not_ready(NotReady(reason=reason))
-
-
-def _not_ready(answer: NotReady) -> web.Response:
-    return json_response(answer, 503, _NO_STORE)
+    return json_response(NotReady(reason=reason, not_answering=silent), 503, _NO_STORE)
 
 
 class TritonVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,14 +230,14 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
                 await run.read()
         finally:
             run.close()
-    elif capabilities.embed:
-        job = EmbeddingJob(id=number, inputs=(_TEXT,))
-        await answers_of(service, model, model.adapter.encode_embeddings(job), timeout=timeout)
+        return
+    if capabilities.embed:
+        requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))
     else:
         pairs = [(_TEXT, _TEXT)]
         encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()
-        scores = ScoreJob(id=number, pairs=pairs, encoded=encoded)
-        await answers_of(service, model, model.adapter.encode_scores(scores), timeout=timeout)
+        requests = model.adapter.encode_scores(ScoreJob(id=number, pairs=pairs, encoded=encoded))
+    await answers_of(service, model, requests, timeout=timeout)
 
 
 EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)

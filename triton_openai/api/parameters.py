@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, Protocol, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta
@@ -227,7 +227,14 @@ class StructuredOutputs(msgspec.Struct):
     structural_tag: dict[str, Any] | _Text | None = None
 
 
-class SamplingRequest(ModelRequest, kw_only=True):
+class TruncatedRequest(ModelRequest, kw_only=True):
+    """Base of the requests whose inputs can be cut."""
+
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class SamplingRequest(TruncatedRequest, kw_only=True):
     """Base of the requests that generate text. Every field may be null, as clients send it."""
 
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -259,8 +266,6 @@ class SamplingRequest(ModelRequest, kw_only=True):
     guided_regex: _Text | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    truncation_side: Literal["left", "right"] | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
     # Documented, and without influence on the answer: accepted.
     user: Accepted = ABSENT
@@ -301,20 +306,10 @@ class SamplingRequest(ModelRequest, kw_only=True):
 
 # Fields that a request and a sampling have in common, with the values that ask for what happens anyway.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "temperature": (1,),
-    "top_p": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "seed": (),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
-    "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
-}
+    "temperature": (1,), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "seed": (),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
+    "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
+}  # fmt: skip
 # Every field of a sampling that an adapter has to carry, in one way or another.
 _MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "logprobs", "logit_bias")
 
@@ -403,15 +398,8 @@ def sampling(
     return result
 
 
-class Truncatable(Protocol):
-    """The fields of a request whose inputs can be cut."""
-
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None
-    truncation_side: Literal["left", "right"] | None
-
-
 def truncation(
-    request: Truncatable, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
+    request: TruncatedRequest, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
 ) -> Truncation | None:
     """
     Return what the prompt is to be cut to: on *side* unless the request says on which one.

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
-from triton_openai.api.bodies import explain
+from triton_openai.api.bodies import MAX_ITEMS, explain
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
@@ -43,15 +43,8 @@ async def prompts_of(
     only where the backend, tokenizing that text again, gets the same ids; else the prompt is refused: another prompt
     must not be answered in its place. Raises :class:`InvalidRequest` and :class:`UnsupportedParameter`.
     """
-    items: list[Any] = [prompt] if isinstance(prompt, str) else list(prompt)
-    if set(map(type, items)) == {int}:
-        items = [items]
-    if not items:
-        raise InvalidValue("'prompt' must not be an empty list.", "prompt")
     prompts: list[Prompt] = []
-    for item in items:
-        if isinstance(item, int):
-            raise InvalidRequest("'prompt' must not mix token ids with prompts.", param="prompt", code="invalid_type")
+    for item in separated(prompt, "prompt"):
         if isinstance(item, str):
             prompts.append(item if special else await _alone(model, item))
         elif model.adapter.capabilities.tokens:
@@ -59,6 +52,20 @@ async def prompts_of(
         else:
             prompts.append(await _as_text(model, item))
     return prompts
+
+
+def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]:
+    """Return texts and lists of token ids one by one. Raises :class:`InvalidRequest` for none and too many."""
+    items: list[Any] = value if isinstance(value, list) and set(map(type, value)) != {int} else [value]
+    if not items:
+        raise InvalidValue(f"'{param}' must not be an empty list.", param)
+    if len(items) > MAX_ITEMS:
+        raise InvalidRequest(
+            f"'{param}' may hold {MAX_ITEMS} items at most.", param=param, code="array_above_max_length"
+        )
+    if int in map(type, items):
+        raise InvalidRequest(f"'{param}' must not mix token ids with lists or texts.", param=param, code="invalid_type")
+    return items
 
 
 async def filled(
@@ -259,10 +266,11 @@ def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageRefe
                     raise UnsupportedParameter(
                         f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
                     )
+                given = {} if part.image_url is None else {"image_url": part.image_url}
                 try:
-                    given = msgspec.convert({"image_url": part.image_url}, _ImagePart).image_url
+                    source = msgspec.convert(given, _ImagePart).image_url
                 except msgspec.ValidationError as error:
                     raise explain(str(error), f"{place}.") from error
-                url = given if isinstance(given, str) else given.url
+                url = source if isinstance(source, str) else source.url
                 found.append(ImageReference(f"{place}.image_url", url.strip()))
     return found

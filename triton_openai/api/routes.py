@@ -20,7 +20,7 @@ from aiohttp.typedefs import Handler
 
 from triton_openai import __version__, errors
 from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, completions, embeddings, info, models, scoring, tokenize
+from triton_openai.api import chat, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.completion_response import Completion, CompletionChunk
@@ -29,14 +29,14 @@ from triton_openai.api.tools import ToolDefinition
 from triton_openai.config import Group, Settings
 
 
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
+class Operation(msgspec.Struct, frozen=True):
     """
     A *handler* with its *routes*, each a method and a path; GET includes HEAD.
 
-    *name* is the operation's id, *group* what keys and restrictions open. *request* is the type of the body, *answer*
-    that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or any object.
-    *errors* are those that do not follow from the rest, *failures* answers of other types, by status. *infers* is
-    whether Triton is asked, within limits of time.
+    *name* is the operation's id, *group* what keys and restrictions open, and its tag. *request* is the type of the
+    body, *answer* that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or
+    any object. *errors* are those that do not follow from the rest, *failures* answers of other types, by status.
+    *infers* is whether Triton is asked, within limits of time.
     """
 
     handler: Handler
@@ -50,11 +50,6 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
     errors: tuple[type[errors.ServiceError], ...] = ()
     failures: Mapping[int, type[msgspec.Struct]] = {}
     infers: bool = False
-
-    @property
-    def tag(self) -> str:
-        """The heading under which it is listed: the module of its handler."""
-        return self.handler.__module__.rpartition(".")[2]
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -128,7 +123,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         headers = {"x-request-id": _REQUEST_ID, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         described: dict[str, Any] = {
             "operationId": operation.name,
-            "tags": [operation.tag],
+            "tags": [operation.group],
             "summary": prose(operation.handler.__doc__),
             "responses": {
                 "200": {**_content(operation), "headers": headers},
@@ -160,7 +155,7 @@ def describe(settings: Settings) -> dict[str, Any]:
             "description": _ABOUT,
             "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
         },
-        "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in OPERATIONS)],
+        "tags": [{"name": group} for group in dict.fromkeys(operation.group for operation in OPERATIONS)],
         "paths": paths,
         "components": {
             "schemas": _schemas(strict=settings.api.strict_parameters),
@@ -304,68 +299,60 @@ _CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.Mo
 
 OPERATIONS = (
     Operation(
-        handler=chat.handle, routes=_openai("POST /chat/completions"), name="create_chat_completion",
-        group="inference", infers=True, request=chat.ChatRequest,
-        answer=ChatCompletion, event=ChatCompletionChunk,
+        chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference", chat.ChatRequest,
+        ChatCompletion, event=ChatCompletionChunk, infers=True,
     ),
     Operation(
-        handler=completions.handle, routes=_openai("POST /completions"), name="create_completion",
-        group="inference", infers=True, request=completions.CompletionRequest,
-        answer=Completion, event=CompletionChunk,
+        completions.handle, _openai("POST /completions"), "create_completion", "inference",
+        completions.CompletionRequest, Completion, event=CompletionChunk, infers=True,
     ),
     Operation(
-        handler=embeddings.handle, routes=_openai("POST /embeddings"), name="create_embeddings",
-        group="embedding", infers=True, request=embeddings.EmbeddingsRequest,
-        answer=embeddings.EmbeddingList,
+        embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding", embeddings.EmbeddingsRequest,
+        embeddings.EmbeddingList, infers=True,
     ),
     Operation(
         # The last path is that of the second version of Cohere's client.
-        handler=scoring.handle_rerank, routes=(*_openai("POST /rerank"), "POST /v2/rerank"), name="rerank",
-        group="embedding", infers=True, request=scoring.RerankRequest,
-        answer=scoring.Reranked,
+        embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
+        embeddings.RerankRequest, embeddings.Reranked, infers=True,
     ),
     Operation(
-        handler=scoring.handle_score, routes=_openai("POST /score"), name="score",
-        group="embedding", infers=True, request=scoring.ScoreRequest,
-        answer=scoring.ScoreList,
+        embeddings.handle_score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
+        embeddings.ScoreList, infers=True,
     ),
     Operation(
-        handler=tokenize.tokenize, routes=_openai("POST /tokenize"), name="tokenize",
-        group="inference", request=tokenize.TokenizeRequest, answer=tokenize.TokenizeAnswer,
+        tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
+        tokenize.TokenizeAnswer,
     ),
     Operation(
-        handler=tokenize.detokenize, routes=_openai("POST /detokenize"), name="detokenize",
-        group="inference", request=tokenize.DetokenizeRequest, answer=tokenize.DetokenizeAnswer,
+        tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference", tokenize.DetokenizeRequest,
+        tokenize.DetokenizeAnswer,
+    ),
+    # Some clients post to list models.
+    Operation(
+        info.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
+        answer=info.ModelList,
     ),
     Operation(
-        # Some clients post to list models.
-        handler=models.list_models, routes=_openai("GET /models", "POST /models"), name="list_models",
-        group="model-repository", answer=models.ModelList,
+        info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
+        answer=info.ModelObject, errors=(errors.ModelNotFound,),
     ),
     Operation(
-        handler=models.get_model, routes=_openai("GET /models/{model:.+}"), name="get_model",
-        group="model-repository", answer=models.ModelObject, errors=(errors.ModelNotFound,),
+        info.load, _openai("POST /models/{model:.+}/load"), "load_model", "model-repository", info.LoadRequest,
+        info.ModelObject, errors=_CONTROL,
     ),
     Operation(
-        handler=models.load, routes=_openai("POST /models/{model:.+}/load"), name="load_model",
-        group="model-repository", request=models.LoadRequest, answer=models.ModelObject, errors=_CONTROL,
+        info.unload, _openai("POST /models/{model:.+}/unload"), "unload_model", "model-repository",
+        info.UnloadRequest, info.Unloaded, errors=_CONTROL,
     ),
-    Operation(
-        handler=models.unload, routes=_openai("POST /models/{model:.+}/unload"), name="unload_model",
-        group="model-repository", request=models.UnloadRequest, answer=models.Unloaded, errors=_CONTROL,
-    ),
-    Operation(handler=info.version, routes=("GET /version",), name="version", group="info", answer=info.Version),
+    Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
     # The OpenAPI Initiative's own schema describes this answer.
-    Operation(handler=openapi, routes=("GET /openapi.json",), name="openapi", group="info"),
-    Operation(handler=info.live, routes=("GET /health/live",), name="live", group="health", answer=info.Live),
+    Operation(openapi, ("GET /openapi.json",), "openapi", "info"),
+    Operation(info.live, ("GET /health/live",), "live", "health", answer=info.Live),
     Operation(
-        handler=info.ready, routes=("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"),
-        name="ready", group="health", answer=info.Ready, failures={503: info.NotReady},
+        info.ready, ("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"), "ready", "health",
+        answer=info.Ready, failures={503: info.NotReady},
     ),
-    Operation(
-        handler=info.metrics, routes=("GET /metrics",), name="metrics", group="metrics", text=True,
-        errors=(errors.EndpointNotFound,),
-    ),
+    Operation(info.metrics, ("GET /metrics",), "metrics", "metrics", text=True, errors=(errors.EndpointNotFound,)),
 )  # fmt: skip
 
 

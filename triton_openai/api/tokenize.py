@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.api.bodies import ModelRequest, json_response
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
 from triton_openai.api.context import read_request
 from triton_openai.api.prompts import check_ids, rendered_chat
 from triton_openai.api.tools import Tool, plan
@@ -34,21 +34,19 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     """
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    The tokens; ``token_strs`` is how the vocabulary writes them, and ``max_model_len`` is null where it is not known.
-    """
+    """The tokens; ``token_strs`` is how the vocabulary writes them, ``max_model_len`` is null where it is not known."""
 
     count: int
     max_model_len: int | None
@@ -78,13 +76,8 @@ async def tokenize(request: web.Request) -> web.Response:
     # Looked at with a prompt too, which has no use for them: what is wrong is wrong.
     tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     if body.messages is not None:
-        text = await rendered_chat(
-            model,
-            body,
-            body.messages,
-            tools=tools.prompt,
-            trust_template=service.settings.api.trust_request_chat_template,
-        )
+        trusted = service.settings.api.trust_request_chat_template
+        text = await rendered_chat(model, body, body.messages, tools=tools.prompt, trust_template=trusted)
         special = bool(body.add_special_tokens)
     else:
         text = body.prompt or ""

@@ -59,7 +59,7 @@ def _moved(node: Any, root: str) -> Any:
 
 
 # Wider than OpenAI's [a-zA-Z0-9_-]{1,64}: names of MCP servers have dots, slashes and colons.
-_Name = Annotated[str, Meta(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
+_Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{1,128}(?!\n)$")]
 
 
 class FunctionDefinition(msgspec.Struct):
@@ -116,8 +116,8 @@ FunctionChoice: TypeAlias = Literal["none", "auto", "required"] | NamedFunction 
 
 
 class _Definitions(msgspec.Struct):
-    tools: list[ToolDefinition] = []
-    functions: list[FunctionDefinition] = []
+    tools: Annotated[list[ToolDefinition], Meta(max_length=512)] = []
+    functions: Annotated[list[FunctionDefinition], Meta(max_length=512)] = []
 
 
 Mode = Literal["none", "auto", "required", "named"]
@@ -161,14 +161,15 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
         Raises :class:`InvalidRequest` for schemas nested beyond reason.
         """
         try:
-            if self.mode == "named" and self.name is not None:
-                return Guide(kind="json_schema", value=_text(self.schemas[self.name]), param=self.param)
-            if self.mode == "required":
+            if self.name is not None:
+                schema = self.schemas[self.name]
+            elif self.mode == "required":
                 schema = calls_schema(self.schemas, parallel=self.parallel)
-                return Guide(kind="json_schema", value=_text(schema), param=self.param)
+            else:
+                return None
+            return Guide(kind="json_schema", value=msgspec.json.encode(schema).decode(), param=self.param)
         except RecursionError as error:
             raise InvalidRequest("A tool's parameters are nested too deeply.", param="tools") from error
-        return None
 
 
 def plan(
@@ -224,7 +225,3 @@ def _known(function: NamedFunction, place: str, schemas: Mapping[str, Any]) -> s
     if function.name not in schemas:
         raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
     return function.name
-
-
-def _text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -112,14 +112,6 @@ class LimitSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_text_size: Annotated[
         Count, Meta(description="Largest request body, without its images (data URLs).", extra={"metavar": "BYTES"})
     ] = 4 * 1024 * 1024
-    max_messages: Annotated[Count, Meta(description="Most messages in a chat.")] = 4096
-    max_content_parts: Annotated[
-        Count, Meta(description="Most content parts in all messages together.", extra={"metavar": "PARTS"})
-    ] = 4096
-    max_tools: Annotated[Count, Meta(description="Most tools, and functions.")] = 512
-    max_prompts: Annotated[
-        Annotated[int, Meta(ge=1, le=2048)], Meta(description="Most prompts, inputs or documents in one request.")
-    ] = 2048
     header_timeout: Annotated[
         Seconds,
         Meta(description="Time for a TLS handshake, and in which a client has to send the head of its request."),

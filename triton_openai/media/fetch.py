@@ -179,7 +179,6 @@ def _entry(text: str) -> tuple[str, int | None]:
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MAX_REDIRECTS = 3
-_PIECE = 64 * 1024
 _HEADERS = {"User-Agent": f"triton-openai/{__version__}", "Accept": "image/*", "Accept-Encoding": "identity"}
 
 
@@ -258,10 +257,7 @@ class Fetcher:
 
     def _next(self, url: URL, location: str) -> URL:
         """Return where a redirect leads, if it may be followed."""
-        try:
-            target = url.join(URL(location))
-        except ValueError as error:
-            raise _refused("The image's URL redirects to what is not a URL.") from error
+        target = url.join(URL(location))
         if url.scheme == "https" and target.scheme == "http":
             raise _refused("The image's URL redirects from https to http.")
         return self.check(str(target))
@@ -269,8 +265,11 @@ class Fetcher:
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if response.status != 200:
             raise _refused(f"The image could not be fetched: its host answered with status {response.status}.")
+        kind = response.content_type
+        if not kind.startswith("image/") and not kind.endswith("/octet-stream"):
+            raise _refused(f"The image's URL leads to '{kind[:100]}', which is not an image.")
         data = bytearray()
-        async for piece in response.content.iter_chunked(_PIECE):
+        async for piece in response.content.iter_chunked(64 * 1024):
             data += piece
             if len(data) > self._largest:
                 raise too_large(self._largest)

@@ -11,8 +11,7 @@ import asyncio
 import binascii
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -23,14 +22,9 @@ from triton_openai.media.fetch import Fetcher, too_large
 # The four formats of the OpenAI API, and two that Pillow, with which backends read files, opens as well.
 _FORMATS = ("JPEG", "PNG", "GIF", "WebP", "BMP", "TIFF")
 _SIGNATURES: Mapping[bytes, str] = {
-    b"\xff\xd8\xff": "image/jpeg",
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"GIF87a": "image/gif",
-    b"GIF89a": "image/gif",
-    b"BM": "image/bmp",
-    b"II*\x00": "image/tiff",
-    b"MM\x00*": "image/tiff",
-}
+    b"\xff\xd8\xff": "image/jpeg", b"\x89PNG\r\n\x1a\n": "image/png", b"GIF87a": "image/gif", b"GIF89a": "image/gif",
+    b"BM": "image/bmp", b"II*\x00": "image/tiff", b"MM\x00*": "image/tiff",
+}  # fmt: skip
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 # A multiple of 4 for base64 and, three quarters of it, of 3 for bytes.
 _SLICE = 1024 * 1024
@@ -162,11 +156,6 @@ class ImageLoader:
         Raises :class:`InvalidRequest` that names the place. The first image that fails ends the work on all others.
         """
         self.check_count(references, most=most)
-        # Before any connection: a request that is wrong in one place is refused without side effects.
-        for reference in references:
-            if not is_data_url(reference.url):
-                with _blaming(reference):
-                    self._fetcher.check(reference.url)
         tasks = [asyncio.ensure_future(self._load(reference)) for reference in references]
         try:
             images = await asyncio.gather(*tasks)
@@ -187,21 +176,14 @@ class ImageLoader:
         return tuple(images)
 
     async def _load(self, reference: ImageReference) -> Image:
-        with _blaming(reference):
+        try:
             if is_data_url(reference.url):
                 return await from_data_url(reference.url, largest=self._largest)
             return await from_bytes(await self._fetcher.fetch(reference.url))
+        except InvalidRequest as error:
+            error.param = reference.place
+            raise
 
     async def close(self) -> None:
         """Close the connections."""
         await self._fetcher.close()
-
-
-@contextmanager
-def _blaming(reference: ImageReference) -> Iterator[None]:
-    """Name *reference* in the errors that are raised within."""
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = error.param or reference.place
-        raise

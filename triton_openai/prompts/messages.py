@@ -34,7 +34,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: A message's content: text, parts (some clients put bare strings between them), or null.
-Content: TypeAlias = str | list[ContentPart | str] | None
+Content: TypeAlias = str | Annotated[list[ContentPart | str], Meta(max_length=4096)] | None
 
 
 class MessageFunctionCall(msgspec.Struct, frozen=True, kw_only=True):

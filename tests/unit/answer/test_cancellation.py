@@ -77,7 +77,7 @@ async def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextlib.asynccontextmanager
     async def get(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(status=200, headers={}, content=SimpleNamespace(iter_chunked=pieces))
+        yield SimpleNamespace(status=200, content_type="image/png", content=SimpleNamespace(iter_chunked=pieces))
 
     monkeypatch.setattr(aiohttp.ClientSession, "get", get)
     fetcher = Fetcher(AllowedHosts(("images.example",)), largest=100_000, timeout=60, concurrency=1)

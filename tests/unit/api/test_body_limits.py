@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
+import aiohttp
 import msgspec
 import pytest
+from aiohttp.base_protocol import BaseProtocol
+from aiohttp.test_utils import make_mocked_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.api.bodies import JsonCheck, check_counts, read_within
+from triton_openai.api.bodies import JsonCheck, _read, parse_json, read_within
 from triton_openai.api.chat import ChatRequest
-from triton_openai.api.completions import CompletionRequest
-from triton_openai.api.scoring import SIDES, ScoreRequest
+from triton_openai.api.embeddings import SIDES, ScoreRequest
+from triton_openai.api.prompts import separated
 from triton_openai.api.tools import plan
 from triton_openai.config import LimitSettings
-from triton_openai.errors import InvalidRequest, PayloadTooLarge
+from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 SMALL = LimitSettings(
-    max_json_depth=8, max_json_values=50, max_token_ids=20, max_text_size=400, max_messages=3, max_content_parts=3,
-    max_prompts=3, max_tools=2,
+    max_json_depth=8, max_json_values=50, max_token_ids=20, max_text_size=400,
 )  # fmt: skip
 
 
@@ -193,40 +197,70 @@ def test_the_largest_of_bodies() -> None:
 
 
 USER = {"role": "user", "content": "a"}
-PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 2}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}] * 4097}
 
 
 @every_case(
     "kind, body, param",
     [
-        (ChatRequest, {"messages": [USER] * 4}, "messages"),
-        (ChatRequest, {"messages": [PARTS, PARTS]}, "messages"),
-        (ChatRequest, {"messages": [USER], "tools": [{}] * 3}, "tools"),
-        (ChatRequest, {"messages": [USER], "functions": [{}] * 3}, "functions"),
-        (ChatRequest, {"messages": [USER], "documents": [{}] * 4}, "documents"),
-        (CompletionRequest, {"prompt": ["a"] * 4}, "prompt"),
-        (CompletionRequest, {"prompt": [[1]] * 4}, "prompt"),
-        *((ScoreRequest, {side: ["a"] * 4}, side) for side in dict.fromkeys(name for pair in SIDES for name in pair)),
+        (ChatRequest, {"messages": [USER] * 4097}, "messages"),
+        (ChatRequest, {"messages": [PARTS]}, "messages[0].content"),
+        (ChatRequest, {"messages": [USER], "documents": [{}] * 2049}, "documents"),
+        *(
+            (ScoreRequest, {side: ["a"] * 2049}, side)
+            for side in dict.fromkeys(name for pair in SIDES for name in pair)
+        ),
     ],
 )
 def test_too_many_of_something(kind: type[msgspec.Struct], body: dict[str, Any], param: str) -> None:
     """The field is named."""
-    request = msgspec.convert({"model": "m", **body}, kind)
     with pytest.raises(InvalidRequest) as caught:
-        check_counts(request, SMALL)
+        parse_json(msgspec.json.encode(body), kind)
     assert (param, "array_above_max_length") == (caught.value.param, caught.value.code)
-    check_counts(request, LimitSettings())
 
 
-def test_token_ids_are_one_prompt() -> None:
-    """However many they are."""
-    check_counts(CompletionRequest(model="m", prompt=[1] * 1000), SMALL)
+def test_too_many_prompts() -> None:
+    """Token ids are one prompt, however many they are."""
+    assert [[1] * 5000] == separated([1] * 5000, "prompt")
+    for prompts in (["a"] * 2049, [[1]] * 2049):
+        with pytest.raises(InvalidRequest) as caught:
+            separated(prompts, "prompt")  # type: ignore[arg-type]
+        assert ("prompt", "array_above_max_length") == (caught.value.param, caught.value.code)
 
 
-def test_the_setting_decides_how_many_tools_there_may_be() -> None:
-    """And no other limit below it."""
-    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(LimitSettings().max_tools)]
-    check_counts(msgspec.convert({"model": "m", "messages": [USER], "tools": tools}, ChatRequest), LimitSettings())
+def test_too_many_tools() -> None:
+    """As many as any client has are fine."""
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(513)]
+    planned = plan(tools=tools[:512], tool_choice=None, functions=None, function_call=None, parallel=None)
+    assert 512 == len(planned.schemas)
+    with pytest.raises(InvalidRequest) as caught:
+        plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+    assert ("tools", "array_above_max_length") == (caught.value.param, caught.value.code)
 
-    planned = plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
-    assert len(tools) == len(planned.schemas)
+
+async def read(*pieces: bytes, ended: bool, **limits: Any) -> bytes:
+    """Return the body of a request of *pieces*, of 100 bytes at most."""
+    loop = asyncio.get_running_loop()
+    protocol = BaseProtocol(loop)
+    protocol.connection_made(Mock(spec=asyncio.Transport))
+    content = aiohttp.StreamReader(protocol, 2**16, loop=loop)
+    request = make_mocked_request("POST", "/", payload=content, client_max_size=100)
+    reading = asyncio.create_task(_read(request, LimitSettings(**limits)))
+    for piece in pieces:
+        await asyncio.sleep(0)
+        content.feed_data(piece)
+    if ended:
+        content.feed_eof()
+    return await reading
+
+
+async def test_bodies_as_they_arrive() -> None:
+    """In any number of pieces, up to the limit, and no longer than the client may take."""
+    assert b"" == await read(ended=True)
+    assert b"a" * 100 == await read(b"a" * 40, b"a" * 60, ended=True)
+    with pytest.raises(PayloadTooLarge, match="limit of 100 bytes"):
+        await read(b"a" * 40, b"a" * 61, ended=False)
+    with pytest.raises(RequestTimeout):
+        await read(ended=False, body_timeout=0.01)
+    with pytest.raises(RequestTimeout):
+        await read(b"a" * 50, b"a", ended=False, body_timeout=0.01, min_body_rate=10_000)

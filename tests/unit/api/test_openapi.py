@@ -121,6 +121,9 @@ def test_what_is_asked_for_is_described_and_nothing_else() -> None:
     assert "x-ratelimit-remaining-tokens" not in keys["paths"][models]["get"]["responses"]["200"]["headers"]
     assert "429" not in keys["paths"][models]["get"]["responses"]
     assert "401" not in keys["paths"][health]["get"]["responses"]
+    # A key of certain models does not open the metrics, which are about all of them.
+    assert "403" in keys["paths"]["/metrics"]["get"]["responses"]
+    assert "403" not in open_to_all["paths"]["/metrics"]["get"]["responses"]
     assert "WWW-Authenticate" in keys["components"]["responses"]["Error401"]["headers"]
     # Who restricts inference restricts embeddings.
     for path, method, answered in ((chat, "post", True), ("/v1/embeddings", "post", True), (models, "get", False)):

@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
+from yarl import URL
 
 from tests.cases import every_case
 from tests.pictures import data_url, png
@@ -320,7 +321,7 @@ async def test_dns_rebinding() -> None:
 async def test_addresses_as_hosts(host: str) -> None:
     """An address in the URL is checked too, in whichever form; also when it is the operator's mistake to allow it."""
     async with site() as here, fetching(here) as fetcher:
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(InvalidRequest, match="no public address") as caught:
             await fetcher.fetch(f"http://{host.format(port=here.port)}/a.png")
 
     assert "invalid_image_url" == caught.value.code
@@ -357,6 +358,15 @@ async def test_redirects_out(to: str) -> None:
 
     assert "invalid_image_url" == caught.value.code
     assert 1 == len(here.requests)
+
+
+async def test_redirects_keep_their_encryption() -> None:
+    """From https to http nothing is followed; the other way round is fine."""
+    fetcher = Fetcher(AllowedHosts(["images.example"]), largest=LIMIT, timeout=20, concurrency=1)
+
+    assert "https" == fetcher._next(URL("http://images.example/a"), "https://images.example/b").scheme
+    with pytest.raises(InvalidRequest, match="from https to http"):
+        fetcher._next(URL("https://images.example/a"), "http://images.example/b")
 
 
 async def test_redirect_to_a_name_that_is_not_public() -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.telemetry.fake_answer import FakeAnswer
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
-from triton_openai.api.embeddings import EmbeddingsRequest
-from triton_openai.api.scoring import RerankRequest, ScoreRequest, TextObject
+from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest, ScoreRequest, TextObject
 from triton_openai.generation import FinishReason
 from triton_openai.telemetry.access_log import input_messages, output_messages
 
