@@ -178,14 +178,14 @@ async def _as_taken(
             else:
                 taken.append(await cut_text(tokenizer, item, cut, special=True))
         else:
-            ids = item if cut is None else cut_ids(item, cut)
+            value: Any = item if cut is None else cut_ids(item, cut)
             if decodes:
-                check_ids(ids, tokenizer, "input", _LANGCHAIN)
+                check_ids(value, tokenizer, "input", _LANGCHAIN)
                 # Without special tokens, which the backend adds.
-                text = await tokenizer.decode_async(ids)
-                if not text:
+                value = await tokenizer.decode_async(value)
+                if not value:
                     raise InvalidValue("'input' must not hold an empty item.", "input")
-            taken.append(text if decodes else ids)
+            taken.append(value)
         # Thousands of short inputs are as much work as a long one.
         await asyncio.sleep(0)
     return taken
