@@ -7,10 +7,17 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import structlog
 
 pytest_plugins = ["tests.triton_fixture", "tests.proxy_fixture"]
+
+# A slow machine fails no test, and each run tries the same examples.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 _FIRST = ("integration", "faults")
 _LAST = ("unit",)
