@@ -324,19 +324,19 @@ def _function(function: MessageFunctionCall, template: PromptTemplate, place: st
     return {"name": function.name, "arguments": text}
 
 
-_OBJECT = decoder(dict[str, Any])
+_JSON: msgspec.json.Decoder[Any] = decoder(Any)
 
 
 def _parse(text: str, place: str) -> dict[str, Any]:
     try:
-        arguments: dict[str, Any] = _OBJECT.decode(text)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest("The arguments of a tool call must be a JSON object.", param=place) from error
+        value = _JSON.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequest(
             "The arguments of a tool call must be valid JSON.", param=place, detail=str(error)
         ) from error
-    return arguments
+    if not isinstance(value, dict):
+        raise InvalidRequest("The arguments of a tool call must be a JSON object.", param=place)
+    return value
 
 
 def _content(

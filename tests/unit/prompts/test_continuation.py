@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,9 +20,15 @@ KEEPING = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+@cache
+def compiled(source: str) -> ChatTemplate:
+    """Compile *source*, once."""
+    return ChatTemplate(source, name="test", special_tokens=TOKENS)
+
+
 def rendered(source: str, content: Any, **last: Any) -> str:
     """Return a chat's prompt with an open end."""
-    template = ChatTemplate(source, name="test", special_tokens=TOKENS)
+    template = compiled(source)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content, **last}]
     return continued(messages, lambda marked: template.render(marked, Rendering(add_generation_prompt=False)))
 

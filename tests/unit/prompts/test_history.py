@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ CHAT: list[Message] = [
 ]
 
 
+TWICE = (
+    "{% for item in items %}{% capture kept %}{{ item.content }}{% endcapture %}{{ kept }}\0{{ item.content }}\0"
+    "{% endfor %}"
+)
+
+
+@cache
 def prompter(text: str) -> Prompter:
     """Return a prompter without a tokenizer."""
     return Prompter.resolve(ModelSettings(history_template=text))
@@ -153,8 +161,7 @@ def test_tool_calls() -> None:
 @example(["a\r\nb\rc\n"])
 def test_contents_are_never_templates(texts: list[str]) -> None:
     """Whatever messages hold, Liquid or not, goes into the prompt as it is."""
-    kept = "{% capture kept %}{{ item.content }}{% endcapture %}{{ kept }}"
-    template = prompter(f"{{% for item in items %}}{kept}\0{{{{ item.content }}}}\0{{% endfor %}}")
+    template = prompter(TWICE)
     hostile = [*texts, "{{ items }}", "{% for i in (1..9) %}x{% endfor %}"]
 
     rendered = template.render([UserMessage(content=text) for text in hostile])

@@ -203,6 +203,7 @@ def test_arguments_that_are_parsed_already() -> None:
     [
         ("{", "valid JSON"),
         ("nope", "valid JSON"),
+        ('{"a": 1e999}', "valid JSON"),
         ("[1]", "a JSON object"),
         ("3", "a JSON object"),
         ("[" * 99999, "JSON"),

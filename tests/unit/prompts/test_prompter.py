@@ -18,7 +18,7 @@ from triton_openai.config import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts import prompter as builtin
 from triton_openai.prompts.messages import Message, Rendering, UserMessage
-from triton_openai.prompts.prompter import Prompter, Prompters
+from triton_openai.prompts.prompter import LazyPrompter, Prompter, Prompters
 from triton_openai.prompts.template import ChatTemplate
 
 HI: list[Message] = [UserMessage(content="Hi")]
@@ -275,6 +275,39 @@ async def test_long_chats_are_rendered_in_a_thread(tmp_path: Path) -> None:
     assert await foreign.render_async(HI, Rendering(variables={"spy": Spy()})) == "spy"
     assert threads
     assert threading.get_ident() not in threads
+
+
+def test_who_is_to_blame_for_a_failing_template(tmp_path: Path) -> None:
+    """The operator for one that fails on every message, the client for its own and for a message that is refused."""
+    broken = "{{ messages[0].content + 1 }}"
+    config = {"chat_template": broken}
+    prompter = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config=config)))
+    picky = "{{ messages[0].content + 1 if messages[0].content == 'Hi' else 'fine' }}"
+
+    with pytest.raises(ConfigurationError, match="fails on a plain message") as caught:
+        prompter.render(HI)
+    assert "can only concatenate" in str(caught.value.detail)
+    for source in (broken, picky):
+        foreign = prompter.with_template(ChatTemplate(source, name="test", param="chat_template"))
+        with pytest.raises(InvalidRequest, match="can only concatenate"):
+            foreign.render(HI)
+    own = Prompter.resolve(ModelSettings(tokenizer=save(tmp_path, tokenizer_config={"chat_template": picky})))
+    with pytest.raises(InvalidRequest, match="can only concatenate"):
+        own.render(HI)
+
+
+async def test_what_could_not_be_loaded_is_tried_again(template: Path) -> None:
+    """At the next request, and never again once it is there."""
+    lazy = LazyPrompter(ModelSettings(chat_template=str(template)), None)
+    write(template, "{% broken")
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="is wrong in line 1"):
+            await lazy.get()
+    write(template, "first")
+    found = await lazy.get()
+
+    assert "first" == found.render(HI)
+    assert found is await lazy.get()
 
 
 async def test_refusals_come_back_from_the_thread(tmp_path: Path) -> None:
