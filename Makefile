@@ -94,6 +94,10 @@ demo: $(VENV)/.demo ## serve a demo model on PORT (9000) with an embedded Triton
 bench: $(VENV)/.demo ## measure what the service costs next to Triton alone and nginx
 	$(BIN)/python -m bench $(ARGS)
 
+.PHONY: profile
+profile: $(VENV)/.demo ## show where the service's CPU time goes, by function
+	$(BIN)/python -m bench.profile $(ARGS)
+
 .PHONY: soak
 soak: $(VENV)/.demo ## ten minutes of mixed traffic with faults (ARGS="--seconds 60")
 	$(BIN)/python -m tests.faults.soak $(ARGS)

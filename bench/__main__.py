@@ -17,9 +17,11 @@ import msgspec
 
 from bench import machine, report
 from bench.cases import CASES, CROWD, Plan, Row, plans
+from bench.footprint import Footprint, measure_footprint
 from bench.measure import measure, row
 from bench.messages import Outcome
 from bench.parsers import ParserRow, measure_parsers
+from bench.path import PathRow, measure_path
 from bench.processes import BenchError, make_room
 from bench.repository import build_repository
 from bench.subjects import SUBJECTS, Subject, can_trace, control, nginx_path
@@ -79,6 +81,7 @@ def _run(options: argparse.Namespace) -> bool:
     rounds = options.rounds or (1 if options.quick else 2)
     rows: list[Row] = []
     parsers: list[ParserRow] = []
+    paths: list[PathRow] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-bench-")))
         with machine.pinned(cores.triton):
@@ -91,13 +94,19 @@ def _run(options: argparse.Namespace) -> bool:
         for plan in plans(options.cases, streams, seconds, rounds, quick=options.quick):
             taking_part = [subject for subject in subjects if subject.name in plan.subjects]
             _measure_all(plan, taking_part, triton, cores, rows)
+        if "path" in options.cases:
+            for name, url in (("ours-http", triton.http_url), ("ours-grpc", triton.grpc_url)):
+                paths += measure_path(url, name)
+    for path in paths:
+        print(report.path_line(path))
+    footprint = measure_footprint() if "footprint" in options.cases else None
     if "parsers" in options.cases:
         for parser in measure_parsers(quick=options.quick):
             parsers.append(parser)
             print(report.parser_line(parser), flush=True)
-    print(f"\n{report.render(rows, parsers)}")
-    _write(options.json, facts, cores, rows, parsers)
-    return bool(rows or parsers)
+    print(f"\n{report.render(rows, parsers, paths, footprint)}")
+    _write(options.json, facts, cores, rows, parsers, paths, footprint)
+    return bool(rows or parsers or paths or footprint)
 
 
 @contextlib.contextmanager
@@ -137,10 +146,12 @@ def _write(
     cores: machine.Cores,
     rows: Sequence[Row],
     parsers: Sequence[ParserRow],
+    paths: Sequence[PathRow],
+    footprint: Footprint | None,
 ) -> None:
     aims = [
         {"aim": aim.text, "value": aim.value, "rounds": aim.rounds, "limit": aim.limit, "reached": aim.reached}
-        for aim in report.aims(rows, parsers)
+        for aim in report.aims(rows, parsers, paths, footprint)
     ]
     whole = {
         "machine": facts,
@@ -148,6 +159,8 @@ def _write(
         "aims": aims,
         "rows": list(rows),
         "parsers": list(parsers),
+        "path": list(paths),
+        "footprint": footprint,
     }
     path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
     print(f"\nEverything is in {path}.")

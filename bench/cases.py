@@ -11,7 +11,10 @@ from bench.messages import CHOICES, Form
 from bench.parsers import QUICK_SIZES, SIZES
 from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, SLOW, TOKEN
 
-CASES = ("paced", "flood", "latency", "burst", "crowd", "tools", "choices", "long", "traces", "parsers")
+CASES = (
+    "paced", "flood", "latency", "short", "burst", "crowd", "tools", "choices", "long", "traces", "path",
+    "footprint", "parsers",
+)  # fmt: skip
 
 # More than any measured window has time for.
 _ENDLESS = 1_000_000
@@ -22,6 +25,8 @@ CROWD = 2000
 _OURS = ("ours-http", "ours-grpc")
 _ALL = ("triton-http", "triton-grpc", "nginx", *_OURS)
 _TRACED = ("ours-http", "ours-traced")
+# Few enough that they do not wait for each other, enough that the processes do not wait for them.
+_SHORT_CLIENTS = 4
 # Where a case is compared with text, it is at this number of streams.
 COMPARED = 128
 
@@ -50,6 +55,7 @@ class Row(msgspec.Struct, kw_only=True):
     case: str
     streams: int
     subject: str
+    form: Form = "text"
     # Of each answer.
     tokens: int = 0
     tokens_per_second: float
@@ -90,6 +96,20 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
                 yield Plan(case, FLOOD, count, _FLOOD_TOKENS, warm=0.5, seconds=seconds, rounds=rounds)
         elif case == "latency":
             yield Plan(case, FLOOD, 1, 1, answers=20 if quick else 100, rounds=2 * rounds)
+        elif case == "short":
+            forms: tuple[Form, ...] = ("text", "whole")
+            for form in forms:
+                yield Plan(
+                    case,
+                    FLOOD,
+                    _SHORT_CLIENTS,
+                    1,
+                    answers=300 if quick else 2000,
+                    rounds=rounds,
+                    form=form,
+                    # Passed on as it is, an answer is streamed.
+                    subjects=("floor", *_OURS) if form == "whole" else ("floor", "nginx", *_OURS),
+                )
         elif case == "burst":
             yield Plan(case, FLOOD, _BURST_CLIENTS, 4, answers=_BURST_CLIENTS, rounds=rounds)
         elif case == "crowd":

@@ -75,6 +75,7 @@ def row(plan: Plan, subject: Subject, outcomes: Sequence[Outcome]) -> Row:
         case=plan.case,
         streams=plan.streams,
         subject=subject.name,
+        form=plan.form,
         tokens=plan.tokens,
         tokens_per_second=tokens / seconds,
         first_p50_ms=_scaled(percentile(first, 0.5), 1e3),

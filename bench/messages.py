@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 Protocol = Literal["generate", "chat", "grpc"]
-#: What a chat asks for beside text: that it may call a tool, or several answers.
-Form = Literal["text", "tools", "choices"]
+#: What a chat asks for: a stream of text, of a tool call, of several answers, or an answer that is not streamed.
+Form = Literal["text", "tools", "choices", "whole"]
 #: Answers of a request of the form ``choices``.
 CHOICES = 4
 

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 
 from bench.cases import COMPARED, Row
 from bench.figures import ratio, table, written
+from bench.footprint import STREAMS, Footprint
 from bench.messages import CHOICES
 from bench.parsers import KB, ParserRow
+from bench.path import TOKEN, PathRow
 
 _PROTOCOLS = {"ours-http": "HTTP", "ours-grpc": "gRPC"}
 # A cost that grows with the length gives 1, and one that grows with its square the ratio of the lengths, about 16.
 _LINEAR = 1.5
 # As much as two measurements of one thing differ.
 _SAME = 1.1
+_MIB = 1024 * 1024
+# Times a handler that does nothing.
+_SHORT = 3.0
 # Above this share of its core the load generator may be what limits the numbers.
 _CLIENT_LIMIT = 0.9
 
@@ -44,6 +49,7 @@ _NOT_SHOWN = {
     **dict.fromkeys(("paced", "flood", "crowd", "tools", "choices"), _OF_ANSWERS),
     "long": {"first_p50_ms", "first_p99_ms", "first_max_ms", "stalls", *_GAPS},
     "latency": {"stalls", *_OF_TOKENS},
+    "short": {"stalls", *_OF_TOKENS},
     "burst": _OF_TOKENS,
     "traces": {"tokens", "first_max_ms", "stalls"},
 }
@@ -73,7 +79,12 @@ def find(rows: Sequence[Row], case: str, streams: int, subject: str) -> Row | No
     return next((row for row in rows if (row.case, row.streams, row.subject) == (case, streams, subject)), None)
 
 
-def aims(rows: Sequence[Row], parsers: Sequence[ParserRow] = ()) -> list[Aim]:
+def aims(
+    rows: Sequence[Row],
+    parsers: Sequence[ParserRow] = (),
+    paths: Sequence[PathRow] = (),
+    footprint: Footprint | None = None,
+) -> list[Aim]:
     """Return the project's aims with what these rows say about them."""
 
     def cpu(subject: str, limit: float) -> Aim:
@@ -114,6 +125,10 @@ def aims(rows: Sequence[Row], parsers: Sequence[ParserRow] = ()) -> list[Aim]:
         *(_beside_text(rows, "choices", COMPARED // CHOICES, subject, 1.1) for subject in ("ours-http", "ours-grpc")),
         *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
         _traced(rows),
+        *(_short(rows, form) for form in ("text", "whole")),
+        *_counted(paths),
+        Aim("Start until it answers: CPU in s", 1.0, None if footprint is None else footprint.start_cpu),
+        Aim("10,000 paced streams: MiB in all", 500.0, None if footprint is None else _of_ten_thousand(footprint)),
         Aim(
             "Tool parsers: CPU per character of the longest call / of the shortest, the worst of all",
             _LINEAR,
@@ -143,6 +158,19 @@ def _traced(rows: Sequence[Row]) -> Aim:
     return Aim(text, _SAME, ratio(traced.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
 
 
+def _short(rows: Sequence[Row], form: str) -> Aim:
+    """Return what a chat of one token costs, beside an aiohttp handler that does nothing."""
+    text = f"HTTP, {'whole' if form == 'whole' else 'streamed'} chat of one token: CPU / that of a bare handler"
+    found = {row.subject: row.cpu_us_per_answer for row in rows if (row.case, row.form) == ("short", form)}
+    return Aim(text, _SHORT, ratio(found.get("ours-http"), found.get("floor")))
+
+
+def _counted(paths: Sequence[PathRow]) -> Iterator[Aim]:
+    row = next((row for row in paths if (row.subject, row.what) == ("ours-http", TOKEN)), None)
+    for what, limit in (("modules", 6), ("calls", 10), ("coroutines", 0)):
+        yield Aim(f"HTTP, a token of a stream: our own {what}", limit, None if row is None else getattr(row, what))
+
+
 def _growth(rows: Sequence[Row], subject: str) -> Aim:
     """Return how the price of a token of tool arguments grows with their length."""
     text = f"{_PROTOCOLS[subject]}, tool arguments: CPU per token of the longest call / of the shortest"
@@ -154,13 +182,24 @@ def _growth(rows: Sequence[Row], subject: str) -> Aim:
     return Aim(text, _LINEAR, ratio(long.cpu_us_per_token, short.cpu_us_per_token), rounds=rounds)
 
 
-def render(rows: Sequence[Row], parsers: Sequence[ParserRow] = ()) -> str:
+def render(
+    rows: Sequence[Row],
+    parsers: Sequence[ParserRow] = (),
+    paths: Sequence[PathRow] = (),
+    footprint: Footprint | None = None,
+) -> str:
     """Return the table of each case, with the aims below."""
     cases = dict.fromkeys(row.case for row in rows)
     parts = [f"{case}\n{_case_table([row for row in rows if row.case == case], rows)}" for case in cases]
+    if paths:
+        parts.append(f"path\n{_path_table(paths)}")
+    if footprint is not None:
+        parts.append(f"footprint\n{_footprint_table(footprint)}")
     if parsers:
         parts.append(f"parsers\n{_parser_table(parsers)}")
-    return "\n\n".join([*parts, "aims\n" + "\n".join(_aim_lines(aims(rows, parsers))), *_warnings(rows)])
+    return "\n\n".join(
+        [*parts, "aims\n" + "\n".join(_aim_lines(aims(rows, parsers, paths, footprint))), *_warnings(rows)]
+    )
 
 
 def parser_line(row: ParserRow) -> str:
@@ -175,10 +214,39 @@ def _parser_table(parsers: Sequence[ParserRow]) -> str:
     return table(header, cells)
 
 
+def path_line(row: PathRow) -> str:
+    """Return what was counted in one sentence, for the progress."""
+    return f"path {row.subject:<11} {row.what}: {row.calls} calls of our own in {row.modules} modules"
+
+
+def _footprint_table(found: Footprint) -> str:
+    header = ["start, CPU s", "MiB", "kB/idle connection", "streams", "kB/stream", "MiB in all"]
+    numbers = (found.start_cpu, found.at_first / _MIB, found.per_idle / KB, found.streams, found.per_stream / KB)
+    return table(header, [[written(number, 2) for number in (*numbers, found.total / _MIB)]], texts=0)
+
+
+def _of_ten_thousand(found: Footprint) -> float:
+    """Return the memory of so many streams; the machine may have let fewer be open."""
+    return (found.total + (STREAMS - found.streams) * found.per_stream) / _MIB
+
+
+def _path_table(paths: Sequence[PathRow]) -> str:
+    header = ["subject", "of a", "modules", "calls", "coroutines", "library calls", "blocks", "tasks", "threads"]
+    cells = [
+        [row.subject, row.what]
+        + [str(count) for count in (row.modules, row.calls, row.coroutines, sum(row.library_calls.values()))]
+        + [str(count) for count in (row.blocks, row.tasks, row.threads)]
+        for row in paths
+    ]
+    return table(header, cells, texts=2)
+
+
 def line(row: Row, rows: Sequence[Row]) -> str:
     """Return a row in one sentence, for the progress."""
-    said = f"{row.case} {row.streams:>3} {row.subject:<11} {row.tokens_per_second:>9,.0f} tokens/s"
-    if row.cpu_us_per_token is not None:
+    said = f"{row.case} {row.streams:>3} {_name(row):<11} {row.tokens_per_second:>9,.0f} tokens/s"
+    if row.cpu_us_per_answer is not None:
+        said += f"  {row.cpu_us_per_answer:6.0f} us CPU per answer"
+    elif row.cpu_us_per_token is not None:
         said += f"  {row.cpu_us_per_token:6.1f} us CPU per token"
     if (times := ratio(row.cpu_us_per_token, _nginx(row, rows))) is not None:
         said += f"  {times:.2f} x nginx"
@@ -197,8 +265,12 @@ def _case_table(rows: Sequence[Row], everything: Sequence[Row]) -> str:
         place = next((index for index, (title, _) in enumerate(columns) if title == "cores"), len(columns))
         columns.insert(place, ("x nginx", times))
     header = ["streams", "subject", *(title for title, _ in columns)]
-    names = [[str(row.streams).rjust(len("streams")), row.subject] for row in rows]
+    names = [[str(row.streams).rjust(len("streams")), _name(row)] for row in rows]
     return table(header, [[*name, *(cells[i] for _, cells in columns)] for i, name in enumerate(names)], texts=2)
+
+
+def _name(row: Row) -> str:
+    return f"{row.subject}, whole" if row.form == "whole" else row.subject
 
 
 def _nginx(row: Row, rows: Sequence[Row]) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -81,12 +81,21 @@ def _nginx(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Subject]
         yield Subject(name, Target(protocol="generate", host=HOST, port=port), (pid,), log)
 
 
+@contextlib.contextmanager
+def _floor(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Subject]:
+    port = free_port()
+    log = folder / "floor.log"
+    with running([sys.executable, "-m", "bench.floor", str(port)], log) as pid:
+        wait_until_answers(port, "/health/ready", log)
+        yield Subject(name, Target(protocol="chat", host=HOST, port=port), (pid,), log)
+
+
 def _ours_http(name: str, triton: EmbeddedTriton, folder: Path) -> contextlib.AbstractContextManager[Subject]:
-    return _ours(name, triton.http_url, folder)
+    return ours(name, triton.http_url, folder)
 
 
 def _ours_grpc(name: str, triton: EmbeddedTriton, folder: Path) -> contextlib.AbstractContextManager[Subject]:
-    return _ours(name, triton.grpc_url, folder)
+    return ours(name, triton.grpc_url, folder)
 
 
 @contextlib.contextmanager
@@ -97,18 +106,22 @@ def _ours_traced(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Su
         wait_until_answers(port, "/", log)
         # Within the shortest measurement, so that sending is in it.
         environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{HOST}:{port}", "OTEL_BSP_SCHEDULE_DELAY": "200"}
-        with _ours(name, triton.http_url, folder, environment) as subject:
+        with ours(name, triton.http_url, folder, environment) as subject:
             yield subject
 
 
 @contextlib.contextmanager
-def _ours(name: str, url: str, folder: Path, environment: dict[str, str] | None = None) -> Iterator[Subject]:
+def ours(
+    name: str, url: str, folder: Path, environment: dict[str, str] | None = None, *, prefix: Sequence[str] = ()
+) -> Iterator[Subject]:
+    """Run the service in front of the Triton at *url*; *prefix* is the program that runs its interpreter."""
     port = free_port()
     log = folder / f"{name}.log"
     options = ["--host", HOST, "--port", str(port), "--triton-url", url, "--chat-template", "chatml"]
     for model in (PACED_CALL, FLOOD_CALL):
         options += ["--chat-template", f"{model}={_TOOLS}"]
-    with running([sys.executable, "-m", "triton_openai", "serve", *options], log, environment) as pid:
+    command = [*(prefix or [sys.executable]), "-m", "triton_openai", "serve", *options]
+    with running(command, log, environment) as pid:
         wait_until_answers(port, "/health/ready", log)
         yield Subject(name, Target(protocol="chat", host=HOST, port=port), (pid,), log)
 
@@ -145,6 +158,7 @@ SUBJECTS: Mapping[str, Starter] = MappingProxyType(
         "triton-http": _triton_http,
         "triton-grpc": _triton_grpc,
         "nginx": _nginx,
+        "floor": _floor,
         "ours-http": _ours_http,
         "ours-grpc": _ours_grpc,
         "ours-traced": _ours_traced,

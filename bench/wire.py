@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,9 +19,11 @@ _FIELDS: Mapping[Form, Mapping[str, Any]] = {
     "text": {},
     "tools": {"tools": [{"type": "function", "function": _TOOL}]},
     "choices": {"n": CHOICES},
+    "whole": {},
 }
 _END = b"\r\n0\r\n\r\n"
 _OK = b"HTTP/1.1 200 "
+_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
 FLAGS = ("exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 
@@ -33,7 +36,7 @@ def http_request(target: Target, model: str, tokens: int, form: Form = "text") -
             "model": model,
             "messages": [{"role": "user", "content": PROMPT}],
             "max_tokens": tokens,
-            "stream": True,
+            "stream": form != "whole",
             **_FIELDS[form],
         }
     else:
@@ -48,27 +51,38 @@ def http_request(target: Target, model: str, tokens: int, form: Form = "text") -
 
 class AnswerReader:
     """
-    Counts the tokens of a chunked HTTP answer and notices its end, without parsing it.
+    Counts the tokens of an HTTP answer and notices its end, without parsing it.
 
     That is enough because the token's mark is one byte that occurs nowhere else, and because neither a header nor an
-    event ends as the last chunk does.
+    event ends as the last chunk of a chunked body does. A body that is not streamed has its length in the head.
     """
 
     def __init__(self) -> None:
         self._tail = b""
-        self._begun = False
+        self._in_head = True
+        self._left: int | None = None
         self.ended = False
         # For the message when the answer turns out to be an error.
         self.head = b""
 
     def feed(self, data: bytes) -> int:
         """Return how many tokens are in *data*. Raises `ValueError` when the answer is not a good one."""
-        if not self._begun:
-            self._begun = True
-            self.head = data[:1000]
-            if not data.startswith(_OK):
-                raise ValueError(data[:300].decode(errors="replace"))
-        # Also when the end comes in two pieces.
-        self._tail = data if len(data) >= len(_END) else self._tail[-len(_END) :] + data
-        self.ended = self._tail.endswith(_END)
+        if self._in_head:
+            self.head += data
+            if not self.head.startswith(_OK):
+                raise ValueError(self.head[:300].decode(errors="replace"))
+            head, end, body = self.head.partition(b"\r\n\r\n")
+            self._in_head = not end
+            length = _LENGTH.search(head)
+            if end and length is not None:
+                self._left = int(length[1]) - len(body)
+                self.ended = not self._left
+                return data.count(MARK)
+        if self._left is not None:
+            self._left -= len(data)
+            self.ended = not self._left
+        else:
+            # Also when the end comes in two pieces.
+            self._tail = data if len(data) >= len(_END) else self._tail[-len(_END) :] + data
+            self.ended = self._tail.endswith(_END)
         return data.count(MARK)

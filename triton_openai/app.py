@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import structlog
 from aiohttp import web
 
-from triton_openai.access.cors import CORS, Cors, add_cors_headers, answer_preflights
-from triton_openai.access.guard import GUARD, RELAY_GUARD, Guard, RelayGuard, add_limit_headers, let_in
+from triton_openai.access.cors import CORS, Cors
+from triton_openai.access.guard import GUARD, RELAY_GUARD, Guard, RelayGuard
 from triton_openai.adapters._common.registry import load as load_adapter
 from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
@@ -31,7 +31,7 @@ from triton_openai.parsers.reasoning import registry as reasoning_parsers
 from triton_openai.parsers.tools import registry as tool_parsers
 from triton_openai.prompts import history, infill
 from triton_openai.serving.admission import Admission
-from triton_openai.serving.middlewares import add_headers, envelope_errors, identify
+from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
 from triton_openai.telemetry.exposition import Exposition, ServedName, State
@@ -101,10 +101,7 @@ def create_app(
         ),
         images=images or _image_loader(settings),
     )
-    app = web.Application(
-        middlewares=[identify, envelope_errors, answer_preflights, let_in],
-        client_max_size=settings.server.max_body_size,
-    )
+    app = web.Application(client_max_size=settings.server.max_body_size)
     app[SERVICE] = service
     app[WORKER] = worker
     app[LOOP_LAG] = lag
@@ -115,7 +112,7 @@ def create_app(
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, limits=shared)
     app[RELAY_GUARD] = RelayGuard(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
-    app.on_response_prepare.extend([add_headers, add_limit_headers, add_cors_headers])
+    add_middleware(app)
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)

@@ -15,9 +15,12 @@ from bench import parsers, report
 from bench.accounting import CpuClock, memory, parse_schedstat, parse_stat, parse_status, tree
 from bench.cases import CASES, Row, plans
 from bench.figures import percentile, ratio, table, written
+from bench.footprint import Footprint
 from bench.machine import Cores, place
 from bench.messages import CHOICES, Load, Outcome, Target
 from bench.parsers import ParserRow, measure_parsers
+from bench.path import STREAMED, TOKEN, WHOLE, PathRow, measure_path
+from bench.profile import sampled
 from bench.repository import TICK_MS, build_repository
 from bench.tally import Tally
 from bench.wire import AnswerReader, http_request
@@ -148,6 +151,18 @@ class TestAnswerReader:
             reader.feed(piece)
         assert reader.ended
 
+    @pytest.mark.parametrize(
+        "pieces, seen",
+        [
+            (("Content-Length: 6\r\n\r\n", '"a~', '"\r\n'), [(0, False), (1, False), (0, True)]),
+            (('content-length: 4\r\n\r\n"a~"',), [(1, True)]),
+        ],
+    )
+    def test_a_length_says_where_a_body_ends(self, pieces, seen):
+        reader = AnswerReader()
+        reader.feed(b"HTTP/1.1 200 OK\r\n")
+        assert seen == [(reader.feed(piece.encode()), reader.ended) for piece in pieces]
+
     def test_another_status_is_an_error(self):
         with pytest.raises(ValueError, match="503"):
             AnswerReader().feed(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
@@ -172,6 +187,11 @@ def test_forms_are_for_chats_only(form, field, value):
 
     assert value == (len(found) if isinstance(found, list) else found)
     assert field not in bodies["generate"]
+
+
+def test_a_chat_that_is_not_streamed_says_so():
+    content = http_request(Target(protocol="chat", host="127.0.0.1", port=1), "m", 1, "whole")
+    assert msgspec.json.decode(content.partition(b"\r\n\r\n")[2])["stream"] is False
 
 
 def test_every_parser_has_a_call():
@@ -199,11 +219,11 @@ def test_repository_has_a_paced_and_a_flooding_model(tmp_path):
 
 def test_every_case_has_plans():
     planned = list(plans(CASES, [1, 128], 2.0, 1, quick=True))
-    # The parsers need no load.
-    assert set(CASES) - {"parsers"} == {plan.case for plan in planned}
+    # These need no load.
+    assert set(CASES) - {"parsers", "path", "footprint"} == {plan.case for plan in planned}
     assert [1, 128] == [plan.streams for plan in planned if plan.case == "paced"]
     assert {"tools": 128, "choices": 32} == {
-        plan.case: plan.streams for plan in planned if plan.form != "text" and plan.case != "long"
+        plan.case: plan.streams for plan in planned if plan.form in ("tools", "choices") and plan.case != "long"
     }
     sizes = [plan.tokens for plan in plans(["long"], [1], 2.0, 1, quick=False)]
     assert 15 < sizes[-1] / sizes[0] < 16
@@ -229,10 +249,37 @@ def test_a_tally_counts_inside_its_window_only():
     assert (3, 1, [0.25], [20_000, 0]) == (outcome.tokens, outcome.answers, outcome.first, outcome.gaps)
 
 
-def _row(case: str, streams: int, subject: str, **values: float | list[float]) -> Row:
+def _row(case: str, streams: int, subject: str, **values: float | str | list[float]) -> Row:
     fields = dict.fromkeys(name for name in Row.__struct_fields__ if not name.startswith("round_"))
-    numbers = {"tokens_per_second": 100.0, "client_busy": 0.1, "stalls": 0, "tokens": 0}
+    numbers = {"form": "text", "tokens_per_second": 100.0, "client_busy": 0.1, "stalls": 0, "tokens": 0}
     return msgspec.convert({**fields, **numbers, "case": case, "streams": streams, "subject": subject, **values}, Row)
+
+
+#: What Python may do for one token or one request at most. Lower them whenever you can; raise them for nothing.
+MOST = {
+    TOKEN: {"modules": 12, "calls": 32, "coroutines": 16, "blocks": 20, "tasks": 0, "threads": 0},
+    STREAMED: {"modules": 50, "calls": 435, "coroutines": 78, "blocks": 600, "tasks": 1, "threads": 0},
+    WHOLE: {"modules": 50, "calls": 425, "coroutines": 70, "blocks": 600, "tasks": 1, "threads": 0},
+}
+
+
+def test_the_path_of_a_token_and_of_a_request_stays_short():
+    """Counts, not times: they are the same on every machine."""
+    rows = measure_path()
+    assert list(MOST) == [row.what for row in rows]
+    for row in rows:
+        counts = {name: getattr(row, name) for name in MOST[row.what]}
+        over = {name: count for name, count in counts.items() if count > MOST[row.what][name]}
+        assert not over, f"{row.what}: {over}; our functions: {row.functions}"
+        # What is counted is there.
+        assert counts["calls"] == sum(row.functions.values())
+        assert counts["modules"]
+
+
+def test_samples_are_added_up_by_function():
+    idle = "run (threading.py:9);_worker (concurrent/futures/thread.py:81)"
+    stacks = f"main (a.py:1);work (b.py:2) 6\nmain (a.py:1);work (b.py:3) 2\nmain (a.py:9) 2\n{idle} 90\n"
+    assert [("work (b.py)", 80.0, 80.0), ("main (a.py)", 20.0, 100.0)] == sampled(stacks)
 
 
 class TestReport:
@@ -252,6 +299,32 @@ class TestReport:
         _row("long", 1, "ours-http", tokens=1000, cpu_us_per_token=80.0),
         _row("traces", 128, "ours-http", cpu_us_per_token=50.0),
         _row("traces", 128, "ours-traced", cpu_us_per_token=52.0),
+        _row("short", 4, "floor", cpu_us_per_answer=100.0, form="text"),
+        _row("short", 4, "ours-http", cpu_us_per_answer=400.0, form="text"),
+        _row("short", 4, "floor", cpu_us_per_answer=100.0, form="whole"),
+        _row("short", 4, "ours-http", cpu_us_per_answer=300.0, form="whole"),
+    )
+    FOOTPRINT = Footprint(
+        start_cpu=0.9,
+        at_first=60 << 20,
+        per_idle=20_480.0,
+        streams=9_000,
+        per_stream=40_960.0,
+        total=(600 << 20) - 1_000 * 40_960,
+    )
+    PATHS = (
+        PathRow(
+            subject="ours-http",
+            what=TOKEN,
+            modules=6,
+            calls=11,
+            coroutines=0,
+            library_calls={"aiohttp": 3},
+            blocks=9,
+            tasks=0,
+            threads=0,
+            functions={},
+        ),
     )
     PARSERS = (
         ParserRow(parser="good", characters=(64_000, 1_000_000), ns_per_character=(100.0, 100.0)),
@@ -264,7 +337,9 @@ class TestReport:
 
     def test_forms_are_compared_with_text(self):
         """Calls with as many texts, answers of one request with as many of their own, long calls with short ones."""
-        found = [(aim.value, aim.reached) for aim in report.aims(self.ROWS, self.PARSERS)[6:]]
+        found = [
+            (aim.value, aim.reached) for aim in report.aims(self.ROWS, self.PARSERS, self.PATHS, self.FOOTPRINT)[6:]
+        ]
         assert [
             (1.2, True),
             (None, None),
@@ -273,6 +348,13 @@ class TestReport:
             (2.0, False),
             (None, None),
             (1.04, True),
+            (4.0, False),
+            (3.0, True),
+            (6, True),
+            (11, False),
+            (0, True),
+            (0.9, True),
+            (600.0, False),
             (16.0, False),
         ] == found
 
@@ -281,6 +363,19 @@ class TestReport:
         assert "ns/char, 1000 kB" in text
         assert "bad" in text.partition("aims")[0]
         assert "100.0, 1,600.0 ns" in report.parser_line(self.PARSERS[1])
+
+    def test_counts_have_a_table(self):
+        text = report.render([], paths=self.PATHS)
+        assert "ours-http  token of a stream        6     11" in text
+        assert "11 calls of our own in 6 modules" in report.path_line(self.PATHS[0])
+
+    def test_memory_is_told_for_as_many_streams_as_were_open(self):
+        text = report.render([], footprint=self.FOOTPRINT)
+        (line,) = [line for line in text.splitlines() if "9,000" in line and "aim" not in line]
+        assert ["0.90", "60.00", "20.48", "9,000.00", "40.96", "560.94"] == line.split()
+
+    def test_forms_of_short_chats_have_a_line_each(self):
+        assert "ours-http, whole" in report.render(self.ROWS)
 
     def test_answers_of_one_request_are_as_many_streams_for_nginx(self):
         line = next(line for line in report.render(self.ROWS).splitlines() if "     32  ours-http" in line)

@@ -8,14 +8,12 @@ browsers send none with them. Nothing of this keeps anybody out who is not a bro
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
 
 from triton_openai.config import AccessSettings
 from triton_openai.errors import OriginNotAllowed
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 #: What scripts may read beside the few headers that they always may.
 EXPOSED = (
     "x-request-id",
@@ -30,7 +28,7 @@ _MAX_AGE = 600
 
 
 class Cors:
-    """The origins that are let in, and what they may do."""
+    """The origins whose pages may ask, and what they may do."""
 
     def __init__(self, settings: AccessSettings) -> None:
         self.replace(settings)
@@ -43,16 +41,13 @@ class Cors:
         self._headers = ", ".join(settings.cors_allow_header)
         self._credentials = settings.cors_allow_credentials
 
-    @property
-    def enabled(self) -> bool:
-        """Whether there is any origin at all."""
-        return bool(self._origins)
-
     def _allows(self, origin: str) -> bool:
         return origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
 
-    def answer(self, request: web.Request, response: web.StreamResponse) -> None:
+    def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Tell the browser in *response* that the page may read it, if it may."""
+        if not self._origins:
+            return
         origin = request.headers.get(hdrs.ORIGIN)
         headers = response.headers
         if self._anybody:
@@ -75,9 +70,10 @@ class Cors:
 
         Raises :class:`OriginNotAllowed` for a page of another origin.
         """
+        if request.method != hdrs.METH_OPTIONS or not self._origins:
+            return None
         origin = request.headers.get(hdrs.ORIGIN)
-        asked = hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
-        if not self._origins or request.method != hdrs.METH_OPTIONS or origin is None or not asked:
+        if origin is None or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
             return None
         if not self._anybody and not self._allows(origin):
             raise OriginNotAllowed("Web pages of this origin may not ask (--cors-allow-origin).")
@@ -94,17 +90,3 @@ class Cors:
 
 
 CORS: web.AppKey[Cors] = web.AppKey("cors", Cors)
-
-
-@web.middleware
-async def answer_preflights(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what browsers ask before they let a page ask."""
-    answer = request.app[CORS].preflight(request)
-    return await handler(request) if answer is None else answer
-
-
-async def add_cors_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Tell browsers about every answer, streams and errors included."""
-    cors = request.app[CORS]
-    if cors.enabled:
-        cors.answer(request, response)

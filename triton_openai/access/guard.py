@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Literal
 
 import structlog
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from triton_openai.access.keys import KEY, KEY_HEADERS, ApiKey, Keys, identify
-from triton_openai.access.rate_limits import LimitStore, RateLimits, Ticket, tokens_charged
-from triton_openai.access.restrictions import COUNTED, Restrictions, group_of
-from triton_openai.config import AccessSettings
+from triton_openai.access.keys import KEY_HEADERS, ApiKey, Keys, identify
+from triton_openai.access.rate_limits import LimitStore, RateLimits, Ticket
+from triton_openai.access.restrictions import Restrictions
+from triton_openai.config import AccessSettings, Group
 from triton_openai.errors import (
     InvalidApiKey,
     KeyNotSufficient,
@@ -33,16 +33,13 @@ from triton_openai.errors import (
 from triton_openai.models.draining import Draining
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.metrics import RELAYED, RELAYING, Metrics
-from triton_openai.telemetry.observation import OBSERVATION, request_id
+from triton_openai.telemetry.observation import request_id
 from triton_openai.triton.relay.rules import Operation
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
 
 
 class Guard:
     """
-    Who is let in. *limits* counts the requests of keys.
+    Authenticates clients. *limits* counts the requests of keys.
 
     Raises :class:`ConfigurationError` for keys that cannot be used.
     """
@@ -51,6 +48,22 @@ class Guard:
         self.keys = Keys(settings)
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: LimitStore = limits or RateLimits()
+
+    def authenticate(self, headers: CIMultiDictProxy[str], group: Group | None) -> ApiKey | None:
+        """
+        Return the key of a request for *group* (``None``: no such path); ``None`` where no key is asked for.
+
+        Raises :class:`ApiRestricted` and :class:`InvalidApiKey`.
+        """
+        if group is not None:
+            self.restrictions.check(group, headers)
+        ring = self.keys.ring
+        # A path that is not there needs a key as well: whoever has none learns nothing.
+        return None if ring is None or group == "health" else identify(headers, ring)
+
+    async def admit(self, key: ApiKey) -> Ticket:
+        """Count a request of *key* in; the ticket tells whether its limits allow it."""
+        return Ticket(self.limits, key.name, await self.limits.admit(key.name, key.limit))
 
     def prepare(self, settings: AccessSettings) -> Callable[[], None]:
         """Return what puts new *settings* of keys and restrictions in force. Raises :class:`ConfigurationError`."""
@@ -71,47 +84,6 @@ class Guard:
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
-
-
-@web.middleware
-async def let_in(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Let a request through to its handler, or raise :class:`ServiceError`."""
-    guard, group = request.app[GUARD], group_of(request)
-    if group is not None:
-        guard.restrictions.check(group, request.headers)
-    ring = guard.keys.ring
-    if ring is None or group == "health":
-        return await handler(request)
-    # A path that is not there needs a key as well: whoever has none learns nothing.
-    key = identify(request.headers, ring)
-    observation = request[OBSERVATION]
-    request[KEY] = key
-    observation.key = key.name
-    if not key.limit.any or group not in COUNTED:
-        return await handler(request)
-    decision = await guard.limits.admit(key.name, key.limit)
-    ticket = request[_TICKET] = Ticket(guard.limits, key.name, decision)
-    if ticket.refusal is not None:
-        raise ticket.refusal
-    served = cut_short = False
-    try:
-        response = await handler(request)
-        served = True
-        return response
-    except (asyncio.CancelledError, ConnectionError):
-        cut_short = True
-        raise
-    finally:
-        cut_short |= observation.client_left
-        counts = key.limit.tokens_per_minute is not None
-        ticket.close(tokens_charged(observation, served=served, cut_short=cut_short) if counts else 0)
-
-
-async def add_limit_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """Say in every answer, streams and errors included, what the key may still use."""
-    ticket = request.get(_TICKET)
-    if ticket is not None:
-        response.headers.update(ticket.headers)
 
 
 _log = structlog.get_logger("triton_openai.access")

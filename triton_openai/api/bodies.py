@@ -277,7 +277,7 @@ def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) 
     array of numbers. Raises :class:`InvalidRequest` for an unknown field where there is no *ignored*.
     """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    known = kind.__struct_encode_fields__
     mended = {}
     for name, raw in fields.items():
         if name in known:

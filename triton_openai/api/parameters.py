@@ -8,7 +8,7 @@ vLLM's server does it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -334,6 +334,20 @@ def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
     return words
 
 
+@lru_cache(128)
+def _refused(adapter: Adapter) -> Sequence[tuple[str, tuple[Any, ...], str]]:
+    """Return the parameters that *adapter* cannot honour, each with its neutral values and the end of the message."""
+    # What an adapter's table does not mention is not sent either; stop strings are cut out here if need be.
+    rules = {**dict.fromkeys(_MAPPED, Rule.REFUSED), **{row.name: row.rule for row in adapter.parameters}}
+    neutral = {row.name: row.neutral for row in adapter.parameters}
+    reasons = {row.name: f": {row.why}." for row in adapter.parameters if row.why}
+    return [
+        (name, (None, (), *_PLAIN.get(name, ()), *neutral.get(name, ())), reasons.get(name, "."))
+        for name, rule in rules.items()
+        if rule is Rule.REFUSED
+    ]
+
+
 def sampling(
     request: SamplingRequest,
     *,
@@ -355,7 +369,7 @@ def sampling(
     given = defaults.given()
     stop = request.stop if request.stop is not None else given.get("stop")
     values: dict[str, Any] = {
-        name: getattr(request, name) if getattr(request, name) is not None else given.get(name) for name in _PLAIN
+        name: given.get(name) if (value := getattr(request, name)) is None else value for name in _PLAIN
     }
     limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
     if values["min_tokens"] is not None and values["min_tokens"] > limit:
@@ -372,16 +386,10 @@ def sampling(
         logit_bias=tuple(sorted((token, bias) for token, bias in (request.logit_bias or {}).items() if bias)),
         **values,
     )
-    # What an adapter's table does not mention is not sent either; stop strings are cut out here if need be.
-    rules = {**dict.fromkeys(_MAPPED, Rule.REFUSED), **{row.name: row.rule for row in adapter.parameters}}
-    neutral = {row.name: row.neutral for row in adapter.parameters}
-    reasons = {row.name: f": {row.why}." for row in adapter.parameters if row.why}
-    # A limit that nobody asked for is no reason to refuse anything.
-    asked = {name: getattr(result, name) for name in rules} | {"max_tokens": max_tokens}
-    for name, rule in rules.items():
-        if rule is Rule.REFUSED and asked[name] not in (None, (), *_PLAIN.get(name, ()), *neutral.get(name, ())):
+    for name, neutral, why in _refused(adapter):
+        # A limit that nobody asked for is no reason to refuse anything.
+        if (max_tokens if name == "max_tokens" else getattr(result, name)) not in neutral:
             called = max_tokens_name if name == "max_tokens" else name
-            why = reasons.get(name, ".")
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
     most = adapter.capabilities.top_logprobs
     if (logprobs or 0) > most:
@@ -393,8 +401,9 @@ def sampling(
         )
     for row in adapter.parameters:
         # Here and not only in the adapter, which does not know what the client called its limit.
-        if isinstance(asked[row.name], int | float) and asked[row.name] not in _PLAIN.get(row.name, ()):
-            check_range(max_tokens_name if row.name == "max_tokens" else row.name, asked[row.name], row.datatype)
+        value = max_tokens if row.name == "max_tokens" else getattr(result, row.name)
+        if isinstance(value, int | float) and value not in _PLAIN.get(row.name, ()):
+            check_range(max_tokens_name if row.name == "max_tokens" else row.name, value, row.datatype)
     return result
 
 

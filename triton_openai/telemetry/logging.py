@@ -6,11 +6,15 @@ No log line has prompts, answers or credentials. Whoever writes one sees to that
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
+import msgspec
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -24,6 +28,8 @@ _REDACTED = frozenset((
     "api_key", "authorization", "body", "completion", "content", "input", "messages", "password", "prompt", "text",
     "token", "tokens",
 ))  # fmt: skip
+# A value with one of these is quoted, so that it is seen where it ends.
+_QUOTED = frozenset(" =\"'")
 
 
 def warn(log: FilteringBoundLogger, event: str, error: ServiceError, /, **fields: Any) -> None:
@@ -39,22 +45,42 @@ def _is_not_http_noise(record: logging.LogRecord) -> bool:
     return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
 
 
+#: Fields of every line that is written on behalf of the current request, by work that outlives it too.
+LOG_FIELDS: ContextVar[Mapping[str, str]] = ContextVar("log_fields", default={})  # noqa: B039 - it never changes
+
+
+class _Output:
+    """Writes the lines of the logger *name* to *stream*, each in one piece."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self.name = name
+        self._write, self._flush = stream.buffer.write, stream.buffer.flush
+
+    def msg(self, line: str | bytes) -> None:
+        """Write *line*, which has no end."""
+        self._write((line if isinstance(line, bytes) else line.encode("utf-8", "backslashreplace")) + b"\n")
+        self._flush()
+
+    debug = info = warning = error = critical = msg
+
+
 def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
     """Send every log line, also those of libraries, to stderr as *settings* say, with the number of the *worker*."""
     level = logging.getLevelName(settings.log_level.upper())
     shared: list[Processor] = [
-        structlog.contextvars.merge_contextvars,
+        _add_request,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.add_log_level,
-        structlog.stdlib.ExtraAdder(),
-        partial(_add_worker, worker),
+        *([] if worker is None else [partial(_add_worker, worker)]),
         redact,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    renderers = _renderers(settings.log_format)
+    # Not through the standard library's logging, which takes longer than all the rest.
     structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[*shared, *renderers],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.stdlib.LoggerFactory(),
+        logger_factory=partial(_Output, sys.stderr),
         cache_logger_on_first_use=True,
     )
     logging.getLogger("aiohttp.server").addFilter(_is_not_http_noise)
@@ -64,8 +90,8 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_renderers(settings.log_format)],
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers, _as_text],
         )
     )
     root = logging.getLogger()
@@ -73,18 +99,55 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     root.setLevel(level)
 
 
-def _add_worker(worker: int | None, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    return event if worker is None else {"worker": worker, **event}
+def _add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    for name, value in LOG_FIELDS.get().items():
+        event.setdefault(name, value)
+    return event
+
+
+def _add_worker(worker: int, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    event.setdefault("worker", worker)
+    return event
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Replace the values of fields that could hold a client's text or a credential."""
-    return {name: "<redacted>" if name in _REDACTED else value for name, value in event.items()}
+    if not _REDACTED.isdisjoint(event):
+        event.update(dict.fromkeys(_REDACTED & event.keys(), "<redacted>"))
+    return event
 
 
 def _renderers(log_format: str) -> list[Processor]:
     # Tracebacks without the values of local variables: those could be prompts.
     if log_format == "json":
-        return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    plain = structlog.dev.plain_traceback
-    return [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain, pad_event_to=0)]
+        return [structlog.processors.format_exc_info, _json_line]
+    if not sys.stderr.isatty():
+        return [structlog.processors.format_exc_info, _plain_line]
+    return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, pad_event_to=0)]
+
+
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+def _json_line(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
+    try:
+        return _encode(event)
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(event, default=str).encode()
+
+
+def _plain_line(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+    """Return a line as the console has it, without its colours."""
+    head = f"{event.pop('timestamp')} [{event.pop('level'):<9}] {event.pop('event')} [{event.pop('logger')}]"
+    trace = event.pop("exception", None)
+    line = " ".join([head, *[f"{name}={_shown(event[name])}" for name in sorted(event)]])
+    return line if trace is None else f"{line}\n{trace}"
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if text.isprintable() and _QUOTED.isdisjoint(text) else repr(text)
+
+
+def _as_text(_logger: WrappedLogger, _method: str, line: Any) -> str:
+    return line.decode() if isinstance(line, bytes) else str(line)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 import time
-import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import TracebackType
+from functools import lru_cache
+from secrets import token_hex
+from types import MappingProxyType, TracebackType
 from typing import Protocol, Self, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from triton_openai.errors import ServiceError, holds_key, printable
@@ -136,8 +138,14 @@ class Upstream:
         yield request.with_headers(self.headers) if self.headers else request
 
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_HEADERS = Upstream(_NOTHING)
 #: That of the request being answered. The service's own work sends no headers.
-UPSTREAM: ContextVar[Upstream] = ContextVar("upstream", default=Upstream({}))  # noqa: B039 - it never changes
+UPSTREAM: ContextVar[Upstream] = ContextVar("upstream", default=_NO_HEADERS)
+
+
+def _none() -> None:
+    return None
 
 
 class Stage:
@@ -161,7 +169,12 @@ class Stage:
         self.failed = kind is not None
 
 
-class Observation:
+@lru_cache(256)
+def _shown(method: str, path: str) -> tuple[str, str]:
+    return printable(method, _MAX_METHOD_CHARS), printable(path, _MAX_PATH_CHARS)
+
+
+class Observation(msgspec.Struct, eq=False, kw_only=True):
     """
     One request.
 
@@ -171,40 +184,45 @@ class Observation:
     prompt. ``key`` is the name of the API key. ``parameters`` is the request's body, ``body_size`` its size in bytes
     after decompression, ``unknown_fields`` the names in it that the API does not have. ``response_id`` is the id of the
     answer, and the prefix of the ids of the requests to Triton. ``error`` may be set after the status was sent.
-    ``upstream`` adds headers to requests to Triton; ``log_fields`` are in every log line of the request.
+    ``upstream`` adds headers to requests to Triton, ``headers`` are added to the answer; ``log_fields`` are in every
+    log line of the request. ``reasoning_tokens`` counts those of the answers; most models have none.
     """
 
-    def __init__(self, *, request_id: str, method: str, path: str, request: web.BaseRequest | None = None) -> None:
-        # The request
-        self.request = request
-        self.request_id = request_id
-        self.method = printable(method, _MAX_METHOD_CHARS)
-        self.path = printable(path, _MAX_PATH_CHARS)
-        self.began = time.monotonic()
-        self.key: str | None = None
-        self.operation: str | None = None
-        self.model: str | None = None
-        self.adapter: str | None = None
-        self.stream = False
-        self.n = 1
-        self.parameters: object = None
-        self.body_size: int | None = None
-        self.unknown_fields: Sequence[str] = ()
-        self.upstream = Upstream({"x-request-id": request_id})
-        self.log_fields: Mapping[str, str] = {"request_id": request_id}
-        # The answer
-        self.response_id: str | None = None
-        self.response_model: str | None = None
-        #: Counts the reasoning tokens of the answers; most models have none.
-        self.reasoning_tokens: Callable[[], int | None] = lambda: None
-        self.stages: list[Stage] = []
-        self.answers: Sequence[Answer] = ()
-        self.input_tokens: int | None = None
-        self.queued_seconds = 0.0
-        self.status = CLIENT_CLOSED_REQUEST
-        self.error: ServiceError | None = None
-        self.client_left = False
-        self.ended: float | None = None
+    # The request
+    request: web.BaseRequest | None = None
+    request_id: str
+    method: str
+    path: str
+    began: float = msgspec.field(default_factory=time.monotonic)
+    key: str | None = None
+    operation: str | None = None
+    model: str | None = None
+    adapter: str | None = None
+    stream: bool = False
+    n: int = 1
+    parameters: object = None
+    body_size: int | None = None
+    unknown_fields: Sequence[str] = ()
+    upstream: Upstream = _NO_HEADERS
+    log_fields: Mapping[str, str] = _NOTHING
+    # The answer
+    headers: Mapping[str, str] = _NOTHING
+    response_id: str | None = None
+    response_model: str | None = None
+    reasoning_tokens: Callable[[], int | None] = _none
+    stages: list[Stage] = []
+    answers: Sequence[Answer] = ()
+    input_tokens: int | None = None
+    queued_seconds: float = 0.0
+    status: int = CLIENT_CLOSED_REQUEST
+    error: ServiceError | None = None
+    client_left: bool = False
+    ended: float | None = None
+
+    def __post_init__(self) -> None:
+        self.method, self.path = _shown(self.method, self.path)
+        self.upstream = Upstream({"x-request-id": self.request_id})
+        self.log_fields = {"request_id": self.request_id}
 
     def identify(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
         """Set the operation and who answers it."""
@@ -288,22 +306,25 @@ class Observers(Observer):
     """Passes on to several observers what every request has: its start, its identity and its end."""
 
     def __init__(self, *observers: Observer) -> None:
-        self._observers = observers
+        # Only those that do anything there.
+        self._started = [one.started for one in observers if type(one).started is not Observer.started]
+        self._identified = [one.identified for one in observers if type(one).identified is not Observer.identified]
+        self._ended = [one.ended for one in observers if type(one).ended is not Observer.ended]
 
     def started(self, observation: Observation) -> None:
         """See :class:`Observer`."""
-        for observer in self._observers:
-            observer.started(observation)
+        for started in self._started:
+            started(observation)
 
     def identified(self, observation: Observation) -> None:
         """See :class:`Observer`."""
-        for observer in self._observers:
-            observer.identified(observation)
+        for identified in self._identified:
+            identified(observation)
 
     def ended(self, observation: Observation) -> None:
         """See :class:`Observer`."""
-        for observer in self._observers:
-            observer.ended(observation)
+        for ended in self._ended:
+            ended(observation)
 
 
 OBSERVATION: web.RequestKey[Observation] = web.RequestKey("observation", Observation)
@@ -314,5 +335,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Return the client's ``x-request-id`` if it is safe in headers and logs and looks like no key, else a new one."""
-    given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) and not holds_key(given) else uuid.uuid4().hex
+    given = headers.get("x-request-id")
+    if given is not None and _REQUEST_ID.fullmatch(given) and not holds_key(given):
+        return given
+    return token_hex(16)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import structlog
 
 from triton_openai.config import ServerSettings
-from triton_openai.telemetry.logging import configure_logging
+from triton_openai.telemetry.logging import LOG_FIELDS, configure_logging
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
@@ -21,9 +22,12 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """Our lines and those of libraries are JSON objects, with what is bound to the request."""
     configure_logging(ServerSettings(log_format="json"))
-    with structlog.contextvars.bound_contextvars(request_id="r1"):
+    token = LOG_FIELDS.set({"request_id": "r1"})
+    try:
         structlog.get_logger("ours").info("done", tokens_per_second=3)
         logging.getLogger("theirs").warning("careful %s", "now")
+    finally:
+        LOG_FIELDS.reset(token)
 
     ours, theirs = _lines(capsys)
     assert ("done", "ours", "info", 3, "r1") == tuple(
@@ -75,4 +79,16 @@ def test_console(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert "model is served" in (printed := capsys.readouterr().err)
     assert "model=ensemble" in printed
+    assert printed.endswith("\n")
     assert "\x1b" not in printed
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+def test_whatever_stands_in_a_line_is_one_line(log_format, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be sent or would end the line is written in another way."""
+    configure_logging(ServerSettings(log_format=log_format))
+    structlog.get_logger("ours").info("done", name="a\ud800\nb", path=Path("/x y"), none=None)
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a\\ud800\\nb" in line
+    assert "/x y" in line

@@ -1,0 +1,227 @@
+"""
+``python -m bench.path [URL]``: what Python does for a token and for a short chat, counted and not timed.
+
+The service runs in this process, and a profiler (`sys.setprofile`) sees every call that its packages and the libraries
+make. Counts do not depend on the machine, so a test can hold them. Without a URL the Triton is that of
+`bench.fake_triton`, which sends the next token when the last one has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from inspect import CO_COROUTINE
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import msgspec
+import uvloop
+
+from bench.fake_triton import FakeTriton
+from bench.messages import Form, Target
+from bench.processes import HOST, BenchError
+from bench.repository import PACED
+from bench.wire import AnswerReader, http_request
+from triton_openai.app import create_app, models_of
+from triton_openai.config import Settings
+from triton_openai.config.tree import ModelDefaults, ServerSettings, TritonSettings
+from triton_openai.serving.connections import HttpServer
+from triton_openai.telemetry.logging import configure_logging
+
+_WARM = 4
+_COUNTED = 5
+_SECONDS = 30.0
+_ROOT = Path(__file__).parents[1]
+
+TOKEN, STREAMED, WHOLE = "token of a stream", "streamed chat of one token", "whole chat of one token"
+
+
+class PathRow(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    The median of what one token or one request takes.
+
+    *calls* are calls of our own functions, in so many *modules*; *coroutines* of them start or resume one.
+    *library_calls* are those of Python functions of libraries, by package. *blocks* is what our own functions and
+    theirs take from the allocator, as seen between two calls: what comes from a free list is not in it.
+    """
+
+    what: str
+    subject: str = ""
+    modules: int
+    calls: int
+    coroutines: int
+    library_calls: dict[str, int]
+    blocks: int
+    tasks: int
+    threads: int
+    #: How often each of our functions was called.
+    functions: dict[str, int]
+
+
+class _Profiler:
+    """Counts what runs in this thread for one *what* after the other; what the bench does itself is left out."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew."""
+        self._functions: Counter[str] = Counter()
+        self._library: Counter[str] = Counter()
+        self._coroutines = self._blocks = self._tasks = self._threads = 0
+        self._stack: list[str] = []
+        self._last = sys.getallocatedblocks()
+
+    def row(self, what: str) -> PathRow:
+        """Return the counts since the beginning."""
+        return PathRow(
+            what=what,
+            modules=len({name.partition(":")[0] for name in self._functions}),
+            calls=sum(self._functions.values()),
+            coroutines=self._coroutines,
+            library_calls=dict(self._library),
+            blocks=self._blocks,
+            tasks=self._tasks,
+            threads=self._threads,
+            functions=dict(self._functions),
+        )
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        now = sys.getallocatedblocks()
+        stack = self._stack
+        owner = stack[-1] if stack else "bench"
+        if owner != "bench" and now > self._last:
+            self._blocks += now - self._last
+        if event == "call":
+            name = frame.f_globals.get("__name__", "")
+            code = frame.f_code
+            if name.startswith("triton_openai"):
+                owner = "ours"
+                self._functions[f"{name}:{code.co_qualname}"] += 1
+                self._coroutines += bool(code.co_flags & CO_COROUTINE)
+            elif name.startswith(("bench", "__main__")) or (stack and owner == "bench"):
+                owner = "bench"
+            else:
+                owner = "library"
+                self._library[name.partition(".")[0]] += 1
+                self._tasks += code.co_name == "create_task" and name.startswith("asyncio")
+                self._threads += code.co_name == "to_thread"
+            stack.append(owner)
+        elif event == "return" and stack:
+            stack.pop()
+        # Without what this function itself has taken.
+        self._last = sys.getallocatedblocks()
+
+
+class _Client(asyncio.Protocol):
+    """Asks, and sets an event for each read and at the end."""
+
+    def __init__(self) -> None:
+        self.arrived = asyncio.Event()
+        self.tokens = 0
+        self._reader = AnswerReader()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.tokens += self._reader.feed(data)
+        self.arrived.set()
+
+    def ask(self, request: bytes) -> None:
+        """Send *request*."""
+        self._reader, self.tokens = AnswerReader(), 0
+        assert self._transport is not None
+        self._transport.write(request)
+
+    async def read(self, tokens: int) -> None:
+        """Wait until the answer has *tokens*, or, with none, has ended."""
+        while not self._reader.ended and not 0 < tokens <= self.tokens:
+            self.arrived.clear()
+            await self.arrived.wait()
+
+    def close(self) -> None:
+        """Leave."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def _count(url: str | None) -> list[PathRow]:
+    fake = FakeTriton()
+    step: Callable[[], None] = fake.step if url is None else lambda: None
+    began = fake.began if url is None else partial(asyncio.sleep, 0.1)
+    url = url or f"http://{HOST}:{await fake.listen()}"
+    settings = Settings(
+        server=ServerSettings(log_format="json"),
+        triton=TritonSettings(url=(url,)),
+        defaults=ModelDefaults(chat_template="chatml"),
+    )
+    configure_logging(settings.server)
+    app = create_app(settings)
+    server = HttpServer(app, settings.limits)
+    await server.start()
+    await models_of(app).catalog.first.wait()
+    rows = []
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        await server.listen(sock)
+        cases: tuple[tuple[str, Form], ...] = ((TOKEN, "text"), (STREAMED, "text"), (WHOLE, "whole"))
+        for what, form in cases:
+            _, client = await asyncio.get_running_loop().create_connection(_Client, HOST, server.port)
+            target = Target(protocol="chat", host=HOST, port=server.port)
+            request = http_request(target, PACED, 10_000 if what == TOKEN else 1, form)
+            counted = await _take(what, client, request, began, step)
+            rows.append(sorted(counted[_WARM:], key=lambda one: one.calls)[_COUNTED // 2])
+            client.close()
+        await server.close()
+    fake.close()
+    return rows
+
+
+async def _take(
+    what: str, client: _Client, request: bytes, began: Callable[[], Awaitable[None]], step: Callable[[], None]
+) -> list[PathRow]:
+    """Return the counts of one token or request after the other."""
+    profiler, rows = _Profiler(), []
+    if what == TOKEN:
+        client.ask(request)
+        await began()
+    for number in range(1, _WARM + _COUNTED + 1):
+        profiler.begin()
+        sys.setprofile(profiler)
+        if what == TOKEN:
+            step()
+            await client.read(number)
+        else:
+            client.ask(request)
+            await client.read(0)
+        # What is done after the last byte belongs to it.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        sys.setprofile(None)
+        rows.append(profiler.row(what))
+    return rows
+
+
+def measure_path(url: str | None = None, subject: str = "") -> list[PathRow]:
+    """Return the rows, counted in a process of their own. Raises :class:`BenchError`."""
+    command = [sys.executable, "-m", "bench.path", *([url] if url else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, check=True, timeout=_SECONDS, cwd=_ROOT)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = (error.stderr or b"").decode(errors="replace")[-2000:]
+        raise BenchError(f"Calls were not counted: {error}\n{said}") from error
+    rows = msgspec.json.decode(done.stdout, type=list[PathRow])
+    return [msgspec.structs.replace(row, subject=subject) for row in rows]
+
+
+if __name__ == "__main__":
+    rows = uvloop.run(_count(sys.argv[1] if len(sys.argv) > 1 else None))
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(rows)) + b"\n")

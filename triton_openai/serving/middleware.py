@@ -1,0 +1,151 @@
+"""
+The one middleware: what every request goes through before and after its handler.
+
+It gives the request its id and its record, answers browsers' preflights, authenticates the client and counts it against
+its limits, and turns errors into OpenAI's envelope. After the first byte of an answer, handlers end their streams with
+an error event themselves. An unforeseen error is logged with its traceback, and the client learns nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import structlog
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from triton_openai.access.cors import CORS
+from triton_openai.access.guard import GUARD
+from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.access.rate_limits import Ticket, tokens_charged
+from triton_openai.access.restrictions import COUNTED, group_of
+from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
+from triton_openai.models.draining import DRAINING
+from triton_openai.telemetry.logging import LOG_FIELDS, warn
+from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, REQUEST_ID, UPSTREAM, Observation, request_id
+
+_log = structlog.get_logger(__name__)
+
+
+def add_middleware(app: web.Application) -> None:
+    """Add the middleware to *app*, which has everything that it works with."""
+    app.middlewares.append(_middleware(app))
+    app.on_response_prepare.append(_add_headers)
+
+
+def _middleware(app: web.Application) -> Middleware:
+    observers, draining, guard, cors = app[OBSERVERS], app[DRAINING], app[GUARD], app[CORS]
+
+    @web.middleware
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+        name = request[REQUEST_ID] = request_id(request.headers)
+        observation = request[OBSERVATION] = Observation(
+            request_id=name, method=request.method, path=request.path, request=request
+        )
+        task = draining.enter()
+        observers.started(observation)
+        # The task of a request, and with it the context, is its own.
+        LOG_FIELDS.set(observation.log_fields)
+        UPSTREAM.set(observation.upstream)
+        key: ApiKey | None = None
+        ticket: Ticket | None = None
+        served = cut_short = False
+        response: web.StreamResponse | None = None
+        try:
+            response = cors.preflight(request)
+            if response is None:
+                group = group_of(request)
+                key = guard.authenticate(request.headers, group)
+                if key is not None:
+                    request[KEY] = key
+                    observation.key = key.name
+                    if key.limit.any and group in COUNTED:
+                        ticket = await guard.admit(key)
+                        observation.headers = ticket.headers
+                        if ticket.refusal is not None:
+                            raise ticket.refusal
+                response = await handler(request)
+                served = True
+        except (asyncio.CancelledError, ConnectionError) as error:
+            cut_short = True
+            reason = draining.reason() if isinstance(error, asyncio.CancelledError) else None
+            if reason is None:
+                # The client left while it was being answered: there is nobody to tell.
+                observation.client_left = True
+                raise
+            response = _error_response(observation, reason)
+        except Exception as error:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+            response = _error_response(observation, *_reported(request, error))
+        finally:
+            if ticket is not None and key is not None:
+                cut_short |= observation.client_left
+                counts = key.limit.tokens_per_minute is not None
+                ticket.close(tokens_charged(observation, served=served, cut_short=cut_short) if counts else 0)
+            draining.leave(task)
+            if response is not None:
+                observation.status = response.status
+            observation.ended = time.monotonic()
+            observers.ended(observation)
+            observation.release()
+        return response
+
+    return handle
+
+
+def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Mapping[str, str]]:
+    """Return what the client is told of *error*, and headers for it."""
+    path = request.path[:200]
+    match error:
+        case ServiceError():
+            return error, {}
+        case web.HTTPNotFound():
+            # The route that raised it keeps it, and so its traceback would keep the request.
+            error.__traceback__ = None
+            return EndpointNotFound(f"There is no endpoint {request.method} {path}."), {}
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            return MethodNotAllowed(f"{path} does not take {request.method}, only {allowed}."), {"Allow": allowed}
+        case web.HTTPRequestEntityTooLarge():
+            limit = request.client_max_size
+            return PayloadTooLarge(f"The request's body is larger than the limit of {limit} bytes."), {}
+        case web.HTTPException():
+            return InvalidRequest(error.reason), {}
+        case _:
+            observation = request[OBSERVATION]
+            _log.exception("request failed", request_id=observation.request_id, path=observation.path)
+            return ServiceError("The service failed to answer the request."), {}
+
+
+def _error_response(
+    observation: Observation, error: ServiceError, headers: Mapping[str, str] = MappingProxyType({})
+) -> web.Response:
+    observation.error = error
+    if error.status >= 500 or error.detail:
+        fields = {"request_id": observation.request_id, "path": observation.path}
+        warn(_log, "request refused", error, **fields, status=error.status, code=error.code)
+    return web.Response(
+        status=error.status,
+        body=error.envelope(),
+        content_type="application/json",
+        headers={**error.headers(), **headers},
+    )
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """
+    Add the headers that every answer has, streams and errors included; none tells the version of anything.
+
+    While the service is ending, every connection closes after its answer, so that no client sends to one that is gone.
+    """
+    app, observation, headers = request.app, request[OBSERVATION], response.headers
+    headers["Server"] = "triton-openai"
+    headers["x-request-id"] = observation.request_id
+    if app[DRAINING].begun:
+        response.force_close()
+        headers["Connection"] = "close"
+    if observation.headers:
+        headers.update(observation.headers)
+    app[CORS].add_headers(request, response)
