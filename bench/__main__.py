@@ -85,9 +85,9 @@ def _run(options: argparse.Namespace) -> bool:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-bench-")))
         with machine.pinned(cores.triton):
-            triton = stack.enter_context(
-                EmbeddedTriton(model_repository=build_repository(folder / "models"), environment=os.environ)
-            )
+            triton = EmbeddedTriton(model_repository=build_repository(folder / "models"), environment=os.environ)
+            stack.callback(triton.stop)
+            triton.start()
         with machine.pinned(cores.relay):
             subjects = [stack.enter_context(SUBJECTS[name](name, triton, folder)) for name in names]
         stack.enter_context(_blaming(triton))

@@ -28,9 +28,9 @@ from bench.messages import Form, Target
 from bench.processes import HOST, BenchError
 from bench.repository import PACED
 from bench.wire import AnswerReader, http_request
-from triton_openai.app import create_app, models_of
-from triton_openai.config import Settings
-from triton_openai.config.tree import ModelDefaults, ServerSettings, TritonSettings
+from triton_openai.api.service import SERVICE
+from triton_openai.app import create_app
+from triton_openai.config import ModelDefaults, ServerSettings, Settings, TritonSettings
 from triton_openai.serving.connections import HttpServer
 from triton_openai.telemetry.logging import configure_logging
 
@@ -167,7 +167,7 @@ async def _count(url: str | None) -> list[PathRow]:
     app = create_app(settings)
     server = HttpServer(app, settings.limits)
     await server.start()
-    await models_of(app).catalog.first.wait()
+    await app[SERVICE].models.catalog.first.wait()
     rows = []
     with socket.socket() as sock:
         sock.bind((HOST, 0))

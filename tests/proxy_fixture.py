@@ -19,9 +19,9 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests import described
 from tests.triton_fixture import TestTriton
-from triton_openai.app import create_app, models_of
-from triton_openai.config import Settings
-from triton_openai.config.tree import ModelSettings, TritonSettings
+from triton_openai.api.service import SERVICE
+from triton_openai.app import create_app
+from triton_openai.config import ModelSettings, Settings, TritonSettings
 from triton_openai.models.served import Models
 from triton_openai.triton.client import TritonClient
 
@@ -143,7 +143,7 @@ async def serving(
     """Run the service with *settings* on a free port; *client* replaces its connection to Triton."""
     app = create_app(settings, client=client)
     async with TestClient(TestServer(app)) as test_client:
-        proxy = Proxy(test_client, models_of(app), transport)
+        proxy = Proxy(test_client, app[SERVICE].models, transport)
         _RUNNING.add(proxy)
         try:
             yield proxy

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +51,37 @@ class TestTriton:
         return self.repository.tokenizer
 
 
+@contextlib.contextmanager
+def frozen(server: EmbeddedTriton) -> Iterator[None]:
+    """Freeze *server* for the block: connections stay open and nothing answers."""
+    assert server.pid is not None
+    os.killpg(server.pid, signal.SIGSTOP)
+    try:
+        # The signal only asks every thread to stop.
+        while not all(state in "TtZX" for state in _states(server.pid)):
+            time.sleep(0.003)
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGCONT)
+
+
+def _states(pid: int) -> list[str]:
+    states = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):
+            states.append(thread.read_text().rpartition(")")[2].split()[0])
+    return states
+
+
+def wait_for_end(server: EmbeddedTriton, timeout: float) -> int | None:
+    """Return the exit status of *server*, None where it still runs after *timeout* seconds."""
+    deadline = time.monotonic() + timeout
+    while (status := server.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return status
+
+
 _SHARED: list[EmbeddedTriton] = []
 _ENDED = "Triton ended by itself"
 # Whether services that were running have still to find a Triton that was started again.
@@ -82,8 +115,7 @@ def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
     for server in _SHARED:
         if any(report.failed for report in reports) and not _is_open(server.http_url):
             # It may take seconds from its last connection to its end.
-            with contextlib.suppress(TimeoutError):
-                server.wait(60)
+            wait_for_end(server, 60)
         status = server.poll()
         if status is not None:
             said.append(f"It ended with status {status}, and was started again.\n{server.log_tail()}\n")

@@ -17,7 +17,7 @@ from triton_openai.api.info import EXPOSITION, probe
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, LiveSettings, Service
 from triton_openai.config import Settings
-from triton_openai.config.observability import SDK_REFUSES
+from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.worker import WORKER, Worker
 from triton_openai.errors import ConfigurationError
 from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private
@@ -65,31 +65,30 @@ def create_app(
     :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
-    connection = client or Endpoint(
-        settings.triton.url, connect_timeout=settings.triton.connect_timeout, access=settings.triton_access
-    )
+    connection = client or Endpoint(settings.triton.url, access=settings.triton_access)
     worker = worker or Worker()
-    metrics = Metrics(worker) if settings.metrics.enabled else None
+    metrics = Metrics(worker)
     tracing, send_spans = _traces(settings, connection)
     characters = settings.server.log_content
-    content = None if characters is None else ContentLog(characters)
-    lag = LoopLag(report=None if metrics is None else metrics.child(EVENT_LOOP_LAG).observe)
+    lag = LoopLag(report=metrics.child(EVENT_LOOP_LAG).observe)
     draining = Draining()
     model_draining = ModelDraining(draining, shared)
     if shared is not None:
         shared.listen(model_draining.apply)
     models = Models(settings, connection, version=lambda: model_draining.version)
-    canary = Canary(
-        models,
-        lambda model: _ask(service, model),
-        None
-        if metrics is None
-        else lambda model, answers: metrics.child(NOT_ANSWERING, model.owner, model.adapter.name).set(not answers),
-    )
-    unknown = UnknownFields(None if metrics is None else lambda *labels: metrics.child(UNKNOWN_FIELDS, *labels).inc())
-    observers = Observers(
-        *(one for one in (AccessLog(), content, metrics, tracing, canary, unknown) if one is not None)
-    )
+
+    async def ask(model: ServedModel) -> None:
+        # As little as it can answer, within what its clients may wait.
+        await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
+
+    def tell(model: ServedModel, answers: bool) -> None:
+        metrics.child(NOT_ANSWERING, model.owner, model.adapter.name).set(not answers)
+
+    canary = Canary(models, ask, tell)
+    unknown = UnknownFields(lambda *labels: metrics.child(UNKNOWN_FIELDS, *labels).inc())
+    observers = [AccessLog(), metrics, tracing, canary, unknown]
+    if characters is not None:
+        observers.insert(1, ContentLog(characters))
     service = Service(
         live=LiveSettings(settings),
         models=models,
@@ -106,32 +105,29 @@ def create_app(
     app[WORKER] = worker
     app[LOOP_LAG] = lag
     app[DRAINING] = draining
-    app[OBSERVERS] = observers
+    app[OBSERVERS] = Observers(*observers)
     app[CANARY] = canary
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, limits=shared)
-    app[RELAY_GUARD] = RelayGuard(guard, draining, metrics=metrics, continue_traces=settings.traces.continue_traces)
+    app[RELAY_GUARD] = RelayGuard(guard, draining, metrics=metrics)
     add_middleware(app)
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, guard.run])
-    if metrics is not None:
-        app[EXPOSITION] = Exposition(
-            metrics, lambda: _state(models, worker), settings.metrics, settings.triton_metrics_url
-        )
+    app[EXPOSITION] = Exposition(metrics, lambda: _state(models, worker), settings.metrics, settings.triton_metrics_url)
     add_routes(app)
     return app
 
 
 def _traces(
     settings: Settings, connection: TritonClient
-) -> tuple[Observer | None, Callable[[web.Application], AsyncIterator[None]] | None]:
+) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
     """Return what makes spans, or hands on those of clients, and what sends them while the application runs."""
     traces = settings.traces
     if traces.otlp_endpoint is None:
-        return (Tracing() if traces.continue_traces else None), None
+        return Tracing(), None
     # Imported here: most services send no traces, and OpenTelemetry's SDK takes a quarter of a second.
     try:
         from triton_openai.telemetry.otlp import exporter_class, tracer
@@ -142,7 +138,7 @@ def _traces(
     # Before anything runs.
     exporter_class(traces)
     locate = connection.address_of if isinstance(connection, Endpoint) else None
-    tracing = Tracing(locate, continue_traces=traces.continue_traces, content=traces.content)
+    tracing = Tracing(locate, content=traces.content)
 
     async def send(app: web.Application) -> AsyncIterator[None]:
         timeout = min(_LAST_SPANS_SECONDS, settings.server.shutdown_grace)
@@ -152,24 +148,25 @@ def _traces(
     return tracing, send
 
 
-async def _ask(service: Service, model: ServedModel) -> None:
-    """Ask *model* for as little as it can answer, within what its clients may wait."""
-    await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
-
-
-def _warn_of_content(settings: Settings) -> None:
-    """Say where what clients write can be read: it must not be forgotten."""
-    if settings.server.log_content is not None:
-        _log.warning("prompts and answers are logged", characters=settings.server.log_content)
-    if settings.traces.content is not None and settings.traces.otlp_endpoint is not None:
-        _log.warning("prompts and answers are sent with traces", characters=settings.traces.content)
-
-
 def _state(models: Models, worker: Worker) -> State:
     """Return what the metrics show of *models*."""
     snapshot = models.catalog.snapshot
     # What Triton's index says of a model that was unloaded, and of one that was never loaded (seen with 24.10).
     unloaded = sum(reason in ("unloaded", "") for reason in snapshot.waiting.values())
+    served = []
+    for name, model in models.served.items():
+        adapter, inner = model.adapter, model.adapter.token_level
+        # The Triton models that may do its work.
+        engines = {adapter.config.name, *(step.model for step in adapter.config.steps)}
+        served.append(
+            ServedName(
+                name=name,
+                triton_model=model.owner,
+                adapter=adapter.name,
+                can_chat=model.can_chat,
+                engines=engines if inner is None else engines | {inner.name},
+            )
+        )
     return State(
         workers=worker.count,
         triton_up=snapshot.reachable,
@@ -178,23 +175,8 @@ def _state(models: Models, worker: Worker) -> State:
             "not_ready": len(snapshot.waiting) - unloaded,
             "unloaded": unloaded,
         },
-        served=[
-            ServedName(
-                name=name,
-                triton_model=model.owner,
-                adapter=model.adapter.name,
-                can_chat=model.can_chat,
-                engines=_engines(model),
-            )
-            for name, model in models.served.items()
-        ],
+        served=served,
     )
-
-
-def _engines(model: ServedModel) -> set[str]:
-    """Return the Triton models that may do the work of *model*."""
-    adapter, inner = model.adapter, model.adapter.token_level
-    return {adapter.config.name, *(step.model for step in adapter.config.steps), *([inner.name] if inner else [])}
 
 
 def _image_loader(settings: Settings) -> ImageLoader:
@@ -202,8 +184,6 @@ def _image_loader(settings: Settings) -> ImageLoader:
     fetcher = Fetcher(
         AllowedHosts(media.allowed_domains),
         largest=media.max_image_size,
-        timeout=media.fetch_timeout,
-        concurrency=media.max_fetches,
         allows=is_public_or_private if media.private_addresses else is_public,
     )
     # Fetched images may make a request no larger than it could be with the images in it.
@@ -217,18 +197,13 @@ def _check_names(settings: Settings) -> None:
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
             load_adapter(entry.adapter)
-        history.load(entry.history_template, entry.history_template_file)
+        history.load(entry.history_template)
         if entry.fim_template is not None:
             infill.parse(entry.fim_template)
         if entry.tool_call_parser not in (None, AUTO, NONE):
             tool_parsers.load(entry.tool_call_parser)
         if entry.reasoning_parser not in (None, AUTO, NONE):
             reasoning_parsers.load(entry.reasoning_parser)
-
-
-def models_of(app: web.Application) -> Models:
-    """Return the served models of *app*, for who started it."""
-    return app[SERVICE].models
 
 
 async def take_over(app: web.Application, settings: Settings, renew: bool) -> None:
@@ -248,28 +223,28 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     service.live.current = settings
 
 
-def control_of(app: web.Application) -> ModelControl:
-    """Return what loads and unloads the models of *app*."""
-    return app[SERVICE].control
-
-
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
     if app[WORKER].index == 0:
-        _warn_of_content(service.settings)
+        # Where what clients write can be read must not be forgotten.
+        settings = service.settings
+        if settings.server.log_content is not None:
+            _log.warning("prompts and answers are logged", characters=settings.server.log_content)
+        if settings.traces.content is not None and settings.traces.otlp_endpoint is not None:
+            _log.warning("prompts and answers are sent with traces", characters=settings.traces.content)
     models = service.models
     work = (models.catalog.run(), keep_loaded(models), app[LOOP_LAG].run())
     tasks = [asyncio.create_task(one) for one in work]
     # Who is let in before that is told that there are no models, beside workers that know them all.
-    await first_of([service.models.catalog.first], timeout=_FIRST_LOOK_SECONDS)
+    await first_of([models.catalog.first], timeout=_FIRST_LOOK_SECONDS)
     yield
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await service.control.close()
     await app[CANARY].close()
-    await service.models.catalog.close()
+    await models.catalog.close()
     await service.background.close()
     await service.images.close()
     await service.client.close()

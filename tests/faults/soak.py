@@ -30,6 +30,7 @@ import aiohttp
 
 from tests.clients.service import steered, until
 from tests.faults.surroundings import MEBIBYTE, QUICK, WORDS, Level, Watched, watched
+from tests.triton_fixture import frozen
 from triton_openai.demo.repository import DemoRepository, build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
@@ -199,7 +200,7 @@ class Soak:
             "killed": self._kill,
             "frozen": self._freeze,
             "unloaded": self._unload,
-            "restarted": self._triton.restart,
+            "restarted": self._restart,
         }
         while time.monotonic() < self._ends - _QUIET_SECONDS:
             for name, do in faults.items():
@@ -243,10 +244,13 @@ class Soak:
         self._triton.kill()
         self._triton.start()
 
+    def _restart(self) -> None:
+        self._triton.stop()
+        self._triton.start()
+
     def _freeze(self) -> None:
-        self._triton.pause()
-        time.sleep(self._chance.uniform(0.5, 4))
-        self._triton.resume()
+        with frozen(self._triton):
+            time.sleep(self._chance.uniform(0.5, 4))
 
     def _unload(self) -> None:
         for verb in ("unload", "load"):

@@ -25,9 +25,9 @@ from tests.faults.surroundings import (
     assert_works,
     body,
     failure,
-    free_port,
     watched,
 )
+from tests.triton_fixture import frozen
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 # A Triton that is not there
@@ -36,20 +36,13 @@ from triton_openai.tritonserver.embedded import EmbeddedTriton
 def test_down_at_start(module_triton: Own, tmp_path: Path) -> None:
     """The service starts without a Triton, says what is missing, and serves as soon as there is one."""
     repository = module_triton.repository
-    http_port, grpc_port = free_port(), free_port()
-    server = EmbeddedTriton(
-        model_repository=repository.path,
-        backends=repository.backends,
-        environment=os.environ,
-        http_port=http_port,
-        grpc_port=grpc_port,
-    )
+    server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
     with contextlib.ExitStack() as opened:
         services = []
-        for transport, port in (("http", http_port), ("grpc", grpc_port)):
+        for transport, url in (("http", server.http_url), ("grpc", server.grpc_url)):
             folder = tmp_path / transport
             folder.mkdir()
-            arguments = ["--triton-url", f"{transport}://127.0.0.1:{port}"]
+            arguments = ["--triton-url", url]
             services.append(opened.enter_context(watched(folder, *arguments, "--tokenizer", str(repository.tokenizer))))
         for service in services:
             assert not service.banner["triton_answers"]
@@ -118,7 +111,8 @@ def test_killed_during_a_request(own: Own, service: Watched, path: str, request_
 def test_restarted_behind_idle_connections(own: Own, service: Watched) -> None:
     """A restart between two requests is not noticed by whoever sends the second."""
     assert_works(service)
-    own.server.restart()
+    own.server.stop()
+    own.server.start()
     assert_works(service)
 
 
@@ -131,11 +125,8 @@ def test_frozen_in_a_stream(own: Own, service: Watched, model: str) -> None:
     silence = {"x-idle-timeout": IMPATIENT["x-idle-timeout"]}
     with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50), headers=silence) as stream:
         stream.chunk()
-        own.server.pause()
-        try:
+        with frozen(own.server):
             events = list(iter(stream.event, ""))
-        finally:
-            own.server.resume()
 
     assert ": keep-alive" in events
     assert "upstream_silent" == failure(events[-1])["code"]
@@ -148,8 +139,7 @@ def test_frozen_before_the_answer(own: Own, service: Watched, module_service_tra
 
     Over gRPC, where a connection is one when the server has greeted, further ones find that nobody can be reached.
     """
-    own.server.pause()
-    try:
+    with frozen(own.server):
         with (
             asking(service, COMPLETIONS, body("ensemble", "Hello"), IMPATIENT) as answer,
             asking(service, "/v1/embeddings", {"model": "text_embedding", "input": "a"}, IMPATIENT) as embedding,
@@ -161,8 +151,6 @@ def test_frozen_before_the_answer(own: Own, service: Watched, module_service_tra
             late = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
             assert (503, "upstream_unavailable") == (late.status, late.error["code"])
         assert 200 == service.status("/health/live")
-    finally:
-        own.server.resume()
 
     assert (504, "upstream_timeout") == (whole.status, whole.error["code"])
     assert (504, "upstream_timeout") == (vector.status, vector.error["code"])

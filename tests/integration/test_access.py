@@ -27,7 +27,7 @@ from triton_openai.access.rate_limits import RateLimit
 from triton_openai.access.restrictions import ROUTE_GROUPS
 from triton_openai.api.routes import add_routes
 from triton_openai.cli import main
-from triton_openai.config import AccessSettings, ApiSettings, LimitSettings, RestrictedApi, Settings, TritonSettings
+from triton_openai.config import AccessSettings, LimitSettings, RestrictedApi, Settings, TritonSettings
 
 KEYS = """
 keys:
@@ -258,10 +258,9 @@ async def test_keys_with_the_official_client(keys_file: Path) -> None:
     assert ["model_not_found"] * 6 == errors
 
 
-async def test_listing_all_models(keys_file: Path) -> None:
-    """A key has only its own, also where helpers are listed."""
-    settings = {"api": ApiSettings(list_all_models=True)}
-    async with service(AccessSettings(api_keys_file=keys_file), **settings) as proxy:
+async def test_listing_models(keys_file: Path) -> None:
+    """A key has only its own."""
+    async with service(AccessSettings(api_keys_file=keys_file)) as proxy:
         _, _, body = await raw(proxy, "GET", "/v1/models", "api-key: sk-one")
         assert ["m"] == [model["id"] for model in json.loads(body)["data"]]
 
@@ -490,10 +489,7 @@ async def test_preflights(keys_file: Path) -> None:
 
 async def test_answers_to_pages(keys_file: Path) -> None:
     """Answers, errors and streams may be read, with the headers that matter; and are marked for caches."""
-    access = AccessSettings(
-        api_keys_file=keys_file, cors_allow_origin=(ORIGIN, "null"), cors_allow_credentials=True,
-        cors_allow_header=("authorization",), cors_allow_method=("POST",),
-    )  # fmt: skip
+    access = AccessSettings(api_keys_file=keys_file, cors_allow_origin=(ORIGIN, "null"))
     async with service(access) as proxy:
         page = {"Origin": ORIGIN, "api-key": "sk-few"}
         answers = [
@@ -510,16 +506,12 @@ async def test_answers_to_pages(keys_file: Path) -> None:
     assert [200, 200, 429, 401, 401] == [answer.status for answer in answers]
     for answer in answers:
         assert ORIGIN == answer.headers["Access-Control-Allow-Origin"]
-        assert "true" == answer.headers["Access-Control-Allow-Credentials"]
         exposed = answer.headers["Access-Control-Expose-Headers"]
         assert all(name in exposed for name in ("x-request-id", "retry-after", "x-ratelimit-remaining-tokens"))
     for answer in (*answers, other, no_page):
         assert "Origin" == answer.headers["Vary"]
     assert not [name for name in (*other.headers, *no_page.headers) if name.startswith("Access-Control")]
-    assert ("POST", "authorization") == (
-        preflight["access-control-allow-methods"],
-        preflight["access-control-allow-headers"],
-    )
+    assert "GET, HEAD, POST" == preflight["access-control-allow-methods"]
 
 
 async def test_pages_on_any_port() -> None:
@@ -557,12 +549,12 @@ async def test_all_pages_and_none() -> None:
 
 async def test_limits_of_bodies() -> None:
     """They hold for requests, and are those of the settings."""
-    limits = LimitSettings(max_json_depth=8, max_text_size=200)
+    limits = LimitSettings(max_text_size=200_000)
     async with service(AccessSettings(), limits=limits) as proxy:
         message = {"role": "user", "content": "a"}
         for fields, status, code in (
-            ({"messages": [message], "metadata": json.loads("[" * 9 + "]" * 9)}, 400, "invalid_json"),
-            ({"messages": [{**message, "content": "a" * 201}]}, 413, "string_above_max_length"),
+            ({"messages": [message], "metadata": json.loads("[" * 100 + "]" * 100)}, 400, "invalid_json"),
+            ({"messages": [{**message, "content": "a" * 200_001}]}, 413, "string_above_max_length"),
         ):
             refused = await proxy.post("/v1/chat/completions", {"model": "m", **fields})
             assert (status, code) == (refused.status, refused.error["code"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import contextlib
 import os
 import signal
 import socket
@@ -17,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.triton_fixture import frozen, wait_for_end
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
-from triton_openai.tritonserver import _interpreter, _runtime
+from triton_openai.tritonserver import embedded
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 
@@ -58,6 +58,16 @@ def is_ready(server: EmbeddedTriton, timeout: float = 20.0) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def started(server: EmbeddedTriton) -> Iterator[EmbeddedTriton]:
+    """Start *server* for the block."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop(timeout=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -106,34 +116,30 @@ def test_killed_and_started_again_it_has_the_same_ports(server):
     server.start()
     assert server.http_url == url
     assert is_ready(server)
-    server.restart()
+    server.stop()
+    server.start()
     assert server.http_url == url
     assert is_ready(server)
 
 
 def test_a_paused_server_answers_nothing_until_resumed(server):
-    """Pausing freezes the server without closing anything, and stopping a frozen one works too."""
+    """A frozen server closes nothing, and stopping a frozen one works too."""
     server.start()
-    server.pause()
-    assert not is_ready(server, timeout=0.5)
-    server.resume()
+    with frozen(server):
+        assert not is_ready(server, timeout=0.5)
     until(lambda: is_ready(server))
-    server.pause()
-    server.stop()
+    with frozen(server):
+        server.stop(timeout=0.1)
     assert server.poll() is not None
 
 
-def test_a_taken_port_is_reported(repository):
-    """A port that was asked for and is taken ends the start at once, with the server's own words."""
+def test_a_taken_port_is_reported(server):
+    """A port that somebody knows cannot be another one: when it is taken, the start ends with the server's words."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", int(server.http_url.rpartition(":")[2])))
         taken.listen()
-        port = taken.getsockname()[1]
-        server = EmbeddedTriton(model_repository=repository, environment=os.environ, http_port=port)
-        with pytest.raises(ConfigurationError) as caught:
+        with pytest.raises(ConfigurationError, match="already in use"):
             server.start()
-        server.stop()
-    assert f"Port {port} of 127.0.0.1 is not free" in caught.value.message
 
 
 def test_a_port_lost_to_someone_else_is_replaced(repository, monkeypatch):
@@ -142,9 +148,9 @@ def test_a_port_lost_to_someone_else_is_replaced(repository, monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         server = EmbeddedTriton(model_repository=repository, environment=os.environ)
-        choose = server._choose_ports
-        answers = iter([(taken.getsockname()[1], *choose()[1:])])
-        monkeypatch.setattr(server, "_choose_ports", lambda: next(answers, None) or choose())
+        choose = embedded.free_ports
+        answers = iter([(taken.getsockname()[1], *choose(2))])
+        monkeypatch.setattr(embedded, "free_ports", lambda: next(answers, None) or choose())
         server.start()
         try:
             assert is_ready(server)
@@ -196,7 +202,6 @@ def test_an_installed_binary_is_started_the_same_way(tmp_path, repository):
         environment={**os.environ, "MARKER": "kept"},
         binary=binary,
         backends=extra,
-        work_dir=tmp_path / "work",
         extra_args=["--log-verbose=1"],
     )
     with pytest.raises(ConfigurationError, match="status 3"):
@@ -205,21 +210,24 @@ def test_an_installed_binary_is_started_the_same_way(tmp_path, repository):
     assert "marker=kept" in said
     assert "--http-address=127.0.0.1" in said
     assert "--log-verbose=1" in said
-    assert {path.name for path in (tmp_path / "work" / "backends").iterdir()} == {"own", "added"}
+    assert {path.name for path in (server.log_path.parent / "backends").iterdir()} == {"own", "added"}
+    server.stop()
 
 
 def test_a_repository_may_be_named_from_here(repository, monkeypatch):
     """A path that is not absolute is one from the folder in which the service was started."""
     monkeypatch.chdir(repository.parent)
     path = Path(repository.name)
-    with EmbeddedTriton(model_repository=path, environment=os.environ, model_control_mode="explicit") as server:
+    with started(
+        EmbeddedTriton(model_repository=path, environment=os.environ, model_control_mode="explicit")
+    ) as server:
         assert is_ready(server)
 
 
 def test_models_can_be_loaded_on_demand(repository):
     """In explicit mode only the models that are named are loaded, and others on request."""
     server = EmbeddedTriton(model_repository=repository, environment=os.environ, model_control_mode="explicit")
-    with server:
+    with started(server):
         ready = f"{server.http_url}/v2/models/text_embedding/ready"
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(ready)
@@ -241,7 +249,7 @@ def test_paths_from_where_we_are(repository, monkeypatch):
 def test_two_servers_live_side_by_side(server, repository):
     """Two servers over the same repository do not meet, in ports or in shared memory."""
     server.start()
-    with EmbeddedTriton(model_repository=repository, environment=os.environ) as other:
+    with started(EmbeddedTriton(model_repository=repository, environment=os.environ)) as other:
         assert is_ready(other)
         other.kill()
         assert is_ready(server)
@@ -250,7 +258,6 @@ def test_two_servers_live_side_by_side(server, repository):
 OWNER = """
 import os, sys, threading
 from pathlib import Path
-from triton_openai.tritonserver import _interpreter, _runtime
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 server = EmbeddedTriton(model_repository=Path(sys.argv[1]), environment=os.environ)
 # A thread that ends: whatever is tied to the starting thread must not take the server with it.
@@ -289,94 +296,5 @@ def test_nothing_outlives_a_killed_server(server):
     server.start()
     group = server.pid
     os.kill(group, signal.SIGKILL)
-    assert server.wait(20.0) == -signal.SIGKILL
+    assert wait_for_end(server, 20.0) == -signal.SIGKILL
     assert group_members(group) == set()
-
-
-class TestModelPython:
-    """The choice of the Python that Triton's models run in."""
-
-    @pytest.fixture
-    def stubs(self, tmp_path):
-        own = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        for version in {"3.11", "3.12", own}:
-            folder = tmp_path / "stubs" / version
-            folder.mkdir(parents=True)
-            (folder / "triton_python_backend_stub").touch()
-        return tmp_path / "stubs"
-
-    @pytest.fixture
-    def other(self, tmp_path):
-        """A Python 3.12 on ``PATH`` with NumPy 1."""
-        facts = {
-            "version": "3.12",
-            "executable": "/usr/bin/python3.12",
-            "base": "/usr/bin",
-            "libraries": [],
-            "packages": ["/usr/lib/python3/dist-packages"],
-            "numpy": "1.26.4",
-            "tokenizers": True,
-        }
-        (tmp_path / "bin").mkdir()
-        program = tmp_path / "bin" / "python3.12"
-        program.write_text(f"#!/bin/sh\necho '{json.dumps(facts)}'\n")
-        program.chmod(0o755)
-        return {**os.environ, "PATH": str(program.parent)}
-
-    @pytest.fixture
-    def own(self, monkeypatch):
-        """What the service's own interpreter says of itself is changed to something that does not fit."""
-        probe = _interpreter.probe
-
-        def changed(**facts):
-            def answer(executable, environment):
-                found = probe(executable, environment)
-                if found is None or str(executable) != sys.executable:
-                    return found
-                return dataclasses.replace(found, **facts)
-
-            monkeypatch.setattr(_interpreter, "probe", answer)
-
-        return changed
-
-    def test_another_python_on_the_path(self, stubs, tmp_path, own, other):
-        """When the service's NumPy does not fit, a Python on ``PATH`` that does runs the models, with its packages."""
-        own(version="3.11", numpy="2.1.0")
-        found = _interpreter.model_python(stubs, other, tmp_path / "work", ["3.11", "3.12"])
-
-        assert found.version == "3.12"
-        lent = next((found.bin.parent / "lib" / "python3.12" / "site-packages").glob("*.pth"))
-        assert lent.read_text() == "/usr/lib/python3/dist-packages\n"
-
-    @pytest.mark.parametrize(
-        "facts, problem",
-        [
-            ({"numpy": "2.1.0"}, "has NumPy 2.1.0, not 'numpy<2'"),
-            ({"numpy": None}, "has no NumPy, not 'numpy<2'"),
-            ({"tokenizers": False}, "has no package tokenizers"),
-            ({"libraries": ()}, "has no libpython3.11.so.1.0"),
-        ],
-    )
-    def test_what_does_not_fit_is_named(self, stubs, tmp_path, own, facts, problem):
-        """Without an interpreter that fits, the sentence says what is wrong and what to install; nothing is built."""
-        own(version="3.11", **{"numpy": "1.26.4", **facts})
-        bundled = [] if "libraries" in facts else ["3.11"]
-        with pytest.raises(ConfigurationError) as caught:
-            _interpreter.model_python(stubs, {"PATH": ""}, tmp_path / "work", bundled)
-        assert f"Python 3.11 {problem} ({sys.executable})" in caught.value.message
-        assert "pip install 'triton-openai[demo]'" in caught.value.message
-        assert not (tmp_path / "work").exists()
-
-    def test_missing_stubs_and_libraries_are_named(self, tmp_path, monkeypatch):
-        """An interpreter without a stub is not used, and the sentence says so."""
-        with pytest.raises(ConfigurationError, match="no stub for Python"):
-            _interpreter.model_python(tmp_path, {"PATH": ""}, tmp_path)
-
-    def test_a_missing_package_or_platform_is_named(self, tmp_path, monkeypatch):
-        """Without nvidia-pytriton, or elsewhere than on Linux, a sentence says what to do."""
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ConfigurationError, match="nvidia-pytriton, which is not installed"):
-            _runtime.packaged_runtime(os.environ, tmp_path)
-        monkeypatch.setattr("platform.machine", lambda: "arm64")
-        with pytest.raises(ConfigurationError, match="x86_64 only"):
-            _runtime.packaged_runtime(os.environ, tmp_path)

@@ -24,7 +24,7 @@ import pytest
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config.tree import ModelSettings
+from triton_openai.config import ModelSettings
 
 pytestmark = in_session_loop
 

@@ -16,8 +16,7 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from tests.unit.prompts.test_template_support import save
 from triton_openai.cli.banner import banner_of, render_banner
-from triton_openai.config import Settings
-from triton_openai.config.tree import ApiSettings, ModelDefaults, ModelSettings, TritonSettings
+from triton_openai.config import ApiSettings, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts import prompter as prompters
 from triton_openai.prompts.prompter import Prompter
@@ -98,7 +97,7 @@ async def test_a_model_that_cannot_chat(fake: FakeTriton, tmp_path: Path, wrong:
             listed = await proxy.get("/v1/models")
             answer = await proxy.post(CHATS, HELLO)
             metrics = (await proxy.get("/metrics")).body.decode()
-            banner = await banner_of(Settings(), proxy.models, "http://here", wait_for_model=False)
+            banner = await banner_of(Settings(), proxy.client.app, "http://here")
 
     assert [("m", "warning")] == [(line["model"], line["log_level"]) for line in warned]
     assert remedy in warned[0]["reason"]
@@ -125,7 +124,7 @@ async def test_a_model_that_can_chat(fake: FakeTriton, tmp_path: Path) -> None:
             answer = await proxy.post(CHATS, HELLO)
             failed = await proxy.post(CHATS, {**HELLO, "messages": HELLO["messages"] * 2})
             metrics = (await proxy.get("/metrics")).body.decode()
-            banner = await banner_of(Settings(), proxy.models, "http://here", wait_for_model=False)
+            banner = await banner_of(Settings(), proxy.client.app, "http://here")
 
     assert (200, 400) == (answer.status, failed.status)
     assert 'triton_openai_model_can_chat{model="m"} 1.0' in metrics

@@ -25,9 +25,7 @@ from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
 from triton_openai.access.guard import RELAY_GUARD
 from triton_openai.api.service import SERVICE
-from triton_openai.app import control_of
-from triton_openai.config import Settings
-from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, ServerSettings, TritonSettings
+from triton_openai.config import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import InvalidRequest
 from triton_openai.triton.client import check_name
@@ -106,11 +104,12 @@ async def listed(proxy: Proxy) -> list[str]:
     return [name for name in await all_listed(proxy) if not name.startswith("step_")]
 
 
-def settings_of(server: EmbeddedTriton, transport: str = "http", **triton: Any) -> Settings:
+def settings_of(server: EmbeddedTriton, transport: str = "http", grace: float = 20.0, **triton: Any) -> Settings:
     """Return settings in explicit mode that look seldom: what a call changes must show at once."""
     url = server.http_url if transport == "http" else server.grpc_url
-    fields = {"model_control_mode": "explicit", "refresh_interval": 600.0, "unload_grace": 20.0, **triton}
+    fields = {"model_control_mode": "explicit", "refresh_interval": 600.0, **triton}
     return Settings(
+        server=ServerSettings(shutdown_grace=grace),
         triton=TritonSettings(url=(url,), **fields),
         models={
             "text_embedding": ModelSettings(aliases=("org/embedder",)),
@@ -310,7 +309,7 @@ async def is_closed(proxy: Proxy) -> bool:
 @pytest.mark.parametrize("transport, stream", [("http", True), ("grpc", False)])
 async def test_what_runs_too_long_is_told(server, transport, stream):
     """After the grace a stream ends with an error event, and a request for a whole answer with an error."""
-    async with controlled(settings_of(server, transport, unload_grace=0.2)) as proxy:
+    async with controlled(settings_of(server, transport, grace=0.2)) as proxy:
         await load(proxy, "vllm_model")
         body = {**prompt(text="one two three", repeat=500, delay_ms=20), "stream": stream}
         asking = asyncio.create_task(proxy.post("/v1/completions", body))
@@ -365,7 +364,7 @@ async def test_loading_through_the_relays(proxy, server):
         triton=TritonSettings(url=(server.http_url, server.grpc_url), model_control_mode="explicit"),
     )
     frontends = await start_frontends(
-        settings, guard=proxy.client.app[RELAY_GUARD], changed=control_of(proxy.client.app).changed_elsewhere
+        settings, guard=proxy.client.app[RELAY_GUARD], changed=proxy.client.app[SERVICE].control.changed_elsewhere
     )
     try:
         async with http.InferenceServerClient(f"127.0.0.1:{frontends[0].port}") as client:

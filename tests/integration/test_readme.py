@@ -16,8 +16,7 @@ import pytest
 from tests.clients.service import Service, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.cli.inspect import inspect_models, render
-from triton_openai.config import Settings
-from triton_openai.config.tree import TritonSettings
+from triton_openai.config import Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,10 +102,7 @@ def test_commands(triton: TestTriton, tmp_path: Path, line: str) -> None:
     repository = "/models"
     if repository in arguments:
         repository = str(build_repository(tmp_path / "repository", models=["text_embedding"]).path)
-    (template,) = blocks("liquid")
-    (tmp_path / "history.liquid").write_text(template, encoding="utf-8")
     replaced = {
-        "history.liquid": str(tmp_path / "history.liquid"),
         "http://triton:8000": triton.http_url,
         "grpc://triton:8001": triton.grpc_url,
         HUB_NAME: str(triton.tokenizer),

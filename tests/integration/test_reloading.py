@@ -169,11 +169,11 @@ def test_running_requests_go_on(configured: Configured, triton: TestTriton) -> N
 
 def test_what_needs_a_restart(configured: Configured) -> None:
     """It is named, and the rest is taken over."""
-    configured.write({**_settings("chatml", "new-name"), "server": {"backlog": 17}})
+    configured.write({**_settings("chatml", "new-name"), "media": {"max_images": 3}})
     until(lambda: configured.said("settings are read again"))
 
     (line,) = configured.said("settings need a restart to take effect")
-    assert ["server.backlog"] == line["settings"]
+    assert ["media.max_images"] == line["settings"]
     assert "new-name" in configured.models()
 
 

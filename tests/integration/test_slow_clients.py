@@ -19,12 +19,14 @@ import structlog
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.scrape import Scrape
 from tests.tls_fixture import Authority
+from triton_openai.api import bodies
 from triton_openai.app import create_app
-from triton_openai.config import AccessSettings, LimitSettings, Settings, TritonSettings
-from triton_openai.config.tls import TlsSettings, server_context
+from triton_openai.config import AccessSettings, LimitSettings, Settings, TlsSettings, TritonSettings
+from triton_openai.config.tls import server_context
+from triton_openai.serving import connections
 from triton_openai.serving.connections import Connection, HttpServer
 
-QUICK = LimitSettings(header_timeout=0.3, body_timeout=0.3, keepalive_timeout=30, min_body_rate=10**9)
+QUICK = LimitSettings(header_timeout=0.3, body_timeout=0.3, keepalive_timeout=30)
 BODY = json.dumps({"model": "m", "prompt": "a"}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 SLOW = b"GET /health/live HTTP/1.1\r\n" + b"X-A: b\r\n" * 1000
@@ -149,9 +151,10 @@ async def test_a_body_that_dribbles(chunked: bool) -> None:
         assert (408, "request_timeout", "close") == (status, body["error"]["code"], headers["connection"])
 
 
-async def test_a_long_body_at_a_fair_rate() -> None:
+async def test_a_long_body_at_a_fair_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take longer than the time for its beginning."""
-    limits = msgspec.structs.replace(QUICK, body_timeout=1, min_body_rate=10)
+    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 10)
+    limits = msgspec.structs.replace(QUICK, body_timeout=1)
     body = BODY[:-1] + b" " * 120 + b"}"
     async with listening(limits) as port, connected(port) as client:
         client.writer.write(HEAD % len(body))
@@ -262,7 +265,7 @@ async def reading_little(port: int, tls: ssl.SSLContext | None = None) -> AsyncI
 
 
 @pytest.mark.parametrize("stream, encrypted", [(False, False), (True, False), (True, True)])
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="there is no limits.write_timeout but on Linux")
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="there is none but on Linux")
 async def test_a_client_that_takes_nothing(
     stream: bool, encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,10 +282,10 @@ async def test_a_client_that_takes_nothing(
     monkeypatch.setattr(Connection, "connection_lost", notice)
     pieces = [{"text_output": f"{number}" + "b" * 100_000} for number in range(200)]
     ask = json.dumps({"model": "m", "prompt": "a", "max_tokens": 10**6, "stream": stream}).encode()
-    limits = LimitSettings(write_timeout=1)
+    monkeypatch.setattr(connections, "WRITE_TIMEOUT", 1)
     authority = Authority(tmp_path)
     certificate, tls = (authority.issue("service"), authority.client()) if encrypted else (None, None)
-    async with listening(limits, *pieces, certificate=certificate) as port:
+    async with listening(LimitSettings(), *pieces, certificate=certificate) as port:
         async with reading_little(port, tls) as slow:
             slow.writer.write(HEAD % len(ask) + ask)
             received = b""

@@ -17,8 +17,7 @@ from tests.conformance.calls import PATHS, ask, end_of, id_of, in_session_loop, 
 from tests.integration.standin_calls import Answer, generate, steered, streaming
 from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config import Settings
-from triton_openai.config.tree import ModelSettings, TritonSettings
+from triton_openai.config import ModelSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 

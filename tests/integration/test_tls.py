@@ -22,11 +22,10 @@ from aiohttp import web
 from tests.tls_fixture import Authority, relaying
 from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app
-from triton_openai.config import Settings
+from triton_openai.config import Settings, TlsSettings, TritonAccess, TritonSettings
 from triton_openai.config import files as watched_files
-from triton_openai.config.tls import TlsSettings, TritonAccess, server_context
-from triton_openai.config.tree import TritonSettings
-from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError, UpstreamUnavailable
+from triton_openai.config.tls import server_context
+from triton_openai.errors import ServiceError, UpstreamError, UpstreamUnavailable
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.tensors import InferRequest, Tensor
 
@@ -139,19 +138,6 @@ async def test_triton_wants_a_certificate(transport: str, triton: TestTriton, au
         expired = authority.issue("old", "service.example", expired=True)
         error = await failure(url, TritonAccess(ca=authority.file, certificate=expired))
         assert error.detail
-
-
-async def test_unverified(triton: TestTriton, authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over HTTP verifying can be switched off, which is warned of; gRPC cannot do without, which is said."""
-    access = TritonAccess(insecure_skip_verify=True)
-    async with guarded(triton, "https", authority, authority.issue("old", "x.example", expired=True)) as (url, _):
-        client = Endpoint([url], connect_timeout=5, access=access)
-        assert await client.live()
-        await begin(client)
-        await client.close()
-    assert "is not verified" in capsys.readouterr().out
-    with pytest.raises(ConfigurationError, match="gRPC always verifies"):
-        Endpoint(["grpcs://127.0.0.1:1"], connect_timeout=5, access=access)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -29,8 +29,7 @@ from tests.triton_fixture import TestTriton
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.service import SERVICE, Task, new_id
 from triton_openai.cli.inspect import ModelReport, inspect_models
-from triton_openai.config import Settings
-from triton_openai.config.tree import ModelSettings
+from triton_openai.config import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import Sampling
 from triton_openai.prompts.tokenizer import Tokenizer as ModelTokenizer
@@ -321,9 +320,10 @@ async def test_an_engine_is_hidden_unless_it_is_named(proxy: Proxy) -> None:
     assert (404, "model_not_found") == (answer.status, answer.error["code"])
 
 
-async def test_listing_all_models_serves_the_engines(triton: TestTriton) -> None:
-    """Their names are then answered, with the tokenizer of the preprocessing beside them."""
-    async with serving(changed(proxy_settings(triton, "http"), api={"list_all_models": True})) as service:
+async def test_an_engine_with_an_adapter_of_its_own_is_served(triton: TestTriton) -> None:
+    """Its name is then answered, with the tokenizer of the preprocessing beside it."""
+    models = {"tensorrt_llm_legacy": ModelSettings(adapter="trtllm")}
+    async with serving(msgspec.structs.replace(proxy_settings(triton, "http"), models=models)) as service:
         await service.ready()
 
         answer = await ask(service, "completions", "tensorrt_llm_legacy", steered(text="€"))

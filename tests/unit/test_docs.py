@@ -18,8 +18,7 @@ from tests.proxy_fixture import serving
 from triton_openai.access.keys import read_keys
 from triton_openai.adapters._common import registry
 from triton_openai.api.routes import add_routes
-from triton_openai.config import AccessSettings, Settings, load_settings
-from triton_openai.config.tree import ModelSettings, TritonSettings
+from triton_openai.config import AccessSettings, ModelSettings, Settings, TritonSettings, load_settings
 from triton_openai.parsers.reasoning import registry as reasoning_parsers
 from triton_openai.parsers.tools import registry as tool_parsers
 from triton_openai.prompts import prompter

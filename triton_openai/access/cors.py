@@ -37,9 +37,6 @@ class Cors:
         """Take new *settings*."""
         self._origins = frozenset(settings.cors_allow_origin)
         self._anybody = "*" in self._origins
-        self._methods = ", ".join(settings.cors_allow_method)
-        self._headers = ", ".join(settings.cors_allow_header)
-        self._credentials = settings.cors_allow_credentials
 
     def _allows(self, origin: str) -> bool:
         return origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
@@ -59,8 +56,6 @@ class Cors:
             if origin is None or not self._allows(origin):
                 return
             headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
-            if self._credentials:
-                headers[hdrs.ACCESS_CONTROL_ALLOW_CREDENTIALS] = "true"
         if origin is not None:
             headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = ", ".join(EXPOSED)
 
@@ -78,9 +73,9 @@ class Cors:
         if not self._anybody and not self._allows(origin):
             raise OriginNotAllowed("Web pages of this origin may not ask (--cors-allow-origin).")
         # What is asked for, because * is no answer for the header Authorization.
-        allowed = self._headers or request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+        allowed = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: self._methods,
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST",
             hdrs.ACCESS_CONTROL_MAX_AGE: str(_MAX_AGE),
             hdrs.VARY: "Access-Control-Request-Headers",
         }

@@ -87,20 +87,16 @@ GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
 
 
 _log = structlog.get_logger("triton_openai.access")
-_TRACE_CONTEXT = frozenset({"traceparent", "tracestate"})
 _OTHER = "other"
 
 
 class RelayGuard:
-    """Authorizes what comes to a relay. *continue_traces* is whether clients may choose the trace of a request."""
+    """Authorizes what comes to a relay."""
 
-    def __init__(
-        self, guard: Guard, draining: Draining, *, metrics: Metrics | None = None, continue_traces: bool = True
-    ) -> None:
+    def __init__(self, guard: Guard, draining: Draining, *, metrics: Metrics | None = None) -> None:
         self.guard = guard
         self.draining = draining
         self.metrics = metrics
-        self.hidden = frozenset() if continue_traces else _TRACE_CONTEXT
 
     def begin(
         self, protocol: Literal["http", "grpc"], method: str, path: str, headers: CIMultiDictProxy[str]
@@ -137,7 +133,7 @@ class RelayedRequest:
             self._fields["method"] = printable(method, 32)
         self.upstream_headers: Mapping[str, str] = {"x-request-id": name}
         self.answer_headers: dict[str, str] = {"x-request-id": name}
-        self.hidden: Collection[str] = relay.hidden
+        self.hidden: Collection[str] = ()
         self.names_models = False
         self.counted = False
         self.error: ServiceError | None = None
@@ -152,7 +148,7 @@ class RelayedRequest:
         self._operation = operation
         self._count_running(1)
         restrictions, ring = self._guard.restrictions, self._guard.keys.ring
-        self.hidden = {*self.hidden, *restrictions.header_names, *(KEY_HEADERS if ring is not None else ())}
+        self.hidden = {*restrictions.header_names, *(KEY_HEADERS if ring is not None else ())}
         for group in operation.guards if operation is not None else ():
             restrictions.check(group, self._headers)
         if operation is not None and operation.readiness and self._relay.draining.begun:

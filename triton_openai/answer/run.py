@@ -18,7 +18,7 @@ from triton_openai.adapters._common.base import Decoder
 from triton_openai.answer.logprobs import INLINE_NUMBERS, log_probabilities
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.answer.tokens import held_logprobs, stop_strings, token_names, token_text
-from triton_openai.config.tree import TritonSettings
+from triton_openai.config import TritonSettings
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers
@@ -268,10 +268,9 @@ class Run:
         self.cancelled = self.finish_reason is None
         self.ended = self._loop.time()
         self._stream.close()
-        if self._settings.stop_requests:
-            order = self.model.adapter.cancel(self.generation)
-            if order is not None:
-                self._background.start(self._send(order), timeout=_STOP_REQUEST_TIMEOUT)
+        order = self.model.adapter.cancel(self.generation)
+        if order is not None:
+            self._background.start(self._send(order), timeout=_STOP_REQUEST_TIMEOUT)
 
     async def _send(self, order: InferRequest) -> None:
         try:

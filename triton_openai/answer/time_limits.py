@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from triton_openai.config.tree import TritonSettings
+from triton_openai.config import TritonSettings
 from triton_openai.errors import InvalidRequest
 
 # What is left to a request that has waited for as long as it may.

@@ -29,6 +29,12 @@ _DATA_URL = b'"data:'
 # Data URLs of one request that are no text; more than any request may have images.
 _MOST_DATA_URLS = 4096
 
+# Levels and values of a request's JSON; token ids have a limit of their own, which is a setting.
+MAX_DEPTH = 100
+MAX_VALUES = 50_000
+# Bytes in a second that a long body has to come with.
+MIN_BODY_RATE = 4096
+
 
 class JsonCheck:
     """
@@ -39,7 +45,7 @@ class JsonCheck:
 
     def __init__(self, limits: LimitSettings) -> None:
         self._limits = limits
-        self._values = limits.max_json_values
+        self._values = MAX_VALUES
         self._ids = limits.max_token_ids
 
     def check(self, body: bytes, *, exactly: bool = False) -> None:
@@ -51,13 +57,13 @@ class JsonCheck:
         limits = self._limits
         text = _without_images(body, limits.max_text_size)
         opened = text.count(b"[") + text.count(b"{")
-        few = opened + text.count(b",") < self._values and opened <= limits.max_json_depth
+        few = opened + text.count(b",") < self._values and opened <= MAX_DEPTH
         if few and not exactly and not _has_long_number(text):
             # It cannot be any of this, whatever stands in its strings.
             return
         # Without escaped characters, every second part is what stands in quotes.
         plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
-        too_many = PayloadTooLarge(f"The request's JSON has more than {limits.max_json_values} values.")
+        too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.")
         if plain.count(b'"') > 4 * self._values:
             # A value has two quotes, and its key two.
             raise too_many
@@ -80,9 +86,9 @@ class JsonCheck:
         brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
         # With more closing than opening ones it is no JSON.
         depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
-        if depth > limits.max_json_depth:
+        if depth > MAX_DEPTH:
             raise InvalidRequest(
-                f"The request's JSON is nested too deeply: more than {limits.max_json_depth} levels.",
+                f"The request's JSON is nested too deeply: more than {MAX_DEPTH} levels.",
                 code="invalid_json",
             )
 
@@ -237,7 +243,7 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
                 if len(body) > most:
                     raise too_large
                 # Who sends much may take longer, if it comes at a fair rate.
-                allowed = limits.body_timeout + len(body) / limits.min_body_rate
+                allowed = limits.body_timeout + len(body) / MIN_BODY_RATE
                 deadline.reschedule(began + allowed)
     except TimeoutError as error:
         raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).") from error

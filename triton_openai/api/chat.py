@@ -42,7 +42,7 @@ from triton_openai.api.service import Service, Task, new_id, now
 from triton_openai.api.streaming import collect, stream, usage_of
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan
 from triton_openai.api.tools import plan as plan_tools
-from triton_openai.config.tree import DefaultParameters
+from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide
 from triton_openai.models.served import ServedModel

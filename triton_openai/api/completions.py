@@ -30,7 +30,7 @@ from triton_openai.api.parameters import (
 from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import Service, Task, new_id, now
 from triton_openai.api.streaming import Collected, collect, stream, usage_of
-from triton_openai.config.tree import DefaultParameters
+from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.models.served import ServedModel
 

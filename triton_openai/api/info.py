@@ -23,7 +23,7 @@ from triton_openai.api.service import (
     prepare,
     service_of,
 )
-from triton_openai.errors import EndpointNotFound, ModelNotFound
+from triton_openai.errors import ModelNotFound
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
 from triton_openai.models.draining import DRAINING
@@ -247,12 +247,9 @@ async def metrics(request: web.Request) -> web.Response:
     """
     Answer with all metrics.
 
-    Raises :class:`EndpointNotFound` where they are turned off, and :class:`KeyNotSufficient` for a key of certain
+    Raises :class:`KeyNotSufficient` for a key of certain
     models: they name all of them, and tell of everybody's traffic.
     """
     check_opens_everything(request)
-    exposition = request.app.get(EXPOSITION)
-    if exposition is None:
-        raise EndpointNotFound("The service's metrics are turned off.")
-    body, content_type = await exposition.render(request.headers.get("Accept", ""))
+    body, content_type = await request.app[EXPOSITION].render(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})

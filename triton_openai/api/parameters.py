@@ -17,7 +17,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Adapter, Rule, check_range
 from triton_openai.answer.logprobs import Scoring
 from triton_openai.api.bodies import ModelRequest
-from triton_openai.config.tree import DefaultParameters
+from triton_openai.config import DefaultParameters
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
 from triton_openai.models.served import ServedModel

@@ -42,19 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from triton_openai.cli.demo import demo
 
             return demo(settings, os.environ, once=parsed.once)
-        if settings.server.workers > 1:
-            from triton_openai.cli.workers import serve_with_workers
-
-            return serve_with_workers(settings, source, os.environ)
         from triton_openai.cli.serve import serve
 
         return serve(settings, source, os.environ)
-    except ConfigurationError as error:
-        print(f"triton-openai: {error.message}", file=sys.stderr)
-        return 2
     except ServiceError as error:
         print(f"triton-openai: {error.message}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigurationError) else 1
     except KeyboardInterrupt:
         # Only before or after serving, which ends by itself when it is interrupted.
         return 130

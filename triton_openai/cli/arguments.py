@@ -6,6 +6,7 @@ import argparse
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
@@ -23,32 +24,30 @@ _COMMANDS = {
 }
 
 _EPILOG = (
-    "Every option can also be set in the environment (--triton-url as TRITON_OPENAI_TRITON_URL) and in the YAML file "
-    "(as triton.url). Flags come before the environment, the environment before the file."
+    "Every option can also be set in the environment (--triton-url as TRITON_OPENAI_TRITON_URL) and, after that, in "
+    "the YAML file (as triton.url)."
 )
-_MORE = "More options: --help-all. More settings, in the YAML file only: docs/configuration.md. "
+_MORE = "More options: --help-all. All settings: docs/configuration.md. "
 
 # Where a command's defaults are not the general ones: these two say in their own words what happens.
 DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
 
-_TLS = frozenset(option.name for option in options() if option.section == "tls")
-_TRITON_ACCESS = frozenset(option.name for option in options() if option.section == "triton_access")
-
-# What a command has no use for: the demo brings its own Triton, and inspecting serves nothing.
-_LEFT_OUT = {
-    "serve": frozenset[str](),
-    "demo": frozenset({"triton-url", "model-repository", "workers", "load-model", *_TLS, *_TRITON_ACCESS}),
+# What a command has no use for, by group or by name: the demo brings its own Triton, and inspecting serves nothing.
+_LEFT_OUT: Mapping[str, frozenset[str]] = {
+    "serve": frozenset(),
+    "demo": frozenset({"tls", "triton_access", "triton-url", "model-repository", "workers", "load-model"}),
     "inspect": frozenset(
         {
-            *("host", "port", "max-body-size", "shutdown-grace", "workers", "shutdown-delay", "request-timeout"),
-            *("max-running-requests", "max-running-requests-per-model", "max-queued-requests"),
-            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port"),
+            *("access", "metrics", "tls", "traces", "host", "port", "workers", "max-body-size", "shutdown-grace"),
+            *("max-running-requests", "max-running-requests-per-model", "max-queued-requests", "shutdown-delay"),
+            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "request-timeout"),
             *("model-repository", "model-control-mode", "load-model"),
-            *("vllm-metrics", "relay-triton-metrics", "triton-metrics-url", "otlp-endpoint"),
-            *(option.name for option in options() if option.section == "access"),
-            *_TLS,
         }
     ),
+}
+_TITLES = {
+    **{"server": "service", "tls": "TLS", "triton": "Triton", "triton_access": "access to Triton", "api": "API"},
+    **{"media": "images", "defaults": "models"},
 }
 
 
@@ -72,8 +71,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     """
     Read the command line.
 
-    :raises ConfigurationError: when it is wrong; the message says what it should have been.
-    :raises SystemExit: after ``--help`` and ``--version``.
+    Raises :class:`ConfigurationError` when it is wrong, and :class:`SystemExit` after ``--help`` and ``--version``.
     """
     parser = build_parser()
     namespace, unknown = parser.parse_known_args(arguments)
@@ -105,7 +103,8 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
             help=purpose,
             epilog=_EPILOG if everything else _MORE + _EPILOG,
             allow_abbrev=False,
-            formatter_class=_Formatter,
+            # Room for a flag and its value on the line of the explanation.
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
         )
         command.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show every option and exit.")
         command.add_argument(
@@ -115,15 +114,8 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="Print JSON.")
         if name == "demo":
             command.add_argument("--once", action="store_true", help="End after the first answer.")
-        _add_settings(command, _LEFT_OUT[name], DEFAULTS.get(name, {}), everything=everything)
+        _add_settings(command, name, everything=everything)
     return parser
-
-
-class _Formatter(argparse.HelpFormatter):
-    """Leaves room for a flag and its value on the line of the explanation."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
 
 
 class _HelpAll(argparse.Action):
@@ -134,37 +126,46 @@ class _HelpAll(argparse.Action):
         raise SystemExit(0)
 
 
-def _add_settings(
-    command: argparse.ArgumentParser, left_out: frozenset[str], defaults: Mapping[str, Any], *, everything: bool
-) -> None:
+def _usable(command: str) -> list[Option]:
+    """Return the settings that have a flag for *command*."""
+    left_out = _LEFT_OUT[command]
+    return [
+        option
+        for option in options()
+        if not option.file_only and option.name not in left_out and option.section not in left_out
+    ]
+
+
+def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: bool) -> None:
+    defaults = DEFAULTS.get(command, {})
     groups: dict[str, Any] = {}
-    for option in options():
-        if option.name in left_out or option.file_only:
-            continue
+    for option in _usable(command):
         # Aliases belong to single models, and their group in the help is that of the models.
         section = "defaults" if option.is_alias else option.section
         if section not in groups:
-            groups[section] = command.add_argument_group(_title(section), _about(section) if everything else None)
-        keywords = _keywords(option, defaults.get(option.name, option.default), everything=everything)
+            groups[section] = parser.add_argument_group(
+                _TITLES.get(section, section), _about(section) if everything else None
+            )
+        text = _help(option, defaults.get(option.name, option.default), everything=everything)
+        # Values stay text here: converting and checking them is the same work for every source.
+        keywords: dict[str, Any] = {
+            "default": argparse.SUPPRESS,
+            "help": text if everything or option.common else argparse.SUPPRESS,
+        }
+        if option.is_switch:
+            keywords["action"] = argparse.BooleanOptionalAction
+        else:
+            choices = f"{{{','.join(option.choices)}}}" if option.choices else None
+            metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
+            keywords["metavar"] = f"[MODEL=]{metavar}" if option.per_model else metavar
+        if option.is_list or option.per_model:
+            keywords["action"] = "append"
+        if option.words:
+            keywords["nargs"] = len(option.words)
         groups[section].add_argument(option.flag, dest=option.name, **keywords)
     if everything:
         keys = ", ".join(option.key for option in options() if option.file_only)
-        command.add_argument_group("only in the YAML file", f"{keys}. See docs/configuration.md.")
-
-
-def _keywords(option: Option, default: Any, *, everything: bool) -> dict[str, Any]:
-    text = _help(option, default, everything=everything) if everything or option.common else argparse.SUPPRESS
-    # Values stay text here: converting and checking them is the same work for every source.
-    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    if option.is_switch:
-        return {**keywords, "action": argparse.BooleanOptionalAction}
-    if option.is_list or option.per_model:
-        keywords["action"] = "append"
-    if option.words:
-        keywords["nargs"] = len(option.words)
-    choices = f"{{{','.join(option.choices)}}}" if option.choices else None
-    metavar = option.metavar or choices or option.name.rpartition("-")[2].upper()
-    return {**keywords, "metavar": f"[MODEL=]{metavar}" if option.per_model else metavar}
+        parser.add_argument_group("only in the YAML file", f"{keys}. See docs/configuration.md.")
 
 
 def _help(option: Option, default: Any, *, everything: bool) -> str:
@@ -178,22 +179,9 @@ def _help(option: Option, default: Any, *, everything: bool) -> str:
     return f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} (default: {default})"
 
 
-def _title(section: str) -> str:
-    titles = {
-        "server": "service",
-        "tls": "TLS",
-        "triton": "Triton",
-        "triton_access": "access to Triton",
-        "api": "API",
-        "media": "images",
-        "defaults": "models",
-    }
-    return titles.get(section, section)
-
-
 def _about(section: str) -> str:
-    field = next(field for field in msgspec.structs.fields(Settings) if field.name == section)
-    return (inspect.getdoc(bare_type(field.type)) or "").replace("%", "%%")
+    kind = next(field.type for field in msgspec.structs.fields(Settings) if field.name == section)
+    return (inspect.getdoc(bare_type(kind)) or "").replace("%", "%%")
 
 
 def _unknown(argument: str, command: str) -> str:
@@ -203,7 +191,7 @@ def _unknown(argument: str, command: str) -> str:
     known = {option.flag: option for option in options()}
     option = known.get(flag) or known.get(flag.replace("--no-", "--", 1))
     if option is None:
-        usable = [one.flag for one in known.values() if not one.file_only and one.name not in _LEFT_OUT[command]]
-        return f"{flag} is not an option of `triton-openai {command}`.{closest(flag, usable)}"
+        hint = closest(flag, [one.flag for one in _usable(command)])
+        return f"{flag} is not an option of `triton-openai {command}`.{hint}"
     refuse_if_file_only(option, flag)
     return f"`triton-openai {command}` has no {flag}. See triton-openai {command} --help."

@@ -8,13 +8,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import structlog
+from aiohttp import web
 
 from triton_openai import __version__
+from triton_openai.api.service import SERVICE
 from triton_openai.config import Settings
-from triton_openai.models.served import Models, ServedModel
+from triton_openai.models.served import ServedModel
+from triton_openai.triton.relay.frontends import FRONTENDS
 
 _log = structlog.get_logger(__name__)
 # Tenths of a second that a Triton which says it is ready gets to show its models.
@@ -65,7 +69,7 @@ def render_banner(banner: Banner, log_format: str) -> str:
         lines.append(f"Triton's own protocol at {' and '.join(banner.kserve)}")
     lines.append("")
     if banner.models:
-        lines += table(
+        lines += _table(
             ["MODEL", "ADAPTER", "TASKS", "CHAT", "STATE", "ALSO AS"],
             [
                 [model.name, model.adapter or "", ", ".join(model.tasks), _chat(model), model.state,
@@ -103,19 +107,14 @@ def show(banner: str) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return aligned lines; a column that is empty in every row is left out."""
-    kept = [column for column in range(len(head)) if any(row[column] for row in rows)]
-    lines = [[line[column] for column in kept] for line in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
     return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in zip(*columns, strict=True)
     ]
-
-
-def _problem(model: ServedModel) -> str | None:
-    problem = model.lazy_prompter.problem
-    return None if problem is None or "generate" not in model.tasks else problem.message
 
 
 def _chat(model: ModelLine) -> str:
@@ -124,14 +123,17 @@ def _chat(model: ModelLine) -> str:
     return "loading" if model.chat is None else "yes" if model.chat else "no"
 
 
-async def banner_of(settings: Settings, models: Models, address: str, *, wait_for_model: bool) -> Banner:
+async def banner_of(settings: Settings, app: web.Application, address: str, *, launched: bool = False) -> Banner:
     """
-    Return the banner once the first discovery has ended, whether or not Triton answered.
+    Return the banner of *app* once the first discovery has ended, whether or not Triton answered.
 
-    With *wait_for_model*, for a Triton that was started here and is known to be ready, also wait for its models.
+    A Triton that was *launched* here is known to be ready: its models are waited for too.
     """
+    models = app[SERVICE].models
     await models.catalog.first.wait()
-    for _ in range(_LOOKS if wait_for_model else 0):
+    # In explicit mode a Triton may well start without any model.
+    expected = launched and (settings.triton.model_control_mode == "none" or bool(settings.triton.load_model))
+    for _ in range(_LOOKS if expected else 0):
         if models.ready:
             break
         await models.catalog.refresh()
@@ -141,7 +143,7 @@ async def banner_of(settings: Settings, models: Models, address: str, *, wait_fo
             await asyncio.gather(*(model.lazy_prompter.checked.wait() for model in models.served.values()))
     aliases = settings.aliases()
     snapshot = models.catalog.snapshot
-    served = [
+    lines = [
         ModelLine(
             name=name,
             adapter=model.adapter.name,
@@ -155,14 +157,21 @@ async def banner_of(settings: Settings, models: Models, address: str, *, wait_fo
         if name not in aliases or name in snapshot.configs
     ]
     # Which adapter claims them shows when they are ready.
-    waiting = [
+    lines += [
         ModelLine(name=name, state=f"not ready: {why}" if why else "not loaded")
         for name, why in sorted(snapshot.waiting.items())
     ]
+    host = urlsplit(address).netloc.rpartition(":")[0]
     return Banner(
         address=address,
         base_url=f"{address}/v1",
         triton=settings.triton.url,
         triton_answers=snapshot.reachable,
-        models=(*served, *waiting),
+        models=tuple(lines),
+        kserve=tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app.get(FRONTENDS, ())),
     )
+
+
+def _problem(model: ServedModel) -> str | None:
+    problem = model.lazy_prompter.problem
+    return None if problem is None or "generate" not in model.tasks else problem.message

@@ -12,13 +12,12 @@ import aiohttp
 import msgspec
 
 from triton_openai.cli.banner import Banner
-from triton_openai.cli.serve import Talk, run_loop, serve_until_stopped
-from triton_openai.config import AccessSettings, Settings
-from triton_openai.config.tls import TlsSettings, TritonAccess
+from triton_openai.cli.serve import Talk, serve_and_talk
+from triton_openai.config import AccessSettings, Settings, TlsSettings, TritonAccess
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.sockets import listening_sockets
-from triton_openai.tritonserver.supervisor import LaunchedTriton, trace_options
+from triton_openai.tritonserver.supervisor import triton_for
 
 _QUESTION = "What is the Triton Inference Server?"
 _PREFERRED_MODEL = "ensemble"
@@ -33,33 +32,25 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
     """
     if settings.server.workers > 1:
         raise ConfigurationError("The demo is one process: workers are for 'serve'.")
-    settings = msgspec.structs.replace(settings, access=_with_own_key(settings.access))
     with (
         listening_sockets(settings.server) as sockets,
         tempfile.TemporaryDirectory(prefix="triton-openai-demo-") as folder,
     ):
         repository = build_repository(Path(folder))
-        if settings.defaults.tokenizer is None:
-            defaults = msgspec.structs.replace(settings.defaults, tokenizer=str(repository.tokenizer))
-            settings = msgspec.structs.replace(settings, defaults=defaults)
+        replace = msgspec.structs.replace
+        # In explicit mode all models are there at first, and can be unloaded.
+        load = ("*",) if settings.triton.model_control_mode == "explicit" else ()
         # It asks itself, at an address that is in no certificate, and its Triton asks for nothing.
-        settings = msgspec.structs.replace(settings, tls=TlsSettings(), triton_access=TritonAccess())
-        mode = settings.triton.model_control_mode
-        if mode == "explicit":
-            # All are there at first, and can be unloaded.
-            settings = msgspec.structs.replace(
-                settings, triton=msgspec.structs.replace(settings.triton, load_model=("*",))
-            )
-        launched = LaunchedTriton(
-            [repository.path],
-            environ,
-            backends=repository.backends,
-            model_control_mode=mode,
-            load_models=settings.triton.load_model,
-            extra_args=trace_options(settings.traces),
+        settings = replace(
+            settings,
+            access=_with_own_key(settings.access),
+            defaults=replace(settings.defaults, tokenizer=settings.defaults.tokenizer or str(repository.tokenizer)),
+            tls=TlsSettings(),
+            triton=replace(settings.triton, model_repository=(repository.path,), load_model=load),
+            triton_access=TritonAccess(),
         )
-        talk = _ask_one_question(_headers(settings.access), once=once)
-        return run_loop(serve_until_stopped(settings, sockets, launched, talk))
+        triton = triton_for(settings, environ, backends=repository.backends)
+        return serve_and_talk(settings, sockets, triton, _ask_one_question(_headers(settings.access), once=once))
 
 
 def _with_own_key(access: AccessSettings) -> AccessSettings:
@@ -70,7 +61,7 @@ def _with_own_key(access: AccessSettings) -> AccessSettings:
 
 
 def _headers(access: AccessSettings) -> dict[str, str]:
-    """Return what opens the door to the demo's own question, where the settings close it and say with what."""
+    """Return what the demo's own question needs, where the settings close the service and say with what."""
     headers = {entry.header: entry.value for entry in access.openai_restricted_api if "inference" in entry.apis}
     if access.api_key:
         _, _, key = access.api_key[0].rpartition(":")

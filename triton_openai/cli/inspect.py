@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from triton_openai.adapters._common.base import BoundParameter, Capabilities, Rule
 from triton_openai.api.chat import REFUSED as CHAT_REFUSED
 from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
-from triton_openai.config import Settings
-from triton_openai.config.tree import DefaultParameters
+from triton_openai.config import DefaultParameters, Settings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.parsers.choose import Parsers
@@ -35,6 +34,13 @@ class ParameterReport(msgspec.Struct, frozen=True, kw_only=True):
     target: str | None = None
     datatype: str | None = None
     note: str = ""
+
+    def __str__(self) -> str:
+        """Return it for a person."""
+        text = self.treatment
+        if text == Rule.MAPPED.value:
+            text = f"-> {self.target}{f' {self.datatype}' if self.datatype else ''}"
+        return f"{self.name:<20} {text}{f' ({self.note})' if self.note else ''}"
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +71,16 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     notes: Sequence[str] = ()
 
 
+def inspect(settings: Settings, *, as_json: bool) -> int:
+    """Print a report on every model, as text or as JSON."""
+    reports = asyncio.run(inspect_models(settings))
+    print(msgspec.json.format(msgspec.json.encode(reports)).decode() if as_json else render(reports))
+    return 0
+
+
 async def inspect_models(settings: Settings) -> list[ModelReport]:
     """Ask Triton once and report on every model that it has. Raises :class:`ServiceError` when it does not answer."""
-    client = Endpoint(
-        settings.triton.url, connect_timeout=settings.triton.connect_timeout, access=settings.triton_access
-    )
+    client = Endpoint(settings.triton.url, access=settings.triton_access)
     try:
         models = Models(settings, client)
         await models.catalog.refresh()
@@ -84,22 +95,10 @@ async def inspect_models(settings: Settings) -> list[ModelReport]:
 
 async def report(models: Models) -> list[ModelReport]:
     """Return the reports, by name."""
-    names: dict[str, list[str]] = {}
-    loras: dict[str, set[str]] = {}
-    served: dict[str, ServedModel] = {}
+    served: dict[str, dict[str, ServedModel]] = {}
     for public, model in models.served.items():
-        names.setdefault(model.owner, []).append(public)
-        served[model.owner] = model
-        if model.lora is not None:
-            loras.setdefault(model.owner, set()).add(model.lora.name)
-    reports = [
-        msgspec.structs.replace(
-            item,
-            loras=sorted(loras.get(item.name, ())),
-            notes=[*item.notes, *models.lora_problems.get(item.name, ())],
-        )
-        for item in await asyncio.gather(*(_served(models, model, names[name]) for name, model in served.items()))
-    ]
+        served.setdefault(model.owner, {})[public] = model
+    reports = list(await asyncio.gather(*(_served(models, names) for names in served.values())))
     reports += [ModelReport(name=entry.name, reason=entry.why) for entry in models.unserved]
     reports += [
         ModelReport(name=name, reason=f"not ready: {why}", ready=False)
@@ -108,8 +107,9 @@ async def report(models: Models) -> list[ModelReport]:
     return sorted(reports, key=lambda item: item.name)
 
 
-async def _served(models: Models, model: ServedModel, names: Sequence[str]) -> ModelReport:
-    model = await models.settled(model)
+async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelReport:
+    """Report on the model that is served under *names*."""
+    model = await models.settled(list(names.values())[-1])
     capabilities = model.adapter.capabilities
     tokenizer = template = suffix = None
     parsers = Parsers()
@@ -126,11 +126,16 @@ async def _served(models: Models, model: ServedModel, names: Sequence[str]) -> M
         notes = [error.message]
     if capabilities.splits_characters:
         notes.append(_LOSES)
+    if not capabilities.generate:
+        # Of one that is given token ids, what is said of the tokenizer; it comes first.
+        notes = notes[:1] if capabilities.token_pairs and not tokenizer else []
     counted = "from the responses and the tokenizer" if tokenizer else "left out (nobody counts)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
+    sigmoid = model.settings.score_activation == "sigmoid"
+    scores = "the sigmoid of what the model gives" if sigmoid else "as the model gives them (score_activation)"
     return ModelReport(
         name=model.owner,
-        served_as=names,
+        served_as=list(names),
         adapter=model.adapter.name,
         reason=model.reason,
         tasks=model.tasks,
@@ -144,13 +149,13 @@ async def _served(models: Models, model: ServedModel, names: Sequence[str]) -> M
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
         suffix=suffix if capabilities.generate else None,
-        scores=_scores(model) if capabilities.score else None,
+        scores=scores if capabilities.score else None,
         guides=sorted(capabilities.guides),
+        loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
         images=images,
         logprobs=_logprobs(capabilities),
         sampling=sampling,
-        # Of one that is given token ids, what is said of the tokenizer; it comes first.
-        notes=notes if capabilities.generate else notes[:1] if capabilities.token_pairs and not tokenizer else (),
+        notes=[*notes, *models.lora_problems.get(model.owner, ())],
     )
 
 
@@ -169,22 +174,22 @@ def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | Non
     """Return how a request that says nothing of it is sampled."""
     own = model.settings.default_parameters.given()
     found = {name: value for name, value in defaults.given().items() if name not in own}
-    told = [
+    parts = [
         f"{', '.join(f'{name} {value}' for name, value in values.items())} ({where})"
         for values, where in ((own, "default_parameters"), (found, source))
         if values
     ]
     otherwise = "temperature 1, top_p 1" if model.adapter.capabilities.samples else "the engine's own (decoding_mode)"
-    return "; ".join([*told, f"else {otherwise}" if told else otherwise])
+    return "; ".join([*parts, f"else {otherwise}" if parts else otherwise])
 
 
 def _logprobs(capabilities: Capabilities) -> str:
     if not capabilities.logprobs:
         return "none"
-    told = "of the chosen tokens"
+    text = "of the chosen tokens"
     if capabilities.top_logprobs:
-        told += f", with up to {capabilities.top_logprobs} alternatives"
-    return f"{told}, and of the prompt's" if capabilities.prompt_logprobs else told
+        text += f", with up to {capabilities.top_logprobs} alternatives"
+    return f"{text}, and of the prompt's" if capabilities.prompt_logprobs else text
 
 
 def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
@@ -194,12 +199,6 @@ def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
         return form.render("{prefix}", "{suffix}")
     known = None if tokenizer is None else recognise(tokenizer)
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"
-
-
-def _scores(model: ServedModel) -> str:
-    if model.settings.score_activation == "sigmoid":
-        return "the sigmoid of what the model gives"
-    return "as the model gives them (score_activation)"
 
 
 def _parameter(parameter: BoundParameter) -> ParameterReport:
@@ -220,52 +219,33 @@ def render(reports: Sequence[ModelReport]) -> str:
 def _render(item: ModelReport) -> str:
     if item.adapter is None:
         return f"{item.name}\n  not served: {item.reason}"
-    lines = [
-        item.name,
-        f"  served as      {', '.join(item.served_as)}",
-        f"  adapter        {item.adapter} ({item.reason})",
-        f"  tasks          {', '.join(item.tasks)}",
+    rows = [
+        ("served as", ", ".join(item.served_as)),
+        ("adapter", f"{item.adapter} ({item.reason})"),
+        ("tasks", ", ".join(item.tasks)),
     ]
+    notes = [("note", note) for note in item.notes]
     if "generate" in item.tasks:
-        lines += [
-            f"  streaming      {item.streaming}",
-            f"  usage          {item.usage}",
-            f"  finish reason  {item.finish_reason}",
-            f"  tokenizer      {item.tokenizer or 'none'}",
-            f"  chat template  {item.chat_template or 'none'}",
-            f"  tool calls     {item.tool_calls or 'not recognised (--tool-call-parser)'}",
-            f"  reasoning      {item.reasoning or 'not recognised (--reasoning-parser)'}",
-            f"  suffix         {item.suffix or 'refused (fim_template)'}",
-            f"  can be held to {', '.join(item.guides) or 'nothing (no guided decoding)'}",
-            *([f"  LoRA adapters  {', '.join(item.loras)}"] if item.loras else ()),
-            f"  images         {item.images}",
-            f"  log probs      {item.logprobs}",
-            f"  sampling       {item.sampling}",
-            *(f"  note           {note}" for note in item.notes),
-            "  parameters",
-            *(f"    {parameter.name:<20} {_treatment(parameter)}" for parameter in item.parameters),
-            f"    refused: {', '.join(item.refused)}",
+        rows += [
+            ("streaming", item.streaming),
+            ("usage", item.usage),
+            ("finish reason", item.finish_reason),
+            ("tokenizer", item.tokenizer or "none"),
+            ("chat template", item.chat_template or "none"),
+            ("tool calls", item.tool_calls or "not recognised (--tool-call-parser)"),
+            ("reasoning", item.reasoning or "not recognised (--reasoning-parser)"),
+            ("suffix", item.suffix or "refused (fim_template)"),
+            ("can be held to", ", ".join(item.guides) or "nothing (no guided decoding)"),
+            *([("LoRA adapters", ", ".join(item.loras))] if item.loras else ()),
+            ("images", item.images),
+            ("log probs", item.logprobs),
+            ("sampling", item.sampling),
+            *notes,
         ]
     if item.scores is not None:
-        lines += [
-            f"  scores         {item.scores}",
-            f"  tokenizer      {item.tokenizer or 'none'}",
-            *(f"  note           {note}" for note in item.notes),
-        ]
+        rows += [("scores", item.scores), ("tokenizer", item.tokenizer or "none"), *notes]
+    lines = [item.name, *(f"  {name:<14} {text}" for name, text in rows)]
+    if "generate" in item.tasks:
+        lines += ["  parameters", *(f"    {parameter}" for parameter in item.parameters)]
+        lines.append(f"    refused: {', '.join(item.refused)}")
     return "\n".join(lines)
-
-
-def _treatment(parameter: ParameterReport) -> str:
-    if parameter.treatment == Rule.MAPPED.value:
-        datatype = f" {parameter.datatype}" if parameter.datatype else ""
-        text = f"-> {parameter.target}{datatype}"
-    else:
-        text = parameter.treatment
-    return f"{text} ({parameter.note})" if parameter.note else text
-
-
-def inspect(settings: Settings, *, as_json: bool) -> int:
-    """Print a report on every model, as text or as JSON."""
-    reports = asyncio.run(inspect_models(settings))
-    print(msgspec.json.format(msgspec.json.encode(reports)).decode() if as_json else render(reports))
-    return 0

@@ -1,4 +1,9 @@
-"""``triton-openai serve``: the service as a process, from its sockets to its signals."""
+"""
+``triton-openai serve``: the service as a process, from its sockets to its signals.
+
+With several workers this process answers no request itself: it has the listening sockets, which outlive any worker,
+and the Triton if one is started; it starts the workers, replaces them, and passes on what it is asked.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,10 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -20,36 +27,39 @@ from aiohttp import web
 
 from triton_openai.access.guard import RELAY_GUARD
 from triton_openai.api.service import SERVICE
-from triton_openai.app import control_of, create_app, models_of, take_over
+from triton_openai.app import create_app, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
-from triton_openai.config import Settings
-from triton_openai.config.reload import Reloader, Source, reloading
+from triton_openai.config import ServerSettings, Settings
+from triton_openai.config.reload import Reloader, Source, TakeOver, reloading
 from triton_openai.config.tls import server_context
-from triton_openai.config.worker import WORKER, Worker
+from triton_openai.config.worker import WORKER, Worker, private_directory
 from triton_openai.models.draining import DRAINING, first_of
 from triton_openai.serving.connections import HttpServer
-from triton_openai.serving.sockets import address_of, listening_sockets
-from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.serving.sockets import address_of, listening_sockets, relay_ports
+from triton_openai.serving.workers.pool import Pool, WorkerProcess
+from triton_openai.serving.workers.shared import SharedClient, SharedState
+from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 from triton_openai.triton.relay.frontends import FRONTENDS, start_frontends
-from triton_openai.tritonserver.supervisor import LaunchedTriton, Supervisor, trace_options
-
-# Enough for every stream that one process can carry. Not more: some programs walk over all that there might be.
-_ENOUGH = 65_536
-
-
-def raise_limit() -> None:
-    """
-    Raise this process's limit of open files, which is 1024 on most systems, to as many as it may have.
-
-    The lower one is kept by systems for programs that wait with ``select``, which this one does not.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
+from triton_openai.tritonserver.embedded import EmbeddedTriton
+from triton_openai.tritonserver.supervisor import Supervisor, triton_for
 
 log = structlog.get_logger(__name__)
+# Enough for every stream that one process can carry. Not more: some programs walk over all that there might be.
+_ENOUGH_FILES = 65_536
+# How long clients that connected last have for their request, and how often it is looked whether one has not sent it.
+_LAST_REQUESTS_SECONDS = 1.0
+_LOOK_SECONDS = 0.1
+
+#: What happens after the banner, and what the process's exit status then is; None: go on serving.
+Talk = Callable[[Banner], Awaitable[int | None]]
+
+
+class Running(msgspec.Struct, frozen=True):
+    """What serves: how it takes new settings, how it says what is served, and the tasks whose end is its own."""
+
+    take_over: TakeOver
+    greet: Callable[[], Awaitable[int | None]]
+    tasks: tuple[asyncio.Task[Any], ...] = ()
 
 
 class Stop:
@@ -77,41 +87,49 @@ class Stop:
         self.hurried.set()
 
 
-@contextlib.contextmanager
-def told_by_signals(stop: Stop, *, insist: bool = True) -> Iterator[None]:
+#: Makes a service of settings, and ends it as a :class:`Stop` says.
+Service = Callable[[Settings, Stop], AbstractAsyncContextManager[Running]]
+
+
+def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
+    """Serve until a signal ends it, and keep up with the *source* of the settings."""
+    # Workers inherit it.
+    raise_limit()
+    with contextlib.ExitStack() as opened:
+        sockets = opened.enter_context(listening_sockets(settings.server))
+        triton = triton_for(settings, environ) if settings.triton.model_repository else None
+        service: Service = partial(_one_process, sockets=sockets, launched=triton is not None)
+        if settings.server.workers > 1:
+            ports = opened.enter_context(relay_ports(settings.server))
+            directory = opened.enter_context(private_directory(environ))
+            environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
+            service = partial(
+                _workers,
+                sockets=sockets,
+                launched=triton is not None,
+                ports=ports,
+                directory=directory,
+                environ=environ,
+            )
+        return run_loop(_serve(settings, service, triton, source))
+
+
+def serve_and_talk(settings: Settings, sockets: Sequence[socket.socket], triton: EmbeddedTriton, talk: Talk) -> int:
+    """Start *triton*, and then serve on *sockets* until a signal ends it, or *talk* returns an exit status."""
+    service = partial(_one_process, sockets=sockets, launched=True, talk=talk)
+    return run_loop(_serve(settings, service, triton))
+
+
+def raise_limit() -> None:
     """
-    Let SIGTERM and SIGINT begin the end; a second one hurries it, a third one breaks it off.
+    Raise this process's limit of open files, which is 1024 on most systems, to as many as it may have.
 
-    A worker lets nobody *insist*: service managers send their signals to every process, and what its parent passes on
-    would be the second.
+    The lower one is kept by systems for programs that wait with ``select``, which this one does not.
     """
-    loop = asyncio.get_running_loop()
-    main = asyncio.current_task()
-
-    def tell(number: signal.Signals) -> None:
-        if not stop.asked.is_set():
-            stop.ask(number.name, notice=number == signal.SIGTERM)
-        elif insist and not stop.hurried.is_set():
-            stop.hurry()
-        elif insist and main is not None:
-            main.cancel()
-
-    with contextlib.ExitStack() as handled:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            handled.enter_context(handled_signal(loop, number, lambda number=number: tell(number)))  # type: ignore[misc]
-        yield
-
-
-@contextlib.contextmanager
-def handled_signal(
-    loop: asyncio.AbstractEventLoop, number: signal.Signals, handle: Callable[[], None]
-) -> Iterator[None]:
-    """Call *handle* in *loop* whenever signal *number* comes."""
-    loop.add_signal_handler(number, handle)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(number)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
@@ -129,68 +147,80 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
         return 130
 
 
-# What happens after the banner, and what the process's exit status then is; None: go on serving.
-Talk = Callable[[Banner], Awaitable[int | None]]
+@contextlib.contextmanager
+def stopped_by_signals(stop: Stop, *, insist: bool = True) -> Iterator[None]:
+    """
+    Let SIGTERM and SIGINT begin the end; a second one hurries it, a third one breaks it off.
 
-# How long clients that connected last have for their request, and how often it is looked whether one has not sent it.
-_LAST_REQUESTS_SECONDS = 1.0
-_LOOK_SECONDS = 0.1
+    A worker lets nobody *insist*: service managers send their signals to every process, and what its parent passes on
+    would be the second.
+    """
+    loop = asyncio.get_running_loop()
+    main = asyncio.current_task()
+
+    def handle(number: signal.Signals) -> None:
+        if not stop.asked.is_set():
+            stop.ask(number.name, notice=number == signal.SIGTERM)
+        elif insist and not stop.hurried.is_set():
+            stop.hurry()
+        elif insist and main is not None:
+            main.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
-def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
-    """Serve until told to stop, and keep up with the *source* of the settings."""
-    raise_limit()
-    with listening_sockets(settings.server) as sockets:
-        launched = to_be_launched(settings, environ)
-        return run_loop(serve_until_stopped(settings, sockets, launched, source=source))
-
-
-async def serve_until_stopped(
-    settings: Settings,
-    sockets: Sequence[socket.socket],
-    launched: LaunchedTriton | None = None,
-    talk: Talk | None = None,
-    *,
-    source: Source | None = None,
+async def _serve(
+    settings: Settings, service: Service, triton: EmbeddedTriton | None, source: Source | None = None
 ) -> int:
     """
-    Serve on *sockets* until SIGTERM or SIGINT, or until *talk* has returned an exit status; return the exit status.
+    Run what *service* makes of *settings* until a signal ends it, or it ends by itself; return the exit status.
 
-    With *launched*, that Triton is started, supervised, and stopped at the end. The service answers meanwhile, and says
-    that it is not ready. Settings are read again from *source*, where there is one.
+    *triton* is started, supervised, and stopped at the end. Settings are read again from *source*, and the service
+    answers while Triton starts, and says that it is not ready. Without *source* somebody looks on: then one thing comes
+    after the other, without complaints about a Triton that is not there yet.
     """
-    # Before Triton is started: files that cannot be used are to be told at once.
-    scheme = "http" if server_context(settings.tls) is None else "https"
+    # Before Triton is started: files that cannot be used are to be reported at once.
+    server_context(settings.tls)
     stop = Stop()
 
     def adapted(settings: Settings) -> Settings:
-        return settings if launched is None else launched.settings(settings)
+        if triton is None:
+            return settings
+        return settings.with_triton(triton.http_url, triton.grpc_url, metrics_url=triton.metrics_url)
 
     # Left in the opposite order: requests in flight still have their Triton while the service drains.
-    with told_by_signals(stop):
-        async with supervised(settings, launched) as (ends, started):
+    with stopped_by_signals(stop):
+        async with _supervised(settings, triton) as (ends, started):
             ends.append(asyncio.create_task(stop.asked.wait()))
-            if started is not None and talk is not None:
-                # Somebody looks on: one thing after the other, without complaints about a Triton that is not there yet.
-                waiting = asyncio.create_task(started.wait())
-                await asyncio.wait([waiting, *ends], return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
-            async with listening(adapted(settings), sockets, stop) as app:
-                address = address_of(settings.server, sockets[0], scheme)
-                greeting = asyncio.create_task(_greet(adapted(settings), app, address, started, talk))
+            if source is None:
+                starting = asyncio.create_task(started.wait())
+                await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
+                starting.cancel()
+            async with service(adapted(settings), stop) as running:
+
+                async def greet() -> int | None:
+                    await started.wait()
+                    return await running.greet()
 
                 async def take(new: Settings, renew: bool) -> None:
-                    await take_over(app, adapted(new), renew)
+                    await running.take_over(adapted(new), renew)
 
+                greeting = asyncio.create_task(greet())
                 try:
                     async with reloading(None if source is None else Reloader(settings, source, take)):
-                        return await _first_end(ends, greeting)
+                        return await _first_end([*ends, *running.tasks], greeting)
                 finally:
                     greeting.cancel()
                     await asyncio.gather(greeting, return_exceptions=True)
 
 
-async def _first_end(ends: list[asyncio.Task[Any]], greeting: asyncio.Task[int | None]) -> int:
+async def _first_end(ends: Sequence[asyncio.Task[Any]], greeting: asyncio.Task[int | None]) -> int:
     """Wait for the first of *ends*, or for a *greeting* that ends with an exit status; return the exit status."""
     waiting: set[asyncio.Task[Any]] = {*ends, greeting}
     while True:
@@ -203,24 +233,42 @@ async def _first_end(ends: list[asyncio.Task[Any]], greeting: asyncio.Task[int |
                 return int(result)
 
 
-async def _greet(
-    settings: Settings, app: web.Application, address: str, started: asyncio.Event | None, talk: Talk | None
-) -> int | None:
-    if started is not None:
-        await started.wait()
-    banner = await banner_for(settings, app, address, launched=started is not None)
-    show(render_banner(banner, settings.server.log_format))
-    return await talk(banner) if talk is not None else None
+@contextlib.asynccontextmanager
+async def _supervised(
+    settings: Settings, triton: EmbeddedTriton | None
+) -> AsyncIterator[tuple[list[asyncio.Task[Any]], asyncio.Event]]:
+    """Keep *triton* running, if there is one. Yield the tasks whose end is that of the service, and Triton's start."""
+    started = asyncio.Event()
+    if triton is None:
+        started.set()
+        yield [], started
+        return
+    if settings.server.log_format == "console":
+        print("Starting Triton ...", file=sys.stderr, flush=True)
+    supervisor = Supervisor(triton)
+    running = asyncio.create_task(supervisor.run())
+    try:
+        yield [running], supervisor.started
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
-async def banner_for(settings: Settings, app: web.Application, address: str, *, launched: bool) -> Banner:
-    """Return the banner of *app*, when it can be made; *launched* is whether its Triton was started here."""
-    # In explicit mode a Triton may well start without any model.
-    has_models = settings.triton.model_control_mode == "none" or bool(settings.triton.load_model)
-    banner = await banner_of(settings, models_of(app), address, wait_for_model=launched and has_models)
-    host = urlsplit(address).netloc.rpartition(":")[0]
-    relays = tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app[FRONTENDS])
-    return msgspec.structs.replace(banner, kserve=relays)
+# One process
+
+
+@contextlib.asynccontextmanager
+async def _one_process(
+    settings: Settings, stop: Stop, *, sockets: Sequence[socket.socket], launched: bool, talk: Talk | None = None
+) -> AsyncIterator[Running]:
+    async with listening(settings, sockets, stop) as app:
+
+        async def greet() -> int | None:
+            banner = await banner_of(settings, app, address_of(settings, sockets[0]), launched=launched)
+            show(render_banner(banner, settings.server.log_format))
+            return None if talk is None else await talk(banner)
+
+        yield Running(partial(take_over, app), greet)
 
 
 @contextlib.asynccontextmanager
@@ -240,11 +288,11 @@ async def listening(
         frontends += await start_frontends(
             settings,
             guard=app[RELAY_GUARD],
-            changed=control_of(app).changed_elsewhere,
+            changed=app[SERVICE].control.changed_elsewhere,
             reuse_port=app[WORKER].count > 1,
         )
         for one in sockets:
-            await server.listen(one, settings.server.backlog)
+            await server.listen(one)
         # What is there by now stays: without it, the longest pauses of the garbage collector are a tenth as long.
         gc.collect()
         gc.freeze()
@@ -275,38 +323,55 @@ async def _end(http: HttpServer, app: web.Application, stop: Stop) -> None:
     await http.close()
 
 
+# Several workers
+
+
 @contextlib.asynccontextmanager
-async def supervised(
-    settings: Settings, launched: LaunchedTriton | None
-) -> AsyncIterator[tuple[list[asyncio.Task[Any]], asyncio.Event | None]]:
-    """
-    Keep *launched* running, if there is one, and stop it in the end.
+async def _workers(
+    settings: Settings,
+    stop: Stop,
+    *,
+    sockets: Sequence[socket.socket],
+    launched: bool,
+    ports: ServerSettings,
+    directory: Path,
+    environ: Mapping[str, str],
+) -> AsyncIterator[Running]:
+    """Serve with workers, whose relays listen on the *ports* of these settings, and which share *directory*."""
+    shared = SharedState()
+    count, address = settings.server.workers, address_of(settings, sockets[0])
 
-    Yields the tasks whose end is that of the service, and the event of Triton's start; without *launched*, none.
-    """
-    if launched is None:
-        yield [], None
-        return
-    if settings.server.log_format == "console":
-        print("Starting Triton ...", file=sys.stderr, flush=True)
-    supervisor = Supervisor(launched.server)
-    running = asyncio.create_task(supervisor.run())
+    def with_ports(settings: Settings) -> Settings:
+        held = {"kserve_http_port": ports.kserve_http_port, "kserve_grpc_port": ports.kserve_grpc_port}
+        return msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, **held))
+
+    async def start(index: int, settings: Settings) -> WorkerProcess:
+        worker = Worker(index=index, count=count, directory=directory)
+        member = await WorkerProcess.start(worker, settings, sockets=sockets, address=address, environment=environ)
+        member.channel.methods |= shared.methods(index)
+        return member
+
+    def listens(index: int, member: WorkerProcess) -> None:
+        shared.add(index, member.channel)
+
+    def forget(index: int) -> None:
+        shared.forget(index)
+        forget_worker(directory, index)
+
+    async def take(new: Settings, renew: bool) -> None:
+        await pool.take_over(with_ports(new), renew)
+
+    async def greet() -> None:
+        pool.greet(launched=launched)
+        show(await pool.greeting)
+
+    pool = Pool(with_ports(settings), count, start, listens=listens, forget=forget)
+    serving = asyncio.create_task(pool.run())
     try:
-        yield [running], supervisor.started
+        yield Running(take, greet, (serving,))
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-
-def to_be_launched(settings: Settings, environ: Mapping[str, str]) -> LaunchedTriton | None:
-    """Return the Triton that is to be started with the service, if *settings* name a model repository for it."""
-    triton = settings.triton
-    if not triton.model_repository:
-        return None
-    return LaunchedTriton(
-        triton.model_repository,
-        environ,
-        model_control_mode=triton.model_control_mode,
-        load_models=triton.load_model,
-        extra_args=trace_options(settings.traces),
-    )
+        # While the workers have them, nobody is turned away; when the last lets go, nobody is kept waiting.
+        for one in sockets:
+            one.close()
+        await pool.end(notice=stop.notice, hurried=stop.hurried)
+        await asyncio.gather(serving, return_exceptions=True)

@@ -19,8 +19,8 @@ import structlog
 from aiohttp import web
 
 from triton_openai.app import take_over
-from triton_openai.cli.banner import render_banner
-from triton_openai.cli.serve import Stop, banner_for, listening, run_loop, told_by_signals
+from triton_openai.cli.banner import banner_of, render_banner
+from triton_openai.cli.serve import Stop, listening, run_loop, stopped_by_signals
 from triton_openai.config import Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.workers.channel import Channel, encode
@@ -59,7 +59,7 @@ def main() -> int:
 async def _serve(start: Start, sockets: list[socket.socket], connection: socket.socket) -> int:
     stop = Stop()
     channel = await Channel.open(connection.dup())
-    with told_by_signals(stop, insist=False):
+    with stopped_by_signals(stop, insist=False):
         async with listening(start.settings, sockets, stop, start.worker, SharedClient(channel)) as app:
             control = asyncio.create_task(_controlled(start, app, stop, channel))
             await stop.asked.wait()
@@ -89,7 +89,7 @@ async def _controlled(start: Start, app: web.Application, stop: Stop, channel: C
         return None
 
     async def greet(launched: bool) -> str:
-        banner = await banner_for(start.settings, app, start.address, launched=launched)
+        banner = await banner_of(start.settings, app, start.address, launched=launched)
         return render_banner(banner, start.settings.server.log_format)
 
     async def show_life() -> None:

@@ -34,7 +34,7 @@ class FileWatch:
         self._event = problem
         self._fields = fields
         self._reason: str | None = None
-        self._read = self._looked = self._signature()
+        self._read = self._looked = self._signatures()
 
     def due(self, *, settled: bool = False) -> bool:
         """
@@ -42,7 +42,7 @@ class FileWatch:
 
         With *settled*, a change counts when the files have looked the same twice: whoever writes has finished then.
         """
-        found = self._signature()
+        found = self._signatures()
         steady, self._looked = found == self._looked, found
         if found == self._read:
             return self._reason is not None
@@ -74,17 +74,17 @@ class FileWatch:
                 if S_ISFIFO(path.stat().st_mode):
                     raise ConfigurationError(f"The {what} {path} is a pipe, which is read at the start only.")
 
-    def _signature(self) -> list[tuple[int, ...] | None]:
-        return [_signature(path) for path in self.paths]
-
-
-def _signature(path: Path) -> tuple[int, ...] | None:
-    """Return what differs once the file at *path* has: another file (also behind a link), contents, or rights."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
+    def _signatures(self) -> list[tuple[int, ...] | None]:
+        """Return what differs once a file has: another file (also behind a link), contents, or rights."""
+        found: list[tuple[int, ...] | None] = []
+        for path in self.paths:
+            try:
+                stat = path.stat()
+            except OSError:
+                found.append(None)
+            else:
+                found.append((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size))
+        return found
 
 
 class FromFiles(Generic[_Value]):
@@ -92,23 +92,15 @@ class FromFiles(Generic[_Value]):
     What *read* makes of *paths*, made again when one of them has changed.
 
     The first reading happens here, and raises what *read* raises. A later one that raises :class:`ConfigurationError`
-    or :class:`OSError` is logged and leaves what there was: a certificate is often replaced before its key is. *what*
+    or :class:`OSError` is logged and leaves what there was: a certificate is often replaced before its key. *what*
     names it in the log.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], _Value],
-        paths: Sequence[Path | None],
-        *,
-        what: str,
-        look_seconds: float | None = None,
-    ) -> None:
+    def __init__(self, read: Callable[[], _Value], paths: Sequence[Path | None], *, what: str) -> None:
         self._read = read
         self._what = what
-        self._look_seconds = LOOK_SECONDS if look_seconds is None else look_seconds
         self._files = FileWatch(paths, problem="changed files not used", what=what)
-        self._next_look = time.monotonic() + self._look_seconds
+        self._next_look = time.monotonic() + LOOK_SECONDS
         self._value = read()
 
     def current(self) -> _Value:
@@ -116,7 +108,7 @@ class FromFiles(Generic[_Value]):
         now = time.monotonic()
         if now < self._next_look:
             return self._value
-        self._next_look = now + self._look_seconds
+        self._next_look = now + LOOK_SECONDS
         if self._files.due():
             try:
                 self._files.check()
@@ -142,10 +134,9 @@ def read_file(path: Path, origin: str) -> bytes:
 def read_secret(path: Path, origin: str) -> str:
     """Return the first line of the file that the setting *origin* names. Raises :class:`ConfigurationError`."""
     try:
-        lines = read_file(path, origin).decode("utf-8").splitlines()
+        secret = read_file(path, origin).decode("utf-8").partition("\n")[0].strip()
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"The file {path} given by {origin} is not text.") from error
-    secret = lines[0].strip() if lines else ""
     if not secret:
         raise ConfigurationError(f"The file {path} given by {origin} has nothing in its first line.")
     return secret

@@ -7,10 +7,12 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import structlog
 
-from triton_openai.config import AccessSettings, Changes, Settings, changes_between
+from triton_openai.config import AccessSettings, ModelSettings, Settings, options
 from triton_openai.config.files import LOOK_SECONDS, FileWatch
 from triton_openai.errors import ConfigurationError
 
@@ -19,6 +21,43 @@ log = structlog.get_logger(__name__)
 #: Takes new settings over, all or nothing. When asked to *renew*, tokenizers and templates are read again also where
 #: their settings are the same. Raises :class:`ConfigurationError` for settings that cannot be used.
 TakeOver = Callable[[Settings, bool], Awaitable[None]]
+
+
+class Changes(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    The names of what has changed, as the YAML file has them: *live* is taken over, *fixed* needs a restart.
+
+    *settings* are the current ones with what is live taken from the new ones.
+    """
+
+    live: tuple[str, ...]
+    fixed: tuple[str, ...]
+    settings: Settings
+
+
+def changes_between(current: Settings, new: Settings) -> Changes:
+    """Return what *new* changes of *current*."""
+    fixed_keys = {option.key for option in options() if not option.live}
+    live, fixed = list[str](), list[str]()
+    groups: dict[str, Any] = {}
+    for group in Settings.__struct_fields__[:-1]:
+        after = getattr(new, group)
+        changed = _differences(getattr(current, group), after)
+        taken = [name for name in changed if f"{group}.{name}" not in fixed_keys]
+        live += [f"{group}.{name}" for name in taken]
+        fixed += [f"{group}.{name}" for name in changed if name not in taken]
+        values = {name: getattr(after, name) for name in taken}
+        groups[group] = msgspec.structs.replace(getattr(current, group), **values)
+    for model in sorted(current.models.keys() | new.models.keys()):
+        # A model that is not there says the same as one that leaves everything out.
+        pair = (settings.models.get(model, ModelSettings()) for settings in (current, new))
+        live += [f"models.{model}.{name}" for name in _differences(*pair)]
+    settings = msgspec.structs.replace(current, **groups, models=new.models)
+    return Changes(live=tuple(live), fixed=tuple(fixed), settings=settings)
+
+
+def _differences(before: msgspec.Struct, after: msgspec.Struct) -> list[str]:
+    return [name for name in before.__struct_fields__ if getattr(before, name) != getattr(after, name)]
 
 
 class Source:
@@ -38,9 +77,8 @@ class Source:
         """
         self.watch.check("settings file")
         changes = changes_between(settings, self.load())
-        if self.file is None or not (changes.live or changes.fixed):
-            return changes
-        if self.file.is_file() and not self.file.stat().st_size:
+        changed = bool(changes.live or changes.fixed)
+        if changed and self.file is not None and self.file.is_file() and not self.file.stat().st_size:
             raise ConfigurationError(f"The settings file {self.file} is empty; for no settings, write {{}} into it.")
         return changes
 
@@ -73,22 +111,20 @@ class Reloader:
                 await self._reload(renew=renew)
 
     async def _reload(self, *, renew: bool) -> None:
-        watch = self._source.watch
+        watch, read = self._source.watch, False
         try:
             changes = await asyncio.to_thread(self._source.changes, self.settings)
             _check_guards(self.settings.access, changes.settings.access)
+            read = True
+            if changes.live or renew:
+                await self._take_over(changes.settings, renew)
         except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
             watch.failed(error)
             return
-        # Settings that are read but refused are tried again after the next change only: that may take long.
-        watch.used()
-        try:
-            if changes.live or renew:
-                await self._take_over(changes.settings, renew)
-        except Exception as error:  # noqa: BLE001 - as above
-            watch.failed(error)
-            watch.used()
-            return
+        finally:
+            if read:
+                # Settings that are read but refused are tried again after the next change only: that may take long.
+                watch.used()
         self.settings = changes.settings
         if changes.fixed:
             log.warning("settings need a restart to take effect", settings=list(changes.fixed))
@@ -100,12 +136,14 @@ def _check_guards(old: AccessSettings, new: AccessSettings) -> None:
     """
     Raise :class:`ConfigurationError` where *new* lets everybody in and *old* did not.
 
-    A file that was emptied, or lost a line, has no mistake that could be told otherwise.
+    A file that was emptied, or lost a line, has no mistake that could be noticed otherwise.
     """
-    if (old.api_key or old.api_keys_file) and not (new.api_key or new.api_keys_file):
-        raise ConfigurationError("They have no API keys any more; to serve without any takes a restart.")
-    if old.openai_restricted_api and not new.openai_restricted_api:
-        raise ConfigurationError("They have no restricted APIs any more; to serve without any takes a restart.")
+    for what, before, after in (
+        ("API keys", old.api_key or old.api_keys_file, new.api_key or new.api_keys_file),
+        ("restricted APIs", old.openai_restricted_api, new.openai_restricted_api),
+    ):
+        if before and not after:
+            raise ConfigurationError(f"They have no {what} any more; to serve without any takes a restart.")
 
 
 @contextlib.asynccontextmanager

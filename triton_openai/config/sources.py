@@ -4,178 +4,37 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 import yaml
 
-from triton_openai.config.access import NAMED_KEY
-from triton_openai.config.models import LoraSettings
-from triton_openai.config.observability import StandardVariables, TracesSettings, check_endpoint
-from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, extra_of, options_by_name
-from triton_openai.config.tree import Settings
+from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
+from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, OTLP_PORTS, LoraSettings, Settings
 from triton_openai.errors import ConfigurationError
 
-#: A value with the place it comes from, for error messages.
-Found = tuple[Any, str]
-#: What was found, by its path in the tree.
-Layer = dict[tuple[str, ...], Found]
-
-
-# What has to fit together
-
-
-def check(found: Layer) -> None:
-    urls, url_origin = found.get(("triton", "url"), ((), ""))
-    if url_origin:
-        _check_urls(urls, url_origin)
-    repository = found.get(("triton", "model_repository"))
-    if url_origin and urls and repository and repository[0]:
-        raise ConfigurationError(
-            f"{url_origin} and {repository[1]} exclude each other: use a Triton that runs already, or start one here."
-        )
-    _check_load(found, repository)
-    collector, collector_origin = found.get(("traces", "otlp_endpoint"), (None, ""))
-    if collector is not None:
-        check_endpoint(collector, collector_origin)
-    _check_aliases(found)
-    _check_loras(found)
-    _check_templates(found)
-    _check_access(found)
-    _check_log(found)
-    _check_limits(found)
-
-
-def _check_load(found: Layer, repository: Found | None) -> None:
-    names, origin = found.get(("triton", "load_model"), ((), ""))
-    if not names:
-        return
-    if not (repository and repository[0]):
-        raise ConfigurationError(f"{origin} is for a Triton that is started here: it needs --model-repository.")
-    if found.get(("triton", "model_control_mode"), ("none", ""))[0] != "explicit":
-        raise ConfigurationError(f"{origin} needs --model-control-mode explicit.")
-    if "*" in names and len(names) > 1:
-        raise ConfigurationError(f"{origin}: '*' stands for all models, and takes no other name beside it.")
-
-
-def _check_templates(found: Layer) -> None:
-    """A prompt can be made in one way only; a single model's may differ from that of all others."""
-    given: dict[tuple[str, ...], str] = {}
-    for path, (_, origin) in found.items():
-        if path[-1] in ("chat_template", "history_template", "history_template_file"):
-            other = given.setdefault(path[:-1], origin)
-            if other != origin:
-                raise ConfigurationError(f"{other} and {origin} exclude each other: a prompt is made in one way.")
-
-
-def _check_access(found: Layer) -> None:
-    taken = set[str]()
-    restricted, origin = found.get(("access", "openai_restricted_api"), ((), ""))
-    for entry in restricted:
-        for api in entry.apis:
-            if api in taken:
-                raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
-            taken.add(api)
-    origins, origin = found.get(("access", "cors_allow_origin"), ((), ""))
-    credentials, _ = found.get(("access", "cors_allow_credentials"), (False, ""))
-    if credentials and "*" in origins:
-        raise ConfigurationError(f"{origin}: credentials are for origins that are named, and not for *.")
-
-
-def _check_urls(urls: tuple[str, ...], origin: str) -> None:
-    if not urls:
-        raise ConfigurationError(f"{origin}: at least one address is needed.")
-    taken: dict[str, str] = {}
-    for url in urls:
-        kind = _transport(url, origin)
-        if kind in taken:
-            raise ConfigurationError(
-                f"{origin}: {taken[kind]} and {url} are two {kind} addresses; at most one is possible."
-            )
-        taken[kind] = url
-
-
-def _transport(url: str, origin: str) -> str:
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigurationError(f"{origin}: {url!r} is not an address: {error}.") from error
-    if parts.scheme not in {"http", "https", "grpc", "grpcs"} or "://" not in url:
-        hint = "" if "://" in url else f" Did you mean http://{url}?"
-        raise ConfigurationError(
-            f"{origin}: {url!r} is not accepted: it has to begin with http://, https://, grpc:// or grpcs://.{hint}"
-        )
-    if not host:
-        raise ConfigurationError(f"{origin}: {url!r} names no host.")
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigurationError(f"{origin}: {parts.scheme}://{host} takes no user, password, query or fragment.")
-    if parts.scheme.startswith("http"):
-        return "HTTP"
-    if port is None:
-        raise ConfigurationError(f"{origin}: {url!r} names no port; Triton's gRPC port is usually 8001.")
-    if parts.path.strip("/"):
-        raise ConfigurationError(f"{origin}: {url!r} has a path, which a gRPC address cannot have.")
-    return "gRPC"
-
-
-def _check_aliases(found: Layer) -> None:
-    models: dict[str, tuple[str, str]] = {}
-    for path, (value, origin) in found.items():
-        if path[-1] != "aliases":
-            continue
-        for alias in value:
-            other, _ = models.setdefault(alias, (path[1], origin))
-            if other != path[1]:
-                raise ConfigurationError(
-                    f"{origin}: the alias {alias!r} stands for two models, {other!r} and {path[1]!r}."
-                )
-    for alias, (model, origin) in models.items():
-        if model in models:
-            raise ConfigurationError(
-                f"{origin}: the alias {alias!r} stands for {model!r}, which is itself an alias, of "
-                f"{models[model][0]!r}; name that."
-            )
-
-
-def _check_loras(found: Layer) -> None:
-    for path, (value, origin) in found.items():
-        if path[-1] != "loras":
-            continue
-        entries = [entry for entry in value if isinstance(entry, LoraSettings)]
-        names = [entry if isinstance(entry, str) else entry.name for entry in value]
-        numbers = [entry.task_id for entry in entries if entry.task_id is not None]
-        for what, given in (("name", names), ("task_id", numbers)):
-            twice = next((item for place, item in enumerate(given) if item in given[:place]), None)
-            if twice is not None:
-                raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")
-
-
-def _check_log(found: Layer) -> None:
-    """Whoever asks for contents is to find them in the log."""
-    content, origin = found.get(("server", "log_content"), (None, ""))
-    level, level_origin = found.get(("server", "log_level"), ("info", ""))
-    if content is not None and level not in ("debug", "info"):
-        raise ConfigurationError(f"{origin} and {level_origin} exclude each other: contents are logged at 'info'.")
-
-
-def _check_limits(found: Layer) -> None:
-    """Workers divide a limit of running requests; one whose share is none could not answer anything."""
-    workers, _ = found.get(("server", "workers"), (1, ""))
-    for name in ("max_running_requests", "max_running_requests_per_model"):
-        limit, origin = found.get(("server", name), (None, ""))
-        if limit is not None and limit < workers:
-            raise ConfigurationError(
-                f"{origin}: {limit} is too few for {workers} workers, which need at least one each."
-            )
-
+#: Leads to a setting in the tree.
+Place = tuple[str, ...]
+#: What was found, by its place, each with where it was found for error messages.
+Layer = dict[Place, tuple[Any, str]]
 
 # Not part of the tree: it says where the rest of the tree is.
 _CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
-
+# The type of each group; of models, that of each model.
+_GROUPS = {
+    field.name: kind if is_struct(kind := bare_type(field.type)) else get_args(kind)[1]
+    for field in msgspec.structs.fields(Settings)
+}
+# Where one value is as good as a list of one.
+_LISTS = {
+    field.name
+    for group in _GROUPS.values()
+    for field in msgspec.structs.fields(group)
+    if get_origin(bare_type(field.type)) is tuple
+}
 # msgspec's words for types, as a person would say them.
 _PLAIN_WORDS = {
     "int": "a whole number",
@@ -194,29 +53,19 @@ def load_settings(
 
     *flags* holds what was given on the command line, as it was written, under the name of the flag without its dashes
     (``config`` names the YAML file). An empty environment variable counts as one that is not set. *defaults*, written
-    like *flags*, take the place of the tree's own.
-
-    :raises ConfigurationError: for an unknown name or a value that is not accepted; the message names it.
+    like *flags*, take the place of the tree's own. Raises :class:`ConfigurationError` for an unknown name or a value
+    that is not accepted; the message names it.
     """
     config = config_file(flags, environ)
-    layers = (
-        _read_flags(defaults or {}),
-        _read_file(config) if config is not None else {},
-        _read_environment(environ),
-        _read_flags(flags),
-    )
-    found: Layer = {}
-    for layer in layers:
-        found.update(layer)
-    _add_standard_variables(found, environ)
-    check(found)
-    tree: dict[str, Any] = {}
-    for path, (value, _) in found.items():
-        branch = tree
-        for part in path[:-1]:
-            branch = branch.setdefault(part, {})
-        branch[path[-1]] = value
-    return msgspec.convert(tree, Settings, dec_hook=_decode)
+    found = {
+        **_read_flags(defaults or {}),
+        **(_read_file(config) if config is not None else {}),
+        **_read_environment(environ),
+        **_read_flags(flags),
+    }
+    _add_opentelemetry(found, environ)
+    _check(found)
+    return msgspec.convert(_tree(found), Settings, dec_hook=_decode)
 
 
 def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
@@ -231,37 +80,6 @@ def closest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {matches[0]}?" if matches else ""
 
 
-# Flags and environment variables
-
-
-def _read_flags(flags: Mapping[str, Any]) -> Layer:
-    known = options_by_name()
-    found: Layer = {}
-    for name, value in flags.items():
-        if name == "config":
-            continue
-        if name not in known:
-            raise ConfigurationError(f"--{name} is not a setting.{closest(name, known)}")
-        refuse_if_file_only(known[name], f"--{name}")
-        found.update(_read_text(known[name], value, f"--{name}"))
-    return found
-
-
-def _read_environment(environ: Mapping[str, str]) -> Layer:
-    known = {option.variable: option for option in options_by_name().values()}
-    found: Layer = {}
-    for variable, value in environ.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == _CONFIG_VARIABLE:
-            continue
-        if variable not in known:
-            hint = closest(variable, [*known, _CONFIG_VARIABLE])
-            raise ConfigurationError(f"The environment variable {variable} is not a setting.{hint}")
-        if value:
-            refuse_if_file_only(known[variable], variable)
-            found.update(_read_text(known[variable], value, variable))
-    return found
-
-
 def refuse_if_file_only(option: Option, origin: str) -> None:
     """Raise :class:`ConfigurationError` where *origin*, a flag or a variable, sets what only the YAML file can set."""
     if option.file_only:
@@ -271,81 +89,74 @@ def refuse_if_file_only(option: Option, origin: str) -> None:
         )
 
 
-def _add_standard_variables(found: Layer, environ: Mapping[str, str]) -> None:
-    """Let OpenTelemetry's variables say what no setting does, and switch everything off."""
-    endpoint, protocol = ("traces", "otlp_endpoint"), ("traces", "otlp_protocol")
-    standard = StandardVariables.of(environ)
-    if standard.disabled:
-        found[endpoint] = (None, "OTEL_SDK_DISABLED")
-        return
-    if standard.endpoint is not None:
-        found.setdefault(endpoint, standard.endpoint)
-    if standard.content is not None:
-        found.setdefault(("traces", "content"), standard.content)
-    if standard.protocol is not None and found.get(endpoint, (None, ""))[0] is not None:
-        value, origin = standard.protocol
-        annotation = msgspec.structs.fields(TracesSettings)[1].type
-        found.setdefault(protocol, (_convert(value, annotation, origin, strict=True), origin))
+# Flags and environment variables: everything is text, lists are repeated or separated by commas
 
 
-def _read_text(option: Option, value: Any, origin: str) -> Layer:
-    """Read *value* as a person writes it in a shell: everything is text, lists are repeated or separated by commas."""
-    if option.is_alias or option.per_model:
-        return _read_assignments(option, _split(value), origin)
-    if option.words:
-        value = [_object(words, option, origin) for words in _in_words(value)]
-    elif option.is_list:
-        value = _lines(value) if option.verbatim else _split(value)
-    return {option.path: (_convert(value, option.type, origin, strict=False, secret=option.secret), origin)}
+def _read_flags(flags: Mapping[str, Any]) -> Layer:
+    given = {f"--{name}": value for name, value in flags.items() if name != "config"}
+    return _read_text(given, {option.flag: option for option in options()})
 
 
-def _in_words(value: Any) -> Iterator[list[str]]:
-    """Yield the words of each object: a flag has them apart, a variable as ``A B C; D E F``."""
-    for item in [value] if isinstance(value, str) else value:
-        if isinstance(item, str):
-            yield from (part.split(None, 2) for part in item.split(";") if part.strip())
+def _read_environment(environ: Mapping[str, str]) -> Layer:
+    ours = {name: value for name, value in environ.items() if value and name.startswith(ENVIRONMENT_PREFIX)}
+    ours.pop(_CONFIG_VARIABLE, None)
+    return _read_text(ours, {option.variable: option for option in options()})
+
+
+def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> Layer:
+    written: Layer = {}
+    for origin, value in given.items():
+        option = known.get(origin)
+        if option is None:
+            raise ConfigurationError(f"{origin} is not a setting.{closest(origin, [*known, _CONFIG_VARIABLE])}")
+        refuse_if_file_only(option, origin)
+        if option.is_alias or option.per_model:
+            _add_assignments(written, option, _split(value), origin)
+        elif option.words:
+            written[option.path] = _objects(value, option, origin), origin
+        elif option.is_list:
+            written[option.path] = _split(value, "\n" if option.verbatim else ","), origin
         else:
-            yield list(item)
+            written[option.path] = value, origin
+    return _convert(_tree(written), lambda path: written[path][1], strict=False)
 
 
-def _object(words: list[str], option: Option, origin: str) -> dict[str, Any]:
-    names = option.words
-    if len(words) != len(names):
-        raise ConfigurationError(f"{origin}: write {' '.join(option.metavar or names)}.")
+def _objects(value: Any, option: Option, origin: str) -> list[dict[str, Any]]:
+    """Return objects: a flag has the words of each apart, a variable has them as ``A B C; D E F``."""
+    first, *others = option.words
+    if isinstance(value, str):
+        value = [part.split(None, len(others)) for part in value.split(";") if part.strip()]
+    if any(len(words) != len(option.words) for words in value):
+        raise ConfigurationError(f"{origin}: write {' '.join(option.metavar or option.words)}.")
     # The first word may be several.
-    return {**dict(zip(names, words, strict=True)), names[0]: _split(words[0])}
+    return [{first: _split(words[0]), **dict(zip(others, words[1:], strict=True))} for words in value]
 
 
-def _read_assignments(option: Option, values: list[str], origin: str) -> Layer:
-    found: Layer = {}
+def _add_assignments(written: Layer, option: Option, values: list[str], origin: str) -> None:
     for text in values:
         left, equals, right = text.partition("=")
-        # A model's name has no slash (Triton makes it from a folder's name), so such a text is a path with "=" in it.
+        # A model's name has no slash (Triton makes it from a folder's name): else it is a path with "=" in it. An alias
+        # is free to have one: clients call models "org/name".
+        assigns = option.is_alias or (equals and "/" not in left)
+        if assigns and not (left and right):
+            form = "NAME=MODEL" if option.is_alias else "MODEL=VALUE or VALUE"
+            raise ConfigurationError(f"{origin}: {text!r} is not accepted: write {form}.")
         if option.is_alias:
-            # An alias is free to have one: clients call models "org/name".
-            if not (equals and left and right):
-                raise ConfigurationError(f"{origin}: {text!r} is not accepted: write NAME=MODEL.")
             path = ("models", right, "aliases")
-            found[path] = ((*found.get(path, ((), origin))[0], left), origin)
-        elif equals and "/" not in left:
-            if not (left and right):
-                raise ConfigurationError(f"{origin}: {text!r} is not accepted: write MODEL=VALUE or VALUE.")
-            found[("models", left, option.path[-1])] = (_convert(right, option.type, origin, strict=False), origin)
-        elif option.path in found:
-            raise ConfigurationError(f"{origin} is given twice for all models: {found[option.path][0]!r} and {text!r}.")
+            written[path] = ([*written.get(path, ([], ""))[0], left], origin)
+        elif assigns:
+            written["models", left, option.path[-1]] = (right, origin)
+        elif option.path in written:
+            raise ConfigurationError(
+                f"{origin} is given twice for all models: {written[option.path][0]!r} and {text!r}."
+            )
         else:
-            found[option.path] = (_convert(text, option.type, origin, strict=False), origin)
-    return found
+            written[option.path] = (text, origin)
 
 
-def _split(value: Any) -> list[str]:
-    given = [value] if isinstance(value, str) else list(value)
-    return [item.strip() for text in given for item in str(text).split(",") if item.strip()]
-
-
-def _lines(value: Any) -> list[str]:
-    given = [value] if isinstance(value, str) else list(value)
-    return [line.strip() for text in given for line in str(text).splitlines() if line.strip()]
+def _split(value: str | Iterable[str], separator: str = ",") -> list[str]:
+    given = [value] if isinstance(value, str) else value
+    return [item.strip() for text in given for item in text.split(separator) if item.strip()]
 
 
 # The YAML file
@@ -364,81 +175,106 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_file(path: Path) -> Layer:
+def _read_file(file: Path) -> Layer:
     try:
-        with path.open("rb") as stream:
+        with file.open("rb") as stream:
             content = yaml.load(stream, _Loader)  # a SafeLoader
     except OSError as error:
-        raise ConfigurationError(f"The settings file {path} cannot be read: {error.strerror or error}.") from error
+        raise ConfigurationError(f"The settings file {file} cannot be read: {error.strerror or error}.") from error
     except yaml.YAMLError as error:
         raise ConfigurationError(
-            f"The settings file {path} is not valid YAML: {' '.join(str(error).split())}."
+            f"The settings file {file} is not valid YAML: {' '.join(str(error).split())}."
         ) from error
-    return dict(_read_mapping(content, Settings, (), path))
+
+    def place(path: Place) -> str:
+        return f"{'.'.join(path)} in {file}" if path else f"The settings file {file}"
+
+    return _convert(_given({} if content is None else content, place), place, strict=True)
 
 
-def _read_mapping(
-    content: Any, struct: type[msgspec.Struct], at: tuple[str, ...], file: Path
-) -> Iterator[tuple[Any, Found]]:
-    fields = {field.name: field for field in msgspec.structs.fields(struct)}
-    for name, value in _items(content, at, file):
-        path = (*at, name)
-        if name not in fields:
-            raise ConfigurationError(f"{_place(file, path)} is not a setting.{closest(name, fields)}")
-        annotation = fields[name].type
-        inner = bare_type(annotation)
-        if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
-            yield from _read_mapping(value, inner, path, file)
-        elif get_origin(inner) is Mapping:
-            for key, item in _items(value, path, file):
-                yield from _read_mapping(item, get_args(inner)[1], (*path, key), file)
-        else:
-            # One value where several may stand is as good as a list of one.
-            wrapped = [value] if get_origin(inner) is tuple and isinstance(value, str) else value
-            origin = _place(file, path)
-            secret = extra_of(annotation).get("secret", False)
-            yield path, (_convert(wrapped, annotation, origin, strict=True, secret=secret), origin)
-
-
-def _items(content: Any, at: tuple[str, ...], file: Path) -> Iterator[tuple[str, Any]]:
-    if content is None:
-        return
+def _given(content: Any, place: Callable[[Place], str], at: Place = ()) -> dict[str, Any]:
+    """Return a mapping of the file without what is empty in it, and with lists where one value was written."""
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{_place(file, at)} has to be a mapping of names to values.")
+        raise ConfigurationError(f"{place(at)} has to be a mapping of names to values.")
+    kept: dict[str, Any] = {}
     for name, value in content.items():
+        path = (*at, name)
         if not isinstance(name, str):
-            raise ConfigurationError(f"{_place(file, (*at, str(name)))} is not a name; put it in quotes.")
-        yield name, value
-
-
-def _place(file: Path, path: tuple[str, ...]) -> str:
-    return f"{'.'.join(path)} in {file}" if path else f"The settings file {file}"
+            raise ConfigurationError(f"{place((*at, str(name)))} is not a name; put it in quotes.")
+        if isinstance(value, dict) or not at or (path[0] == "models" and len(path) == 2):
+            kept[name] = {} if value is None else _given(value, place, path)
+        elif value is not None:
+            kept[name] = [value] if name in _LISTS and isinstance(value, str) else value
+    return kept
 
 
 # Values
 
 
-def _convert(value: Any, annotation: Any, origin: str, *, strict: bool, secret: bool = False) -> Any:
-    try:
-        return msgspec.convert(value, annotation, strict=strict, dec_hook=_decode)
-    except msgspec.ValidationError as error:
-        if secret:
-            # Without the cause, whose traceback could show the value.
-            form = "without spaces and commas"
-            if repr(NAMED_KEY) in str(error):
-                form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
-            reason = re.sub(r"matching regex .*?(?= - at|$)", lambda _: form, str(error))
-            raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.") from None
-        kind = bare_type(annotation)
-        # Of several, what each may be.
-        choices = get_args(bare_type(get_args(kind)[0]) if get_origin(kind) is tuple else kind)
-        if all(isinstance(choice, str) for choice in choices) and choices:
-            reason = f"expected {', '.join(choices[:-1])} or {choices[-1]}"
+def _tree(found: Layer) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, (value, _) in found.items():
+        branch = tree
+        for part in path[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[path[-1]] = value
+    return tree
+
+
+def _convert(tree: Mapping[str, Any], place: Callable[[Place], str], *, strict: bool) -> Layer:
+    """Return what *tree* holds as values of the right types; *place* says where each was found."""
+    found: Layer = {}
+    for group, content in tree.items():
+        if group not in _GROUPS:
+            raise ConfigurationError(f"{place((group,))} is not a setting.{closest(group, _GROUPS)}")
+        parts = {(group, name): part for name, part in content.items()} if group == "models" else {(group,): content}
+        for at, part in parts.items():
+            try:
+                made = msgspec.convert(part, _GROUPS[group], strict=strict, dec_hook=_decode)
+            except msgspec.ValidationError as error:
+                # Without the cause, whose traceback could show a secret.
+                raise ConfigurationError(_mistake(str(error), part, at, place)) from None
+            found.update((path, (value, place(path))) for path, value in _leaves(part, made, at))
+    return found
+
+
+def _leaves(part: Mapping[str, Any], made: msgspec.Struct, at: Place) -> Iterator[tuple[Place, Any]]:
+    for name in part:
+        value = getattr(made, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _leaves(part[name], value, (*at, name))
         else:
-            reason = re.sub(r", got .*| - at .*|`| \| null", "", str(error)).replace(" | ", " or ")
-            reason = re.sub(r"\b(int|float|bool|str|array)\b", lambda word: _PLAIN_WORDS[word[0]], reason)
-            reason = reason[0].lower() + reason[1:]
-        raise ConfigurationError(f"{origin}: {value!r} is not accepted: {reason}.") from error
+            yield (*at, name), value
+
+
+def _mistake(error: str, part: Any, at: Place, place: Callable[[Place], str]) -> str:
+    """Return what msgspec says of a value in *part*, which is *at* this place, in words for an operator."""
+    error, _, where = error.partition(" - at `$")
+    names = where.partition("[")[0].strip("`").split(".")[1:]
+    kind: Any = _GROUPS[at[0]]
+    for name in names:
+        part = part[name]
+        kind = bare_type(next(field.type for field in msgspec.structs.fields(kind) if field.name == name))
+    path = (*at, *names)
+    unknown = re.fullmatch("Object contains unknown field `(.*)`", error)
+    if unknown and is_struct(kind):
+        hint = closest(unknown[1], kind.__struct_fields__)
+        return f"{place((*path, unknown[1]))} is not a setting.{hint}"
+    like = ("defaults" if path[0] == "models" else path[0], path[-1])
+    option = next((option for option in options() if option.path == like), None)
+    if option is not None and option.secret:
+        form = "without spaces and commas"
+        if repr(NAMED_KEY) in error:
+            form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
+        reason = re.sub("matching regex .*", lambda _: form, error)
+        return f"{place(path)} is not accepted: {reason[0].lower()}{reason[1:]}."
+    if option is not None and option.choices:
+        reason = f"expected {', '.join(option.choices[:-1])} or {option.choices[-1]}"
+    else:
+        reason = re.sub(r", got .*|`| \| null", "", error).replace(" | ", " or ")
+        reason = re.sub(r"\b(int|float|bool|str|array)\b", lambda word: _PLAIN_WORDS[word[0]], reason)
+        reason = reason[0].lower() + reason[1:]
+    return f"{place(path)}: {part!r} is not accepted: {reason}."
 
 
 def _decode(target: type, value: Any) -> Any:
@@ -449,3 +285,176 @@ def _decode(target: type, value: Any) -> Any:
             return Path(value).expanduser()
         raise ValueError("Expected a path")
     raise NotImplementedError(target)
+
+
+# OpenTelemetry's own variables, and the addresses of collectors
+
+#: What the program says, before the SDK's own words, of variables that are read by nobody but the SDK.
+SDK_REFUSES = "OpenTelemetry's SDK does not accept one of its environment variables (OTEL_...)"
+_CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+# Characters of each text where that variable wants content, and no setting says how much.
+_CONTENT_CHARACTERS = 1024
+
+
+def _add_opentelemetry(found: Layer, environ: Mapping[str, str]) -> None:
+    """
+    Let OpenTelemetry's variables say what no setting does, and switch everything off. An empty one is not set.
+
+    Source: OpenTelemetry's specification, "Environment Variable Specification" and "OpenTelemetry Protocol Exporter".
+    """
+
+    def first(*names: str) -> tuple[str, str]:
+        return next(((value, name) for name in names if (value := environ.get(name, "").strip())), ("", ""))
+
+    content = first(_CONTENT_VARIABLE)[0].lower() or "false"
+    # There are no events here, only spans.
+    wanted = content in ("true", "span_only", "span_and_event")
+    if not wanted and content not in ("false", "no_content", "event_only"):
+        raise ConfigurationError(
+            f"{_CONTENT_VARIABLE}: {content!r} is not accepted: expected SPAN_ONLY, SPAN_AND_EVENT, true, or "
+            "NO_CONTENT, EVENT_ONLY, false."
+        )
+    exporter = first("OTEL_TRACES_EXPORTER")[0].lower()
+    if exporter not in ("", "otlp", "none"):
+        raise ConfigurationError(f"OTEL_TRACES_EXPORTER: {exporter!r} is not accepted: expected otlp or none.")
+    protocol, protocol_origin = first("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    url, origin = first("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if not url and exporter == "otlp":
+        port = OTLP_PORTS["grpc" if protocol == "grpc" else "http/protobuf"]
+        url, origin = f"http://localhost:{port}", "OTEL_TRACES_EXPORTER"
+    if url and "://" not in url:
+        # Allowed for gRPC, whose own addresses have no scheme.
+        insecure, _ = first("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_INSECURE")
+        url = f"{'http' if insecure.lower() == 'true' else 'https'}://{url}"
+    if origin == "OTEL_EXPORTER_OTLP_ENDPOINT" and urlsplit(url).path.strip("/") and protocol != "grpc":
+        # The address of a whole collector: each kind of data has its path below it.
+        url = url.rstrip("/") + OTLP_PATH
+
+    endpoint = ("traces", "otlp_endpoint")
+    if first("OTEL_SDK_DISABLED")[0].lower() == "true":
+        found[endpoint] = (None, "OTEL_SDK_DISABLED")
+        return
+    if url and exporter != "none":
+        found.setdefault(endpoint, (url, origin))
+    if wanted:
+        found.setdefault(("traces", "content"), (_CONTENT_CHARACTERS, _CONTENT_VARIABLE))
+    if protocol and found.get(endpoint, (None, ""))[0] is not None:
+        standard = _convert({"traces": {"otlp_protocol": protocol}}, lambda _: protocol_origin, strict=True)
+        found.update({path: value for path, value in standard.items() if path not in found})
+
+
+# What has to fit together
+
+
+def _check(found: Layer) -> None:
+    """Raise :class:`ConfigurationError` for settings of which each is fine by itself, and for addresses."""
+
+    def get(group: str, name: str, default: Any = None) -> tuple[Any, str]:
+        return found.get((group, name), (default, ""))
+
+    urls, urls_origin = get("triton", "url")
+    repository, repository_origin = get("triton", "model_repository")
+    if urls is not None:
+        _check_triton(urls, urls_origin)
+        if repository:
+            raise ConfigurationError(
+                f"{urls_origin} and {repository_origin} exclude each other: use a Triton that runs already, or start "
+                "one here."
+            )
+    names, origin = get("triton", "load_model")
+    if names:
+        if not repository:
+            raise ConfigurationError(f"{origin} is for a Triton that is started here: it needs --model-repository.")
+        if get("triton", "model_control_mode")[0] != "explicit":
+            raise ConfigurationError(f"{origin} needs --model-control-mode explicit.")
+        if "*" in names and len(names) > 1:
+            raise ConfigurationError(f"{origin}: '*' stands for all models, and takes no other name beside it.")
+    collector, origin = get("traces", "otlp_endpoint")
+    if collector is not None:
+        _address(collector, origin, ("http", "https"), "http:// or https://, for gRPC too")
+    restricted, origin = get("access", "openai_restricted_api", ())
+    if api := _repeated([api for entry in restricted for api in entry.apis]):
+        raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
+    content, origin = get("server", "log_content")
+    level, level_origin = get("server", "log_level", "info")
+    if content is not None and level not in ("debug", "info"):
+        raise ConfigurationError(f"{origin} and {level_origin} exclude each other: contents are logged at 'info'.")
+    workers, _ = get("server", "workers", 1)
+    for name in ("max_running_requests", "max_running_requests_per_model"):
+        limit, origin = get("server", name)
+        if limit is not None and limit < workers:
+            raise ConfigurationError(
+                f"{origin}: {limit} is too few for {workers} workers, which need at least one each."
+            )
+    _check_models(found)
+
+
+def _check_models(found: Layer) -> None:
+    aliases: dict[str, tuple[str, str]] = {}
+    for path, (value, origin) in found.items():
+        if path[-1] == "history_template":
+            _, other = found.get((*path[:-1], "chat_template"), (None, ""))
+            if other:
+                raise ConfigurationError(f"{other} and {origin} exclude each other: a prompt is made in one way.")
+        elif path[-1] == "aliases":
+            for alias in value:
+                other, _ = aliases.setdefault(alias, (path[1], origin))
+                if other != path[1]:
+                    raise ConfigurationError(
+                        f"{origin}: the alias {alias!r} stands for two models, {other!r} and {path[1]!r}."
+                    )
+        elif path[-1] == "loras":
+            entries = [entry if isinstance(entry, LoraSettings) else LoraSettings(entry) for entry in value]
+            for what in ("name", "task_id"):
+                twice = _repeated([getattr(entry, what) for entry in entries if getattr(entry, what) is not None])
+                if twice is not None:
+                    raise ConfigurationError(f"{origin}: two LoRA adapters have the {what} {twice!r}.")
+    for alias, (model, origin) in aliases.items():
+        if model in aliases:
+            raise ConfigurationError(
+                f"{origin}: the alias {alias!r} stands for {model!r}, which is itself an alias, of "
+                f"{aliases[model][0]!r}; name that."
+            )
+
+
+def _repeated(values: list[Any]) -> Any:
+    """Return a value that is there twice, if any is."""
+    return next((value for place, value in enumerate(values) if value in values[:place]), None)
+
+
+def _check_triton(urls: tuple[str, ...], origin: str) -> None:
+    if not urls:
+        raise ConfigurationError(f"{origin}: at least one address is needed.")
+    taken: dict[str, str] = {}
+    for url in urls:
+        parts = _address(url, origin, ("http", "https", "grpc", "grpcs"), "http://, https://, grpc:// or grpcs://")
+        kind = "HTTP" if parts.scheme.startswith("http") else "gRPC"
+        if kind == "gRPC" and parts.port is None:
+            raise ConfigurationError(f"{origin}: {url!r} names no port; Triton's gRPC port is usually 8001.")
+        if kind == "gRPC" and parts.path.strip("/"):
+            raise ConfigurationError(f"{origin}: {url!r} has a path, which a gRPC address cannot have.")
+        if kind in taken:
+            raise ConfigurationError(
+                f"{origin}: {taken[kind]} and {url} are two {kind} addresses; at most one is possible."
+            )
+        taken[kind] = url
+
+
+def _address(url: str, origin: str, schemes: tuple[str, ...], beginnings: str) -> SplitResult:
+    """Return the parts of *url*, which has a scheme and a host, and no secret that would be printed."""
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{origin}: {url!r} is not an address: {error}.") from error
+    if parts.scheme not in schemes or "://" not in url:
+        hint = "" if "://" in url else f" Did you mean http://{url}?"
+        raise ConfigurationError(f"{origin}: {url!r} is not accepted: it has to begin with {beginnings}.{hint}")
+    if not parts.hostname:
+        raise ConfigurationError(f"{origin}: {url!r} names no host.")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigurationError(
+            f"{origin}: {parts.scheme}://{parts.hostname} takes no user, password, query or fragment. Tokens go into "
+            "--triton-header, and OTEL_EXPORTER_OTLP_HEADERS for a collector."
+        )
+    return parts

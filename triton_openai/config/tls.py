@@ -1,122 +1,22 @@
-"""
-Encryption and credentials: towards clients, and towards Triton.
-
-The settings, and the TLS contexts made of their files, which change: new handshakes use the newest files, connections
-that exist go on.
-"""
+"""TLS contexts made of files that change: new handshakes use the newest ones, connections that exist go on."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from triton_openai.config.files import FromFiles, read_file, read_secret
+from triton_openai.config.tree import TlsSettings
 from triton_openai.errors import ConfigurationError
 
 # For TLS 1.2, whose defaults hold more than these; TLS 1.3 has only good ones. All have forward secrecy and
 # authenticated encryption (Mozilla's "intermediate" list without its finite-field groups).
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-
-
-class TlsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """HTTPS. All files are PEM, and are read again when they change."""
-
-    certificate: Annotated[
-        Path | None,
-        Meta(
-            description="Serve HTTPS with this certificate and the chain that follows it in the file.",
-            extra={"common": True, "name": "tls-certificate", "metavar": "FILE"},
-        ),
-    ] = None
-    key: Annotated[
-        Path | None,
-        Meta(
-            description="The private key, where it is not in the certificate's file.",
-            extra={"common": True, "name": "tls-key", "metavar": "FILE"},
-        ),
-    ] = None
-    key_passphrase_file: Annotated[
-        Path | None,
-        Meta(
-            description="File whose first line is the passphrase of an encrypted key.",
-            extra={"name": "tls-key-passphrase-file", "metavar": "FILE"},
-        ),
-    ] = None
-    client_ca: Annotated[
-        Path | None,
-        Meta(
-            description="Accept only clients that have a certificate from one of these authorities.",
-            extra={"name": "tls-client-ca", "metavar": "FILE"},
-        ),
-    ] = None
-
-
-class TritonAccess(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Triton behind https:// or grpcs://, or behind something that asks for credentials. Files are read again when
-    they change."""
-
-    ca: Annotated[
-        Path | None,
-        Meta(
-            description="Authorities that sign Triton's certificate; without it the commonly trusted ones.",
-            extra={"common": True, "name": "triton-ca", "metavar": "FILE"},
-        ),
-    ] = None
-    certificate: Annotated[
-        Path | None,
-        Meta(
-            description="Certificate to show to Triton, with its chain.",
-            extra={"name": "triton-certificate", "metavar": "FILE"},
-        ),
-    ] = None
-    key: Annotated[
-        Path | None,
-        Meta(
-            description="Private key of that certificate, where it is not in the same file.",
-            extra={"name": "triton-key", "metavar": "FILE"},
-        ),
-    ] = None
-    key_passphrase_file: Annotated[
-        Path | None,
-        Meta(
-            description="File whose first line is the passphrase of that key; only for https://.",
-            extra={"file_only": True, "name": "triton-key-passphrase-file"},
-        ),
-    ] = None
-    server_name: Annotated[
-        str | None,
-        Meta(
-            description="Name that Triton's certificate must have, where it is not the one in the address.",
-            extra={"file_only": True, "name": "triton-server-name"},
-        ),
-    ] = None
-    insecure_skip_verify: Annotated[
-        bool,
-        Meta(
-            description="Accept any certificate over https://. Whoever can come between reads and changes everything.",
-            extra={"file_only": True, "name": "triton-insecure-skip-verify"},
-        ),
-    ] = False
-    headers: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Header to send to Triton with everything (over gRPC as metadata), NAME:VALUE. May be given "
-            "several times; in the environment one per line.",
-            extra={"name": "triton-header", "metavar": "NAME:VALUE", "verbatim": True},
-        ),
-    ] = ()
-    token_file: Annotated[
-        Path | None,
-        Meta(
-            description="File with a token, sent to Triton as `Authorization: Bearer`.",
-            extra={"common": True, "name": "triton-token-file", "metavar": "FILE"},
-        ),
-    ] = None
+#: Since TLS 1.3 a server refuses a client's certificate when the handshake is over for the client; its word about that
+#: is lost where the connection is reset before it was read.
+PERHAPS_REFUSED = "TLS: closed without an answer; perhaps this service's certificate was not accepted"
 
 
 class ReloadingContext(ssl.SSLContext):
@@ -145,7 +45,7 @@ class ReloadingContext(ssl.SSLContext):
 
 def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
     """Return the context to serve with; ``None`` for plain HTTP. Raises :class:`ConfigurationError`."""
-    certificate = settings.certificate
+    certificate, file = settings.certificate, settings.key_passphrase_file
     if certificate is None:
         for name in ("key", "key_passphrase_file", "client_ca"):
             if getattr(settings, name) is not None:
@@ -153,7 +53,6 @@ def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
         return None
 
     def read() -> ssl.SSLContext:
-        file = settings.key_passphrase_file
         passphrase = None if file is None else read_secret(file, "--tls-key-passphrase-file")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -167,12 +66,12 @@ def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    paths = (certificate, settings.key, settings.key_passphrase_file, settings.client_ca)
+    paths = (certificate, settings.key, file, settings.client_ca)
     return ReloadingContext.of(ssl.PROTOCOL_TLS_SERVER, read, paths, what="the certificate of this service")
 
 
 def load_identity(
-    context: ssl.SSLContext, certificate: Path, key: Path | None, passphrase: str | None, *, prefix: str
+    context: ssl.SSLContext, certificate: Path, key: Path | None, passphrase: str | None = None, *, prefix: str
 ) -> None:
     """
     Give *context* a certificate and its key; *prefix* is how the flags begin that name them.
@@ -182,21 +81,34 @@ def load_identity(
     read_file(certificate, f"{prefix}-certificate")
     if key is not None:
         read_file(key, f"{prefix}-key")
-
-    asked = False
+    named = key or certificate
+    encrypted = False
 
     def ask() -> str:
-        nonlocal asked
-        asked = True
+        nonlocal encrypted
+        encrypted = True
         # Without this the library would ask whoever sits at the terminal.
         if passphrase is None:
-            raise ConfigurationError(f"The key in {key or certificate} is encrypted: {prefix}-key-passphrase-file.")
+            hint = "--tls-key-passphrase-file" if prefix == "--tls" else "a key for Triton must not be"
+            raise ConfigurationError(f"The key in {named} is encrypted: {hint}.")
         return passphrase
 
     try:
         context.load_cert_chain(certificate, key, password=ask)
     except ssl.SSLError as error:
-        raise ConfigurationError(_identity_problem(error, certificate, key, prefix, decrypted=asked)) from error
+        reason = error.reason or "not readable"
+        if reason == "KEY_VALUES_MISMATCH":
+            problem = f"The private key {named} does not belong to the certificate {certificate}."
+        elif encrypted:
+            problem = f"The private key {named} cannot be decrypted with this passphrase."
+        elif key is None:
+            problem = (
+                f"The file {named} must hold a certificate and its private key (PEM), or {prefix}-key name the key."
+            )
+        else:
+            # What else there is ("PEM lib", "no start line") does not say which of the two files it means.
+            problem = f"{certificate} must be a certificate and {key} its private key, both PEM ({reason})."
+        raise ConfigurationError(problem) from error
 
 
 def load_authorities(context: ssl.SSLContext, path: Path, origin: str) -> None:
@@ -206,25 +118,6 @@ def load_authorities(context: ssl.SSLContext, path: Path, origin: str) -> None:
         context.load_verify_locations(path)
     except ssl.SSLError as error:
         raise ConfigurationError(f"The file {path} given by {origin} holds no certificate (PEM).") from error
-
-
-def _identity_problem(error: ssl.SSLError, certificate: Path, key: Path | None, prefix: str, *, decrypted: bool) -> str:
-    reason = error.reason or ""
-    if reason == "KEY_VALUES_MISMATCH":
-        return f"The private key {key or certificate} does not belong to the certificate {certificate}."
-    if decrypted:
-        return f"The private key {key or certificate} cannot be decrypted with this passphrase."
-    if key is None:
-        return (
-            f"The file {certificate} must hold a certificate and its private key (PEM), or {prefix}-key name the key."
-        )
-    # What else there is ("PEM lib", "no start line") does not say which of the two files it means.
-    return f"{certificate} must be a certificate and {key} its private key, both PEM ({reason or 'not readable'})."
-
-
-#: Since TLS 1.3 a server refuses a client's certificate when the handshake is over for the client; its word about that
-#: is lost where the connection is reset before it was read.
-PERHAPS_REFUSED = "TLS: closed without an answer; perhaps this service's certificate was not accepted"
 
 
 def words(error: BaseException) -> str:

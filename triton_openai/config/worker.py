@@ -20,14 +20,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """
     This process among *count* workers of one service: number *index*, from 0.
 
-    A worker that died is replaced by one with the same index. *directory* belongs to the service alone, is shared by
-    all of its workers, and is deleted when the service ends. Its files hold the workers' metrics and the keys in force.
-    A service of one process has no directory.
-
-    Whoever starts a worker with a directory sets ``PROMETHEUS_MULTIPROC_DIR`` in its environment to what
-    :func:`triton_openai.telemetry.metrics.metrics_folder` returns for it, and calls
-    :func:`triton_openai.telemetry.metrics.forget_worker` when a worker has died. Never two processes at a time may have
-    the same index.
+    A worker that died is replaced by one with the same index; never two at a time have the same. *directory* is shared
+    by all workers of a service of several, and holds their metrics and the keys in force.
     """
 
     index: int = 0
@@ -47,10 +41,8 @@ def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
     """
     Yield a new directory that goes at the end, with a folder ``metrics`` in it.
 
-    It is made where *environment* says that a user's running programs keep such things (``XDG_RUNTIME_DIR``, from the
-    XDG base directory specification), otherwise among the temporary files. What clears those up leaves it alone: it
-    holds the lock that systemd-tmpfiles looks for (tmpfiles.d(5)). Raises :class:`ConfigurationError` where nothing can
-    be written.
+    It is made in ``XDG_RUNTIME_DIR`` or among the temporary files, with the lock that keeps systemd-tmpfiles from
+    clearing it up (tmpfiles.d(5)). Raises :class:`ConfigurationError` where nothing can be written.
     """
     place = environment.get("XDG_RUNTIME_DIR")
     usable = place and os.access(place, os.W_OK | os.X_OK) and Path(place).is_dir()
@@ -64,8 +56,7 @@ def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
         ) from error
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Files that are only mapped look unused after some days, and a worker that took another's place then would not
-        # count with the rest.
+        # Files that are only mapped look unused after some days.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)
         (directory / "metrics").mkdir(mode=0o700)

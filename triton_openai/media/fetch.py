@@ -200,8 +200,8 @@ class Fetcher:
         hosts: AllowedHosts,
         *,
         largest: int,
-        timeout: float,
-        concurrency: int,
+        timeout: float = 10.0,
+        concurrency: int = 32,
         allows: AddressPolicy = is_public,
         lookup: Callable[..., Sequence[Any]] = socket.getaddrinfo,
     ) -> None:

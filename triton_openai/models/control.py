@@ -45,7 +45,7 @@ class ModelControl:
 
     def __init__(self, settings: Settings, models: Models, client: TritonClient, draining: ModelDraining) -> None:
         self._allowed = settings.triton.model_control_mode == "explicit"
-        self._grace = settings.triton.unload_grace
+        self._grace = settings.server.shutdown_grace
         self._models = models
         self._client = client
         self._draining = draining

@@ -13,9 +13,8 @@ import msgspec
 import structlog
 
 from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles, Rule
-from triton_openai.adapters._common.registry import ENGINE, Registry, helper_role
-from triton_openai.config import Settings
-from triton_openai.config.tree import DefaultParameters, ModelSettings
+from triton_openai.adapters._common.registry import Registry, helper_role
+from triton_openai.config import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.generation import Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
@@ -225,10 +224,7 @@ class Models:
 
     def listed(self) -> Sequence[str]:
         """Return the public names for the list of models."""
-        names = [model.name for model in self.served.values()]
-        if self._settings.api.list_all_models:
-            names += [entry.name for entry in self.unserved]
-        return names
+        return [model.name for model in self.served.values()]
 
     async def take_over(self, settings: Settings, *, renew: bool) -> None:
         """
@@ -349,8 +345,7 @@ class Models:
         name, settings, own = config.name, self._settings.model(config.name), self._settings.models.get(config.name)
         role = helper_role(config, repository)
         # A default adapter for all models is for those that could be served: a helper stays a helper.
-        shown = role == ENGINE and self._settings.api.list_all_models
-        if role is not None and not shown and (own is None or own.adapter is None):
+        if role is not None and (own is None or own.adapter is None):
             return Unserved(name=name, why=f"it is the {role}", role=role)
         try:
             registry = self._registry

@@ -10,7 +10,6 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
@@ -78,18 +77,9 @@ class HistoryTemplate(PromptTemplate):
             ) from error
 
 
-def load(text: str | None, file: Path | None) -> HistoryTemplate | None:
-    """Return the template of ``history_template`` or ``history_template_file``. Raises :class:`ConfigurationError`."""
-    if text is not None:
-        return HistoryTemplate(text, origin="history_template")
-    if file is None:
-        return None
-    try:
-        # Not as lines: what they end with is part of the prompt.
-        text = file.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"history_template_file cannot be read as UTF-8: {file}: {error}") from error
-    return HistoryTemplate(text, origin=f"history_template_file {file}")
+def load(text: str | None) -> HistoryTemplate | None:
+    """Return the template of ``history_template``. Raises :class:`ConfigurationError`."""
+    return None if text is None else HistoryTemplate(text, origin="history_template")
 
 
 def _item(message: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import structlog
 
-from triton_openai.config import Settings
-from triton_openai.config.tree import ModelSettings
+from triton_openai.config import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.parsers.choose import Parsers, choose
 from triton_openai.prompts import history, offload
@@ -254,7 +253,7 @@ def _find_templates(
     settings: ModelSettings, tokenizer: Tokenizer | None, notes: list[str]
 ) -> tuple[Templates, str | None]:
     """Return the templates and where they come from."""
-    liquid = history.load(settings.history_template, settings.history_template_file)
+    liquid = history.load(settings.history_template)
     if liquid is not None:
         return {"default": liquid}, f"Liquid ({liquid.name})"
     tokens = {} if tokenizer is None else tokenizer.special_tokens
@@ -422,7 +421,6 @@ _prompting = attrgetter(
     "generation_config",
     "chat_template",
     "history_template",
-    "history_template_file",
     "tool_call_parser",
     "reasoning_parser",
 )

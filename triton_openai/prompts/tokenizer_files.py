@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from triton_openai.config.models import DefaultParameters
+from triton_openai.config import DefaultParameters
 from triton_openai.errors import ConfigurationError
 
 _log = structlog.get_logger(__name__)

@@ -15,11 +15,14 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from triton_openai.config.tree import ServerSettings
+from triton_openai.config import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
 from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.telemetry.observation import Observation, Observer
+
+# A process that is late by more than this many seconds, five times in a row, refuses new requests.
+_MAX_LOOP_LAG = 1.0
 
 
 class Admission:
@@ -82,8 +85,7 @@ class Admission:
         wait was too long; and :class:`ModelUnloading` where the model is being unloaded.
         """
         self._model_draining.check(model)
-        limit = self._settings.max_loop_lag
-        if limit is not None and self._lag() > limit:
+        if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service has more to do than it can.", retry_after=1)
         if self._running.total() < self._limit and self._has_room(model):
             # Nobody waits for this model: a request that leaves admits those that its place has room for.

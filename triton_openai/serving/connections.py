@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from triton_openai.config import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, ServiceError
 from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations
+from triton_openai.serving.sockets import BACKLOG
 from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
 from triton_openai.telemetry.process import DESCRIPTORS
 
@@ -32,6 +33,11 @@ _ACCEPT_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 0.5
 #: Returns the body of an error response.
 ErrorBody = Callable[[ServiceError], bytes]
+
+# Longest single header, or request line. A request may have 128 headers.
+_MAX_HEADER_SIZE = 16 * 1024
+#: Seconds after which a client that takes nothing of its answer is disconnected (on Linux).
+WRITE_TIMEOUT = 300.0
 
 
 class Connection(web.RequestHandler):
@@ -48,8 +54,8 @@ class Connection(web.RequestHandler):
             # The service writes its own.
             access_log=None,  # type: ignore[arg-type]
             keepalive_timeout=limits.keepalive_timeout,
-            max_field_size=limits.max_header_size,
-            max_line_size=limits.max_header_size,
+            max_field_size=_MAX_HEADER_SIZE,
+            max_line_size=_MAX_HEADER_SIZE,
             # Only a request that is authorized may cost more than its bytes.
             auto_decompress=False,
             lingering_time=_LINGER_SECONDS,
@@ -174,17 +180,17 @@ class HttpServer:
 
         server.request_factory = begin
 
-    async def listen(self, sock: socket.socket, backlog: int = 128) -> None:
+    async def listen(self, sock: socket.socket) -> None:
         """Accept connections on *sock*, a bound TCP socket."""
         server, limits, tls = self._runner.server, self._limits, self._tls
         assert server is not None, "The server is not started."
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(limits.write_timeout * 1000))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
         listener = await asyncio.get_running_loop().create_server(
             lambda: Connection(server, limits, self._body, self._observer),
             sock=sock,
-            backlog=backlog,
+            backlog=BACKLOG,
             ssl=tls,
             ssl_handshake_timeout=None if tls is None else limits.header_timeout,
         )

@@ -8,15 +8,18 @@ from collections.abc import Iterator
 
 import msgspec
 
-from triton_openai.config import ServerSettings
+from triton_openai.config import ServerSettings, Settings
 from triton_openai.errors import ConfigurationError
+
+#: Connections that may wait to be accepted; net.core.somaxconn limits it too.
+BACKLOG = 4096
 
 
 def bound_sockets(
-    host: str, port: int, *, backlog: int | None, advice: str, reuse_port: bool = False
+    host: str, port: int, *, advice: str, listen: bool = True, reuse_port: bool = False
 ) -> list[socket.socket]:
     """
-    Return sockets that listen on every address that *host* stands for, or without *backlog* only have it.
+    Return sockets that listen on every address that *host* stands for, or without *listen* only have it.
 
     With *reuse_port* other processes may listen there too. Raises :class:`ConfigurationError`, with *advice*, when the
     address cannot be had.
@@ -36,8 +39,8 @@ def bound_sockets(
                 # With port 0 the first socket chooses for all.
                 one.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
                 # Here and not when the service starts: some systems notice only now that the port is taken.
-                if backlog is not None:
-                    one.listen(backlog)
+                if listen:
+                    one.listen(BACKLOG)
                 sockets.append(one)
         except OSError as error:
             message = f"Cannot listen on {host} port {port}: {error.strerror or error}. {advice}"
@@ -55,7 +58,7 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
     """
     advice = "Choose another with --port or --host."
     with contextlib.ExitStack() as opened:
-        found = bound_sockets(server.host, server.port, backlog=server.backlog, advice=advice)
+        found = bound_sockets(server.host, server.port, advice=advice)
         yield [opened.enter_context(one) for one in found]
 
 
@@ -74,15 +77,16 @@ def relay_ports(server: ServerSettings) -> Iterator[ServerSettings]:
         if server.enable_kserve_frontends:
             with contextlib.ExitStack() as alone:
                 for name, port in ports.items():
-                    for one in bound_sockets(server.host, port, backlog=1, advice=advice[name]):
+                    for one in bound_sockets(server.host, port, advice=advice[name]):
                         ports[name] = alone.enter_context(one).getsockname()[1]
             for name, port in ports.items():
-                for one in bound_sockets(server.host, port, backlog=None, advice=advice[name], reuse_port=True):
+                for one in bound_sockets(server.host, port, advice=advice[name], listen=False, reuse_port=True):
                     held.enter_context(one)
         yield msgspec.structs.replace(server, **ports)
 
 
-def address_of(server: ServerSettings, bound: socket.socket, scheme: str) -> str:
+def address_of(settings: Settings, bound: socket.socket) -> str:
     """Return a URL for clients on this machine: an address that means every interface is none to connect to."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.server.host, settings.server.host)
+    scheme = "http" if settings.tls.certificate is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"

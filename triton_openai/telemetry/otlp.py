@@ -19,7 +19,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Tracer
 
 from triton_openai import __version__
-from triton_openai.config.observability import SDK_REFUSES, TracesSettings
+from triton_openai.config import TracesSettings
+from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.errors import ConfigurationError
 
 _log = structlog.get_logger(__name__)

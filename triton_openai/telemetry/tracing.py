@@ -68,27 +68,19 @@ class Tracing(Observer):
     trace context on to Triton.
 
     Only POST requests have spans: the others are health checks, lists and metrics. *locate* returns Triton's address
-    for a request; *continue_traces* is whether clients choose the trace. With *content*, spans have prompts and
-    answers, each text cut to that many characters.
+    for a request. With *content*, spans have prompts and answers, each text cut to that many characters.
     """
 
-    def __init__(
-        self,
-        locate: Callable[[Any], str] | None = None,
-        *,
-        continue_traces: bool = True,
-        content: int | None = None,
-    ) -> None:
+    def __init__(self, locate: Callable[[Any], str] | None = None, *, content: int | None = None) -> None:
         self.tracer: Tracer | None = None
         self._locate = locate
-        self._continue_traces = continue_traces
         self._content = content
 
     def started(self, observation: Observation) -> None:
         """Start the request's span, in the client's trace if there is one."""
         if observation.method != "POST":
             return
-        parent = trace_context(observation) if self._continue_traces else Context()
+        parent = trace_context(observation)
         # Triton records every request with a traceparent, whatever its flag says: what is not recorded gets none.
         if self.tracer is None:
             if get_current_span(parent).get_span_context().trace_flags.sampled:

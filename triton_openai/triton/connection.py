@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
+from triton_openai.config import TritonAccess
 from triton_openai.config.files import FromFiles, read_file, read_secret
-from triton_openai.config.tls import ReloadingContext, TritonAccess, load_authorities, load_identity
+from triton_openai.config.tls import ReloadingContext, load_authorities, load_identity
 from triton_openai.errors import ConfigurationError
 
 _log = structlog.get_logger(__name__)
@@ -55,7 +56,7 @@ class ConnectionSettings:
     """
 
     def __init__(
-        self, *, connect_timeout: float, control_timeout: float = 10.0, access: TritonAccess = OPEN_ACCESS
+        self, *, connect_timeout: float = 5.0, control_timeout: float = 10.0, access: TritonAccess = OPEN_ACCESS
     ) -> None:
         self.connect_timeout = connect_timeout
         self.control_timeout = control_timeout
@@ -90,37 +91,24 @@ class ConnectionSettings:
     def ssl_context(self) -> ssl.SSLContext:
         """Return a context for ``https://``. Raises :class:`ConfigurationError`."""
         access = self.access
-        if access.insecure_skip_verify:
-            _log.warning("Triton's certificate is not verified", setting="triton_access.insecure_skip_verify")
 
         def read() -> ssl.SSLContext:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
-            if access.insecure_skip_verify:
-                context.check_hostname = False
-                context.verify_mode = ssl.CERT_NONE
-            elif access.ca is not None:
+            if access.ca is not None:
                 load_authorities(context, access.ca, "--triton-ca")
             else:
                 context.load_default_certs()
             if access.certificate is not None:
-                passphrase = None
-                if access.key_passphrase_file is not None:
-                    passphrase = read_secret(access.key_passphrase_file, "triton_access.key_passphrase_file")
-                load_identity(context, access.certificate, access.key, passphrase, prefix="--triton")
+                load_identity(context, access.certificate, access.key, prefix="--triton")
             return context
 
-        paths = (access.ca, access.certificate, access.key, access.key_passphrase_file)
+        paths = (access.ca, access.certificate, access.key)
         return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, paths, what="certificates for Triton over HTTP")
 
     def grpc_files(self) -> FromFiles[GrpcFiles]:
         """Return what channels for ``grpcs://`` are made with. Raises :class:`ConfigurationError`."""
         access = self.access
-        if access.insecure_skip_verify:
-            raise ConfigurationError(
-                "gRPC always verifies a server's certificate: with grpcs://, set --triton-ca, and "
-                "triton_access.server_name where its name differs, instead of triton_access.insecure_skip_verify."
-            )
 
         def read() -> GrpcFiles:
             roots = certificate = key = None
@@ -132,11 +120,7 @@ class ConnectionSettings:
             if access.certificate is not None:
                 certificate = read_file(access.certificate, "--triton-certificate")
                 key = certificate if access.key is None else read_file(access.key, "--triton-key")
-                if b"ENCRYPTED" in key:
-                    raise ConfigurationError(
-                        f"gRPC does not take encrypted keys, as {access.key or access.certificate} is one."
-                    )
-                load_identity(context, access.certificate, access.key, None, prefix="--triton")
+                load_identity(context, access.certificate, access.key, prefix="--triton")
             return GrpcFiles(roots, certificate, key)
 
         return FromFiles(read, (access.ca, access.certificate, access.key), what="certificates for Triton over gRPC")

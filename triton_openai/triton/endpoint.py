@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import structlog
 
-from triton_openai.config.tls import TritonAccess
+from triton_openai.config import TritonAccess
 from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
 from triton_openai.triton.client import IndexEntry, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
@@ -30,7 +30,9 @@ _EXPLAIN_SECONDS = 2.0
 class Endpoint:
     """See :class:`triton_openai.triton.client.TritonClient`."""
 
-    def __init__(self, urls: Sequence[str], *, connect_timeout: float, access: TritonAccess = OPEN_ACCESS) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, connect_timeout: float = 5.0, access: TritonAccess = OPEN_ACCESS
+    ) -> None:
         self.urls = tuple(urls)
         connection = ConnectionSettings(connect_timeout=connect_timeout, access=access)
         connection.check(self.urls)

@@ -21,7 +21,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PARENT_CHECK_SECONDS = 0.5
-_SHARED_MEMORY = Path("/dev/shm")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -39,34 +39,23 @@ def _start(command: list[str]) -> int:
         os.setpgid(0, 0)
         # This process has one thread, so here the parent-death signal means what its name says.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         os.execv(command[0], command)
     except OSError as error:
-        sys.stderr.write(f"cannot start {command[0]}: {error}\n")
-        sys.stderr.flush()
+        os.write(2, f"cannot start {command[0]}: {error}\n".encode())
     os._exit(127)
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def _reap(pid: int) -> int | None:
     """Collect every child that has ended; return the exit status of *pid* when it is among them."""
     status: int | None = None
-    while True:
-        try:
-            ended, code = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return status
-        if ended == 0:
-            return status
-        if ended == pid:
-            status = os.waitstatus_to_exitcode(code)
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == pid:
+                status = os.waitstatus_to_exitcode(ended[1])
+    return status
 
 
 def _watch(pid: int, owner: int, lifeline: int, wakeup: int) -> int | None:
@@ -74,7 +63,7 @@ def _watch(pid: int, owner: int, lifeline: int, wakeup: int) -> int | None:
     while True:
         ready, _, _ = select.select([lifeline, wakeup], [], [], _PARENT_CHECK_SECONDS)
         if wakeup in ready and os.read(wakeup, 64).strip(bytes([signal.SIGCHLD])):
-            return None  # told to end by a signal
+            return None  # ended by a signal
         if (status := _reap(pid)) is not None:
             return status
         # A forked sibling of the owner may still hold the pipe open, so the parent is asked for as well.
@@ -82,29 +71,18 @@ def _watch(pid: int, owner: int, lifeline: int, wakeup: int) -> int | None:
             return None
 
 
-def _clean(shared_memory_prefix: str, scratch: str) -> None:
-    if shared_memory_prefix:
-        for region in _SHARED_MEMORY.glob(f"{shared_memory_prefix}*"):
-            with contextlib.suppress(OSError):
-                region.unlink()
-    if scratch:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
 def main(arguments: list[str]) -> int:
     """
     Run the command in *arguments* and return its exit status, 128 + n for one that signal n ended.
 
-    Arguments: the owner's pid, a file descriptor that is told the server's pid, the prefix of the server's shared
-    memory, a folder to remove when the owner has gone (may be empty), and the command.
+    Arguments: the owner's pid, a file descriptor to which the server's pid is written, the prefix of the server's
+    shared memory, a folder to remove when the owner has gone, and the command.
     """
-    owner, report, prefix, scratch, command = (
-        int(arguments[0]), int(arguments[1]), arguments[2], arguments[3], arguments[4:],
-    )  # fmt: skip
+    owner, report, (prefix, scratch), command = int(arguments[0]), int(arguments[1]), arguments[2:4], arguments[4:]
     wakeup, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)
     signal.set_wakeup_fd(wakeup_write)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+    for number in _SIGNALS:
         signal.signal(number, lambda *_: None)
     # The server's own children become ours when it dies, so that we can wait for them too.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -112,12 +90,16 @@ def main(arguments: list[str]) -> int:
     os.write(report, f"{pid}\n".encode())
     os.close(report)
     status = _watch(pid, owner, 0, wakeup)
-    _kill_group(pid)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
-    _clean(prefix, scratch if status is None else "")
+    for region in Path("/dev/shm").glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            region.unlink()
     if status is None:
+        shutil.rmtree(scratch, ignore_errors=True)
         return 128 + signal.SIGKILL
     return status if status >= 0 else 128 - status
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import platform
 import shutil
 import sys
+import sysconfig
+import venv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from triton_openai.errors import ConfigurationError
-from triton_openai.tritonserver._interpreter import model_python
+
+_STUB = "triton_python_backend_stub"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ def installed_runtime(
         raise ConfigurationError(f"There is no tritonserver at {binary}.")
     if backends is None:
         return Runtime(binary, environment, None)
-    folder = _fresh(work_dir / "backends")
+    folder = work_dir / "backends"
     for source in (binary.resolve().parent.parent / "backends", backends):
         _link_children(source, folder)
     return Runtime(binary, environment, folder)
@@ -39,37 +43,45 @@ def installed_runtime(
 
 def packaged_runtime(environment: Mapping[str, str], work_dir: Path, backends: Path | None = None) -> Runtime:
     """
-    Return the runtime of the server inside the ``nvidia-pytriton`` package, laid out under *work_dir*.
+    Return the runtime of the server inside the ``nvidia-pytriton`` package, laid out under the empty *work_dir*.
 
-    Nothing is written into site-packages. Raises `ConfigurationError` when the
-    package, the platform or a Python for the models is missing.
+    Nothing is written into site-packages. The service's own Python runs the models: Triton's stub embeds it. Raises
+    :class:`ConfigurationError` when the package, the platform or that Python does not fit.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise ConfigurationError(
             "The embedded Triton runs on Linux on x86_64 only. Start a Triton elsewhere and use --triton-url."
         )
     server, libraries = _package()
-    stubs = server / "python_backend_stubs"
-    bundled = [
-        f"3.{path.name.split('.')[1]}" for path in libraries.glob("libpython3-*.so.1.0") if path.name.count(".") > 1
-    ]
-    python = model_python(stubs, environment, work_dir, bundled)
-    folder = _fresh(work_dir / "backends")
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    stub = server / "python_backend_stubs" / version / _STUB
+    library_path = [libraries, *_libpython(version)]
+    problem = _misfit(version, stub, library_path)
+    if problem is not None:
+        raise ConfigurationError(
+            f"The embedded Triton cannot run its models: {problem} ({sys.executable}). Install this service in Python "
+            "3.11 or 3.12 with a shared library (Debian: libpython3.11): pip install 'triton-openai[demo]'. It brings "
+            "'numpy<2'."
+        )
+    folder = work_dir / "backends"
     backend = folder / "python"
     # Copied: Triton refuses a backend's library that is a link to somewhere outside the backend's folder.
-    shutil.copytree(server / "backends" / "python", backend, ignore=shutil.ignore_patterns("__pycache__"))
-    (backend / "triton_python_backend_stub").unlink(missing_ok=True)
-    (backend / "triton_python_backend_stub").symlink_to(stubs / python.version / "triton_python_backend_stub")
+    shutil.copytree(server / "backends" / "python", backend, ignore=shutil.ignore_patterns("__pycache__", _STUB))
+    (backend / _STUB).symlink_to(stub)
     if backends is not None:
         _link_children(backends, folder)
-    inherited = {key: value for key, value in environment.items() if key not in ("PYTHONHOME", "PYTHONPATH")}
+    # The stub finds its packages through the python3 that stands first on PATH, and ignores Python's variables.
+    python = work_dir / "python"
+    venv.create(python, symlinks=True)
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (python / "lib" / f"python{version}" / "site-packages" / "service.pth").write_text("\n".join(packages))
     return Runtime(
         binary=server / "bin" / "tritonserver",
         environment={
-            **inherited,
-            "PATH": _joined(python.bin, environment.get("PATH", "")),
+            **{key: value for key, value in environment.items() if key not in ("PYTHONHOME", "PYTHONPATH")},
+            "PATH": _joined(python / "bin", environment.get("PATH", "")),
             # The backend is a copy in another place, from where it does not find the libraries that lie beside it.
-            "LD_LIBRARY_PATH": _joined(libraries, *python.library_path, environment.get("LD_LIBRARY_PATH", "")),
+            "LD_LIBRARY_PATH": _joined(*library_path, environment.get("LD_LIBRARY_PATH", "")),
             # Models are read from folders that may not be writable, and leave nothing behind in those that are.
             "PYTHONDONTWRITEBYTECODE": "1",
             # One process per model instance: a thread pool in each of them would only fight over the cores.
@@ -82,15 +94,15 @@ def packaged_runtime(environment: Mapping[str, str], work_dir: Path, backends: P
 
 
 def _package() -> tuple[Path, Path]:
+    """Return the folder of the server in its package, and that of the libraries beside it."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         own = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        newer = (
-            "" if sys.version_info < (3, 13) else f" in Python 3.11 or 3.12 (this is {own}, which it has no wheel for)"
-        )
+        newer = f" in Python 3.11 or 3.12 (this is {own}, which it has no wheel for)"
         raise ConfigurationError(
             "The embedded Triton comes with the package nvidia-pytriton, which is not installed:"
-            f" pip install 'triton-openai[demo]'{newer}, or put a tritonserver on PATH, or use --triton-url."
+            f" pip install 'triton-openai[demo]'{newer if sys.version_info >= (3, 13) else ''}, or put a tritonserver"
+            " on PATH, or use --triton-url."
         )
     package = Path(next(iter(spec.submodule_search_locations)))
     server = package / "tritonserver"
@@ -102,15 +114,31 @@ def _package() -> tuple[Path, Path]:
     return server, package.parent / "nvidia_pytriton.libs"
 
 
-def _fresh(folder: Path) -> Path:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+def _libpython(version: str) -> list[Path]:
+    """Return the folders that may hold this interpreter's shared library."""
+    folder = Path(sysconfig.get_config_var("LIBDIR") or "")
+    # Debian keeps libraries in a folder of the architecture below the one it names.
+    folders = (folder, folder / (sysconfig.get_config_var("MULTIARCH") or ""), Path(sys.base_prefix, "lib"))
+    return [each for each in dict.fromkeys(folders) if (each / f"libpython{version}.so.1.0").is_file()]
+
+
+def _misfit(version: str, stub: Path, library_path: list[Path]) -> str | None:
+    """Return why Triton's stub cannot embed this Python, None if it can."""
+    if not stub.is_file():
+        return f"nvidia-pytriton has no stub for Python {version}"
+    # The package brings one library itself: libpython3-<hash>.13.so.1.0.
+    bundled = any(library_path[0].glob(f"libpython3-*.{version.partition('.')[2]}.so.1.0"))
+    if len(library_path) == 1 and not bundled:
+        return f"Python {version} has no libpython{version}.so.1.0"
+    # The stub was built against NumPy 1 and crashes on text with NumPy 2.
+    numpy = importlib.metadata.version("numpy")
+    return f"NumPy is {numpy}, and not 'numpy<2'" if int(numpy.partition(".")[0]) >= 2 else None
 
 
 def _link_children(source: Path, target: Path) -> None:
     if not source.is_dir():
         raise ConfigurationError(f"There is no folder of backends at {source}.")
+    target.mkdir(parents=True, exist_ok=True)
     for child in source.iterdir():
         if child.name != "__pycache__":
             (target / child.name).unlink(missing_ok=True)

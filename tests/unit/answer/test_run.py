@@ -16,7 +16,7 @@ from triton_openai.adapters._common.base import Capabilities, Hints
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.run import Background, Run
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.config.tree import TritonSettings
+from triton_openai.config import TritonSettings
 from triton_openai.generation import Generation, Sampling
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.triton.tensors import JsonResponse

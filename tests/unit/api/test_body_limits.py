@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from triton_openai.api import bodies
 from triton_openai.api.bodies import JsonCheck, _read, parse_json, read_within
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.embeddings import SIDES, ScoreRequest
@@ -26,9 +28,16 @@ from triton_openai.api.tools import plan
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
-SMALL = LimitSettings(
-    max_json_depth=8, max_json_values=50, max_token_ids=20, max_text_size=400,
-)  # fmt: skip
+SMALL = LimitSettings(max_token_ids=20, max_text_size=400)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Iterator[None]:
+    """What has no setting is small as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "MAX_DEPTH", 8)
+        patch.setattr(bodies, "MAX_VALUES", 50)
+        yield
 
 
 def nested(depth: int) -> str:
@@ -106,12 +115,12 @@ def test_errors(body: str, status: int, code: str) -> None:
 
 def test_token_ids() -> None:
     """Lists of whole numbers have a limit of their own, wherever they are, and other values are none of it."""
-    limits = LimitSettings(max_json_values=20, max_token_ids=100)
+    limits = LimitSettings(max_token_ids=100)
     check(json.dumps({"prompt": [[1, 22, 333] * 16, [4] * 50], "b": "[1,2" * 1000}).encode(), limits)
     with pytest.raises(PayloadTooLarge, match="more than 100 token ids"):
         check(json.dumps({"prompt": [[1] * 52, [4] * 52]}, indent=4).encode(), limits)
-    with pytest.raises(PayloadTooLarge, match="more than 20 values"):
-        check(json.dumps({"prompt": [[1] * 20, [1.5] * 20]}).encode(), limits)
+    with pytest.raises(PayloadTooLarge, match="more than 50 values"):
+        check(json.dumps({"prompt": [[1] * 20, [1.5] * 50]}).encode(), limits)
 
 
 def data_url(size: int) -> str:
@@ -141,9 +150,9 @@ def test_images_are_no_text() -> None:
 @every_case("before", ["", '"', "\\\\", '\\\\"', '\\"', '"a', "\\\\\\"])
 def test_what_looks_like_an_image_hides_nothing(before: str) -> None:
     """Whatever stands around it, what follows is counted or is no JSON."""
-    limits = LimitSettings(max_text_size=3000, max_json_values=20)
+    limits = LimitSettings(max_text_size=3000)
     for behind in ("", "\\", "\\\\", "\\/"):
-        body = f'["{before}{data_url(5000)}{behind}", {"[]," * 30} 1]'.encode()
+        body = f'["{before}{data_url(5000)}{behind}", {"[]," * 60} 1]'.encode()
         try:
             check(body, limits)
         except InvalidRequest:
@@ -152,7 +161,7 @@ def test_what_looks_like_an_image_hides_nothing(before: str) -> None:
             msgspec.json.decode(body)
 
 
-def test_json_in_texts_counts_too() -> None:
+def test_json_in_texts_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arguments of past tool calls, and schemas given as texts, count all together."""
     arguments = json.dumps({"a": [1.5] * 15})
 
@@ -161,7 +170,8 @@ def test_json_in_texts_counts_too() -> None:
         messages = [{"role": "assistant", "tool_calls": [call] * calls}]
         return json.dumps({"model": "m", "messages": messages, **fields}).encode()
 
-    limits = LimitSettings(max_json_values=100)
+    limits = LimitSettings()
+    monkeypatch.setattr(bodies, "MAX_VALUES", 100)
     read_within(chat(4), ChatRequest, limits)
     for body, param in (
         (chat(6), "messages[0].tool_calls[3]"),
@@ -263,4 +273,4 @@ async def test_bodies_as_they_arrive() -> None:
     with pytest.raises(RequestTimeout):
         await read(ended=False, body_timeout=0.01)
     with pytest.raises(RequestTimeout):
-        await read(b"a" * 50, b"a", ended=False, body_timeout=0.01, min_body_rate=10_000)
+        await read(b"a" * 50, b"a", ended=False, body_timeout=0.01)

@@ -25,7 +25,7 @@ from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
 from triton_openai.api.parameters import guide_of, neutral_values, refuse, sampling, stop_strings, stream_options
-from triton_openai.config.tree import DefaultParameters
+from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
 from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, TensorSpec

@@ -12,9 +12,9 @@ from triton_openai.config import (
     ServerSettings,
     Settings,
     TritonSettings,
-    changes_between,
     options,
 )
+from triton_openai.config.reload import changes_between
 
 
 def test_the_same_settings() -> None:
@@ -70,7 +70,7 @@ def test_what_is_made_once_needs_a_restart() -> None:
     fixed = {option.key for option in options() if not option.live}
 
     assert {
-        *("server.host", "server.port", "server.backlog", "server.workers", "server.max_body_size"),
+        *("server.host", "server.port", "server.workers", "server.max_body_size"),
         *("server.log_format", "server.log_level"),
-        *("triton.url", "triton.model_repository", "triton.connect_timeout", "triton.refresh_interval"),
+        *("triton.url", "triton.model_repository", "triton.refresh_interval"),
     } <= fixed

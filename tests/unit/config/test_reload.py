@@ -12,8 +12,7 @@ from structlog.testing import capture_logs
 
 from triton_openai.access.guard import GUARD
 from triton_openai.app import create_app, take_over
-from triton_openai.config import AccessSettings, ApiSettings, Settings, load_settings
-from triton_openai.config.access import RestrictedApi
+from triton_openai.config import AccessSettings, ApiSettings, RestrictedApi, Settings, load_settings
 from triton_openai.config.files import FileWatch
 from triton_openai.config.reload import Reloader, Source
 from triton_openai.errors import ConfigurationError

@@ -21,16 +21,22 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.tls_fixture import Authority
+from triton_openai.config import TlsSettings
 from triton_openai.config import files as watched_files
 from triton_openai.config.files import FromFiles
-from triton_openai.config.tls import TlsSettings, server_context
+from triton_openai.config.tls import server_context
 from triton_openai.errors import ConfigurationError
 
 
 @pytest.fixture
-def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
-    """An authority; changed files are noticed at once."""
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed files are noticed at once."""
     monkeypatch.setattr(watched_files, "LOOK_SECONDS", 0.0)
+
+
+@pytest.fixture
+def authority(tmp_path: Path, at_once: None) -> Authority:
+    """An authority; changed files are noticed at once."""
     return Authority(tmp_path)
 
 
@@ -184,7 +190,9 @@ async def test_a_bad_file_changes_nothing(authority: Authority, capsys: pytest.C
     assert "does not belong to the certificate" in said
 
 
-def test_a_file_that_could_not_be_read_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, at_once: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing of it changes when descriptors are free again, or its rights have been mended; it is told once."""
     file = tmp_path / "token"
     file.write_text("old")
@@ -195,7 +203,7 @@ def test_a_file_that_could_not_be_read_is_tried_again(tmp_path: Path, capsys: py
             raise fails.pop()
         return file.read_text()
 
-    found = FromFiles(read, (file,), what="the token", look_seconds=0)
+    found = FromFiles(read, (file,), what="the token")
     file.write_text("another")
     fails += [ConfigurationError("No."), ConfigurationError("No."), OSError(24, "Too many open files")]
 
@@ -203,11 +211,11 @@ def test_a_file_that_could_not_be_read_is_tried_again(tmp_path: Path, capsys: py
     assert 2 == capsys.readouterr().out.count("changed files not used")
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_is_not_waited_for(tmp_path: Path, at_once: None, capsys: pytest.CaptureFixture[str]) -> None:
     """The event loop would stand still until somebody writes into it."""
     file = tmp_path / "token"
     file.write_text("old")
-    found = FromFiles(file.read_text, (file,), what="the token", look_seconds=0)
+    found = FromFiles(file.read_text, (file,), what="the token")
     file.unlink()
     os.mkfifo(file)
     # Whoever waits for it gets this; nobody reads it in time.

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from triton_openai.config import load_settings
-from triton_openai.config.observability import TracesSettings
+from triton_openai.config import TracesSettings, load_settings
 from triton_openai.errors import ConfigurationError
 
 
@@ -98,10 +97,7 @@ def test_settings_win(read) -> None:
     settings = read({**environ, "OTEL_TRACES_EXPORTER": "none"}, otlp_endpoint="http://own", otlp_protocol="grpc")
 
     assert ("http://own", "grpc") == (settings.exporter_url, settings.protocol)
-    assert ("http://own/v1/traces", True) == (
-        read(environ, otlp_endpoint="http://own").exporter_url,
-        settings.continue_traces,
-    )
+    assert "http://own/v1/traces" == read(environ, otlp_endpoint="http://own").exporter_url
 
 
 @pytest.mark.parametrize(

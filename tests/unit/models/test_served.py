@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
-from triton_openai.config import Settings
-from triton_openai.config.tree import ApiSettings, ModelSettings, TritonSettings
+from triton_openai.config import ApiSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, ModelNotFound
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,17 +105,6 @@ def test_prompts(template: str, expected: str) -> None:
     assert expected == prompter(template).render(CHAT)
 
 
-def test_a_file_with_its_last_newline(tmp_path: Path) -> None:
-    """The file's text is the template, and nothing of it is trimmed."""
-    file = tmp_path / "history.liquid"
-    file.write_bytes("{% for item in items %}é {{ item.content }}\r\n{% endfor %}A:\n".encode())
-    found = Prompter.resolve(ModelSettings(history_template_file=file))
-
-    assert "é Hi\r\nA:\n" == found.render([UserMessage(content="Hi")])
-    assert f"Liquid (history_template_file {file})" == found.provenance.chat_template
-    assert "Liquid (history_template)" == prompter("A").provenance.chat_template
-
-
 def test_other_roles_and_contents() -> None:
     """A developer is a system, a function a tool, parts are lines, and no content is an empty text."""
     text = "{% for item in items %}{{ item.identity }}={{ item.content }};{% endfor %}"
@@ -180,28 +168,12 @@ def test_contents_are_never_templates(texts: list[str]) -> None:
         ("{% for item in items %}{{ item.content | nothing_like_it }}{% endfor %}", "nothing_like_it"),
     ],
 )
-def test_templates_that_cannot_work(text: str, reason: str, tmp_path: Path) -> None:
+def test_templates_that_cannot_work(text: str, reason: str) -> None:
     """A template that is no Liquid, or fails on every chat, is an error at start that names the setting."""
-    file = tmp_path / "history.liquid"
-    file.write_text(text)
-    for name, model in (
-        ("history_template", ModelSettings(history_template=text)),
-        ("history_template_file", ModelSettings(history_template_file=file)),
-    ):
-        with pytest.raises(ConfigurationError) as caught:
-            create_app(Settings(models={"m": model}))
-        assert f"{name} " in caught.value.message
-        assert reason in caught.value.message
-
-
-@pytest.mark.parametrize("content", [None, b"\xff"], ids=["missing", "not UTF-8"])
-def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
-    """A file that is missing or no text is an error that names setting and file."""
-    file = tmp_path / "history.liquid"
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"history_template_file cannot be read .*history\.liquid"):
-        load(None, file)
+    with pytest.raises(ConfigurationError) as caught:
+        create_app(Settings(models={"m": ModelSettings(history_template=text)}))
+    assert "history_template " in caught.value.message
+    assert reason in caught.value.message
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,4 +187,4 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.raises(ConfigurationError, match=r"history_template needs .* 'triton-openai\[liquid\]'"):
-        load("A", None)
+        load("A")

@@ -10,8 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from triton_openai.adapters._common.base import BoundParameter, Rule
-from triton_openai.config import Settings
-from triton_openai.config.tree import DefaultParameters, ModelSettings
+from triton_openai.config import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.prompter import LazyPrompter

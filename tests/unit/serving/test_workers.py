@@ -15,8 +15,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from triton_openai.cli import worker as worker_command
-from triton_openai.config import ApiSettings, DefaultParameters, ModelSettings, ServerSettings, Settings, TritonSettings
-from triton_openai.config.tree import LoraSettings
+from triton_openai.config import (
+    ApiSettings,
+    DefaultParameters,
+    LoraSettings,
+    ModelSettings,
+    ServerSettings,
+    Settings,
+    TritonSettings,
+)
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.serving.workers.channel import Channel, encode

@@ -379,15 +379,6 @@ async def test_models_that_nobody_wants_now_are_not_broken_ones() -> None:
     assert [1, 1, 2] == [found.sum("triton_openai_triton_models", state=state) for state in states]
 
 
-async def test_metrics_can_be_turned_off() -> None:
-    """Then there is no such path."""
-    settings = Settings(metrics=MetricsSettings(enabled=False), triton=TritonSettings(url=("http://127.0.0.1:1",)))
-    async with serving(settings) as proxy:
-        answer = await proxy.get("/metrics")
-
-    assert (404, "not_found") == (answer.status, answer.error["code"])
-
-
 async def test_triton_that_is_away() -> None:
     """It is seen, and the rest goes on."""
     async with serving(Settings(triton=TritonSettings(url=("http://127.0.0.1:1",)))) as proxy:

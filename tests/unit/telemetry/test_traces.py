@@ -36,8 +36,7 @@ from triton_openai.api.parameters import (
     TextFormat,
 )
 from triton_openai.app import create_app
-from triton_openai.config import ServerSettings, Settings
-from triton_openai.config.observability import TracesSettings
+from triton_openai.config import ServerSettings, Settings, TracesSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UpstreamError
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import otlp
@@ -370,14 +369,6 @@ def test_what_is_not_recorded_is_not_carried() -> None:
     assert "a" * 32 == observation.log_fields["trace_id"]
 
 
-def test_clients_may_not_choose_their_trace() -> None:
-    """Where they are not trusted."""
-    recorder = Recorder(continue_traces=False)
-    span = recorder.end(recorder.begin(headers={"traceparent": PARENT}))["POST"]
-
-    assert span.parent is None
-
-
 def test_headers_are_handed_on() -> None:
     """Those of a trace that is recorded, and the request's id always."""
     observation = Observation(
@@ -506,7 +497,7 @@ def test_what_the_sdk_does_not_take_when_it_is_imported_is_said() -> None:
     """It reads its limits then."""
     program = (
         "from triton_openai.app import create_app; from triton_openai.config import Settings; "
-        "from triton_openai.config.observability import TracesSettings; "
+        "from triton_openai.config import TracesSettings; "
         "from triton_openai.errors import ConfigurationError\n"
         "try: create_app(Settings(traces=TracesSettings(otlp_endpoint='http://127.0.0.1:4318')))\n"
         "except ConfigurationError as error: print(error.message)"

@@ -13,9 +13,8 @@ from aiohttp.test_utils import TestServer
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.cases import every_case
-from triton_openai.config import Settings, load_settings
+from triton_openai.config import Settings, TritonAccess, load_settings
 from triton_openai.config import files as watched_files
-from triton_openai.config.tls import TritonAccess
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.endpoint import Endpoint

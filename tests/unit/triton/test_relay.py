@@ -22,9 +22,8 @@ from yarl import URL
 
 from tests.relays import Relays, Upstream, relayed
 from tests.tls_fixture import Authority
+from triton_openai.config import RestrictedApi, TlsSettings
 from triton_openai.config import files as watched_files
-from triton_openai.config.access import RestrictedApi
-from triton_openai.config.tls import TlsSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.relay.rules import operation_of_path
 

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from triton_openai.errors import ConfigurationError
-from triton_openai.tritonserver.supervisor import Supervisor
+from triton_openai.tritonserver.embedded import EmbeddedTriton
+from triton_openai.tritonserver.supervisor import Pauses, Supervisor
 
 
-class Server:
+class Server(EmbeddedTriton):
     """A server of no process: it records what is asked of it, and ends or fails to start when told so."""
 
     def __init__(self, *, failing_starts: tuple[int, ...] = (), blocks: bool = False) -> None:
@@ -124,3 +125,11 @@ async def test_it_can_be_stopped_while_it_starts() -> None:
         await _until(lambda: server.calls)
 
     assert ["start", "stop"] == server.calls
+
+
+def test_pauses_grow_up_to_the_longest() -> None:
+    """Each is twice the one before; what has lived long enough is started again soon, and they grow from there."""
+    pauses = Pauses(first=1, longest=5, stable_after=60)
+
+    assert [1, 2, 4, 5, 5] == [pauses.after(lived) for lived in (0, 10, 59, 0, 0)]
+    assert [1, 2] == [pauses.after(60), pauses.after(0)]

@@ -21,7 +21,7 @@ from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.models.draining import first_of
 from triton_openai.serving.workers.channel import Channel
-from triton_openai.tritonserver.backoff import Pauses
+from triton_openai.tritonserver.supervisor import Pauses
 
 log = structlog.get_logger(__name__)
 

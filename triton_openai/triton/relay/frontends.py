@@ -44,7 +44,7 @@ async def start_frontends(
     from triton_openai.triton.relay.rules import Rules
 
     rules = Rules({*server.kserve_allow, *(["model-repository"] if triton.model_control_mode == "explicit" else ())})
-    connection = ConnectionSettings(connect_timeout=triton.connect_timeout, access=settings.triton_access)
+    connection = ConnectionSettings(access=settings.triton_access)
     context, credentials = server_context(settings.tls), server_credentials(settings.tls)
     over_http = HttpRelay(
         triton.http_url, rules, connection, guard=guard, changed=changed, limits=settings.limits, tls=context
@@ -54,11 +54,10 @@ async def start_frontends(
         sockets = bound_sockets(
             server.host,
             server.kserve_http_port,
-            backlog=server.backlog,
             advice="Choose another for Triton's HTTP protocol with --kserve-http-port.",
             reuse_port=reuse_port,
         )
-        await over_http.start(sockets, server.backlog)
+        await over_http.start(sockets)
         await over_grpc.start(server.host, server.kserve_grpc_port, credentials=credentials, reuse_port=reuse_port)
     except ConfigurationError:
         await over_http.close(0)

@@ -75,11 +75,11 @@ class HttpRelay:
         """Where it listens."""
         return self._server.port
 
-    async def start(self, sockets: Sequence[socket.socket], backlog: int) -> None:
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Relay whatever comes to *sockets*."""
         await self._server.start()
         for one in sockets:
-            await self._server.listen(one, backlog)
+            await self._server.listen(one)
 
     async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Take no new connections, give what runs *grace* seconds to finish, or until *hurried*, and close."""
