@@ -34,25 +34,24 @@ class TextDecoder:
         readers: Sequence[Reader] = (),
     ) -> None:
         self._stage = stage
-        self._text = text
+        # An output without a name is absent.
+        self._outputs = (text, token_count or "", finish or "")
         # None once it is known.
         self._prompt_count = prompt_count
-        self._token_count = token_count
-        self._finish = finish
         self._readers = readers
 
     def feed(self, response: InferResponse) -> Sequence[Delta]:
         """Return the delta of one response."""
-        texts = response.texts(self._text)
-        text = texts[0] if texts else ""
+        text, tokens, reason = response.first(self._outputs)
+        text = text or ""
         delta = Delta(text if self._stage is None else self._stage.feed(text))
-        if self._token_count is not None and (counts := response.numbers(self._token_count)):
-            delta.tokens = int(counts[0])
+        if tokens is not None:
+            delta.tokens = int(tokens)
         if self._prompt_count is not None and (counts := response.numbers(self._prompt_count)):
             delta.prompt_tokens = int(counts[0])
             self._prompt_count = None
-        if self._finish is not None and (reasons := response.texts(self._finish)) and reasons[0] != "None":
-            delta.finish_reason = _finish_reason(reasons[0])
+        if reason is not None and reason != "None":
+            delta.finish_reason = _finish_reason(reason)
         for read in self._readers:
             read(response, delta)
         return (delta,)

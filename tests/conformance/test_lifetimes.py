@@ -26,6 +26,7 @@ from tests.conformance.calls import (
     steered,
 )
 from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
+from tests.reading import Reading
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.tensors import InferRequest, Tensor
 
@@ -159,7 +160,7 @@ async def release(triton, limit: int) -> None:
         inputs=(*inputs, Tensor("stop", "BOOL", (1, 1), (True,))),
         stream=True,
     )
-    stream = await client.stream(order)
+    stream = Reading(client, order)
     while await stream.read():
         pass
     await client.close()

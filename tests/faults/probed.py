@@ -47,7 +47,7 @@ def state() -> dict[str, Any]:
     return {
         "tasks": sorted(str(getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks()),
         "running": sum(sum(each.running.values()) + each.queued for each in alive["Admission"]),
-        "streams": sum(not each._ended for each in streams),
+        "streams": sum(each._receiver is not None for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]),
         "idle": len(idle) + len(kept),
         "records": records,

@@ -13,13 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from tests.clients.service import serving as service_process
 from tests.conformance.calls import ask, request, steered
 from tests.proxy_fixture import Answer, Proxy, changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
-from triton_openai.answer.fan_out import Answers
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,16 +162,15 @@ async def test_a_client_that_goes_with_the_last_event(
     fresh: Proxy, monkeypatch: pytest.MonkeyPatch, orders: dict[str, Any], last: bytes, outcome: str
 ) -> None:
     """Whoever has read how an answer ended has not left it: a failure stays one, which alerts count."""
-    close = Answers.close
+    write_eof = web.StreamResponse.write_eof
 
-    async def slowly(answers: Answers) -> None:
-        try:
+    async def slowly(response: web.StreamResponse, data: bytes = b"") -> None:
+        await write_eof(response, data)
+        if data and response.content_type == "text/event-stream":
             # Until the client's going ends it.
             await asyncio.Event().wait()
-        finally:
-            await close(answers)
 
-    monkeypatch.setattr(Answers, "close", slowly)
+    monkeypatch.setattr(web.StreamResponse, "write_eof", slowly)
     body = request("chat", "vllm_model", steered(text="one two three", **orders), stream=True, n=2)
     async with fresh.client.post("/v1/chat/completions", json=body) as response:
         async for line in response.content:

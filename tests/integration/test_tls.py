@@ -19,6 +19,7 @@ import openai
 import pytest
 from aiohttp import web
 
+from tests.reading import Reading
 from tests.tls_fixture import Authority, relaying
 from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app
@@ -82,7 +83,7 @@ async def failure(url: str, access: TritonAccess) -> ServiceError:
 
 async def begin(client: Endpoint) -> None:
     """Begin a stream and wait for its first words."""
-    stream = await client.stream(request())
+    stream = Reading(client, request())
     try:
         assert await stream.read()
         while await stream.read():
@@ -152,7 +153,7 @@ async def test_own_certificate_renewed_while_a_stream_runs(
     access = TritonAccess(ca=trusted, certificate=shown)
     async with guarded(triton, transport, authority, authority.issue("one"), clients=True) as (old_url, _):
         client = Endpoint([old_url], connect_timeout=5, access=access)
-        stream = await client.stream(request(40, SLOW))
+        stream = Reading(client, request(40, SLOW))
         assert await stream.read()
         trusted.write_bytes(young.file.read_bytes())
         shown.write_bytes(young.issue("client", "service.example").read_bytes())

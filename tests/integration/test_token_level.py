@@ -26,6 +26,7 @@ from tests.conformance.calls import (
 )
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
+from triton_openai.answer.fan_out import collect
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.service import SERVICE, Task, new_id
 from triton_openai.cli.inspect import ModelReport, inspect_models
@@ -261,13 +262,10 @@ async def test_token_ids_go_through_unchanged(
 
     task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
     (run,) = await service.runs(model, [ids], task, limits=LIMITS, observation=unobserved())
-    await run.start()
-    texts = []
-    while not run.finished:
-        texts += [delta.text for delta in await run.read()]
+    (answer,) = await collect([run], timeout=60)
 
     assert ids == (await inputs_of(triton, "tensorrt_llm", run.generation.id))["input_ids"]["value"]
-    assert (" yes", len(ids)) == ("".join(texts), run.usage.prompt_tokens)
+    assert (" yes", len(ids)) == (answer.text, run.progress.usage.prompt_tokens)
 
 
 async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:

@@ -1,105 +1,137 @@
-"""The answers to one request: the deltas of one or several runs, as they come."""
+"""The runs that answer one request, side by side, and the task that waits for their ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from triton_openai.answer.run import Run
-from triton_openai.errors import ServiceError
-from triton_openai.generation import Delta
+from triton_openai.errors import UpstreamTimeout
+from triton_openai.generation import Delta, TokenLogprob
 
 # Prompts of one request that are sent to Triton at the same time.
 _PARALLEL_RUNS = 32
 
 
-class Step(msgspec.Struct, gc=False):
-    """What run number *choice* adds, and whether that was its end; the last step may add nothing."""
-
-    choice: int
-    deltas: Sequence[Delta]
-    finished: bool
-
-
 class Answers:
     """
-    The deltas of one or several runs as they come. Whoever makes it must :meth:`close` it; that closes every run.
+    One or several runs. What they bring goes to *push*, with the number of the run, as it comes.
 
-    One run is read directly. Several are read by a task each, into a queue that is bounded: a slow client holds all of
-    them back.
+    Whoever makes it must :meth:`close` it; that closes every run.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], push: Callable[[int, Sequence[Delta]], None]) -> None:
         self.runs = runs
-        self._queue: asyncio.Queue[Step | Exception] = asyncio.Queue(maxsize=2 * len(runs))
-        self._tasks: list[asyncio.Task[None]] = []
+        #: How many have not been returned by :meth:`ended`.
+        self.left = len(runs)
+        self._push = push
+        self._unsent = deque(enumerate(runs))
+        self._over: deque[int] = deque()
+        self._news = asyncio.Event()
 
     async def start(self) -> None:
         """Send the requests. Raises :class:`ServiceError`."""
-        if len(self.runs) == 1:
-            run = self.runs[0]
-            try:
-                await run.start()
-            except ServiceError as error:
-                run.error = error
-                raise
-            return
-        gate = asyncio.Semaphore(_PARALLEL_RUNS)
-        for number, run in enumerate(self.runs):
-            self._tasks.append(asyncio.create_task(self._pump(number, run, gate)))
-            # A request is made of a whole prompt: not of all of them in one turn of the event loop.
-            await asyncio.sleep(0)
+        for _ in range(min(len(self.runs), _PARALLEL_RUNS)):
+            self._send_next()
+            if self._unsent:
+                # A request is made of a whole prompt: not of all of them in one turn of the event loop.
+                await asyncio.sleep(0)
 
-    async def read(self) -> Step:
+    def _send_next(self) -> None:
+        choice, run = self._unsent.popleft()
+        run.start(partial(self._push, choice), partial(self._end, choice))
+
+    def _end(self, choice: int) -> None:
+        self._over.append(choice)
+        self._news.set()
+
+    def wake(self) -> None:
+        """Have :meth:`ended` return."""
+        self._news.set()
+
+    async def ended(self) -> Sequence[int]:
         """
-        Return the next step of any run. Not to be called once every run has finished. Raises the first error of any.
+        Wait until a run has ended, or for :meth:`wake`, and return the numbers of those that have ended meanwhile.
+
+        Their finish reasons and usage are settled. Raises what a run failed of.
         """
-        if not self._tasks:
-            run = self.runs[0]
-            try:
-                deltas = await run.read()
-            except ServiceError as error:
-                run.error = error
-                raise
-            return Step(0, deltas, run.finished)
-        item = await self._queue.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
+        await self._news.wait()
+        self._news.clear()
+        ended = []
+        while self._over:
+            choice = self._over.popleft()
+            run = self.runs[choice]
+            if run.failure is not None:
+                raise run.failure
+            await run.conclude()
+            if self._unsent:
+                self._send_next()
+            self.left -= 1
+            ended.append(choice)
+        return ended
 
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error*."""
-        if not self._tasks:
-            self.runs[0].abort(error)
-            return
-        for task in self._tasks:
-            task.cancel()
-        # What is still in the queue is late already.
-        while not self._queue.empty():
-            self._queue.get_nowait()
-        self._queue.put_nowait(error)
+    def pause(self) -> None:
+        """Hold every run back."""
+        for run in self.runs:
+            run.pause()
 
-    async def close(self) -> None:
+    def resume(self) -> None:
+        """Let them go on."""
+        for run in self.runs:
+            run.resume()
+
+    def close(self) -> None:
         """Stop what still runs."""
-        # Each will have what it was cancelled with, whose traceback has this object: kept here, that were a cycle.
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
         for run in self.runs:
             run.close()
-        if tasks:
-            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, number: int, run: Run, gate: asyncio.Semaphore) -> None:
-        try:
-            async with gate:
-                await run.start()
-                while not run.finished:
-                    deltas = await run.read()
-                    await self._queue.put(Step(number, deltas, run.finished))
-        except Exception as error:  # noqa: BLE001 - handed to the reader, which raises it
-            if isinstance(error, ServiceError):
-                run.error = error
-            await self._queue.put(error)
+
+def too_long(timeout: float | None) -> UpstreamTimeout:
+    """Return the error for an answer that took more than *timeout* seconds."""
+    return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.")
+
+
+class Collected(msgspec.Struct):
+    """The whole answer of one run, in the pieces in which it came."""
+
+    run: Run
+    deltas: Sequence[Delta]
+
+    @property
+    def text(self) -> str:
+        """Its text."""
+        return "".join([delta.text for delta in self.deltas])
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob]:
+        """The log probabilities of its tokens."""
+        return [entry for delta in self.deltas for entry in delta.logprobs]
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The ids of its tokens, where the backend tells them."""
+        return [number for delta in self.deltas for number in delta.token_ids]
+
+
+async def collect(runs: Sequence[Run], *, timeout: float | None) -> list[Collected]:
+    """
+    Return the whole answer of each run.
+
+    Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
+    """
+    collected: list[list[Delta]] = [[] for _ in runs]
+    answers = Answers(runs, lambda choice, deltas: collected[choice].extend(deltas))
+    try:
+        async with asyncio.timeout(timeout):
+            await answers.start()
+            while answers.left:
+                await answers.ended()
+    except TimeoutError as error:
+        raise too_long(timeout) from error
+    finally:
+        answers.close()
+    return [Collected(run=run, deltas=pieces) for run, pieces in zip(runs, collected, strict=True)]

@@ -1,36 +1,39 @@
 """
-Runs one generation on its model: adapter, transport, text stages, timeouts, and the end of it.
+Runs one generation on its model: adapter, transport, stages, time limits, and the end of it.
 
-The loop of :meth:`Run.read` is the hot path between the transport and the writer: per response one decode, one
-stop-string stage where there are stop strings, and nothing else.
+:meth:`Run.receive` is the hot path between the transport and the writer. The transport calls it in the turn of the
+event loop in which the bytes of a token arrive, and it passes the token on in the same turn: no task is woken for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from time import monotonic
 from typing import Any
 
 import msgspec
 import structlog
 
 from triton_openai.adapters._common.base import Decoder
-from triton_openai.answer.logprobs import INLINE_NUMBERS, log_probabilities
-from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.answer.tokens import held_logprobs, stop_strings, token_names, token_text
-from triton_openai.config import TritonSettings
+from triton_openai.answer.logprobs import LogitsReader
+from triton_openai.answer.stages import Pipeline
+from triton_openai.answer.time_limits import Silence, TimeLimits
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.offload import run as offloaded
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
-from triton_openai.telemetry.observation import UPSTREAM, InterTokenLatency
-from triton_openai.triton.client import ResponseStream, SingleAnswer, TritonClient
+from triton_openai.telemetry.observation import UPSTREAM, InterTokenLatency, Upstream
+from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.status import failed_midway, no_answer
-from triton_openai.triton.tensors import InferRequest
+from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
+
+#: Takes the next deltas of a run, all with something to show.
+Push = Callable[[Sequence[Delta]], None]
 
 
 class Background:
@@ -69,6 +72,154 @@ _STOP_REQUEST_TIMEOUT = 5.0
 _UNSEEN_TOKENS = 2
 
 
+class Progress:
+    """What is known of an answer up to now. See :class:`triton_openai.telemetry.observation.Answer`."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        # Counts: None once the backend has left one out; silent is a last step without text
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.tokens: int | None = 0
+        self.steps = 0
+        self.silent = True
+        #: The texts of the steps: before stop strings, and before anything is read out of them.
+        self.pieces: list[str] = []
+        self.cumulative_logprob: float | None = None
+        # How it ended
+        self.finish_reason: FinishReason | None = None
+        #: The stop string or the stop token that ended the answer, where one did and it is known which.
+        self.stop_reason: str | int | None = None
+        self.usage: Usage | None = None
+        self.error: ServiceError | None = None
+        self.cancelled = False
+        # When: sent to Triton, answered with a first token, the last step, and at its end
+        self.sent: float | None = None
+        self.first: float | None = None
+        self.now = 0.0
+        self.ended: float | None = None
+        self._arrivals = array("d")
+
+    def add(self, delta: Delta) -> None:
+        """Count a step."""
+        self.steps += 1
+        text = delta.text
+        self.silent = not text
+        if text:
+            self.pieces.append(text)
+            self._arrivals.append(self.now)
+        if delta.tokens is None:
+            self.tokens = None
+        elif self.tokens is not None:
+            self.tokens += delta.tokens
+        if delta.prompt_tokens is not None:
+            self.prompt_tokens = delta.prompt_tokens
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            last = delta.token_ids[-1] if delta.token_ids else None
+            if delta.finish_reason is FinishReason.STOP and last in self._generation.sampling.stop_token_ids:
+                self.stop_reason = last
+
+    def rest(self, text: str) -> None:
+        """Take in the text that was held back at the end; it counts for no step."""
+        self.pieces.append(text)
+        self.silent = False
+
+    @property
+    def text(self) -> str:
+        """What the backend has written."""
+        return "".join(self.pieces)
+
+    @property
+    def inter_token_latency(self) -> InterTokenLatency:
+        """The histogram of the times between two texts."""
+        return InterTokenLatency(self._arrivals)
+
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """The counts, where the backend gives them with every step."""
+        if self.usage is not None or self.tokens is None or self.prompt_tokens is None:
+            return self.usage
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens)
+
+    @property
+    def usage_estimate(self) -> Usage:
+        """About what the counts are, made of what is known of them and of the texts."""
+        prompt, ids = self.prompt_tokens, self._generation.prompt_ids
+        if prompt is None:
+            prompt = len(ids) if ids is not None else tokens_in(self._generation.prompt)
+        return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
+
+
+class Work:
+    """The work on the backend for one generation: how it is asked for, held back, and stopped."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        generation: Generation,
+        *,
+        client: TritonClient,
+        background: Background,
+    ) -> None:
+        self._model = model
+        self._generation = generation
+        self._client = client
+        self._background = background
+        self._progress: Progress | None = None
+        self._upstream: Upstream | None = None
+        #: Set while the work goes on.
+        self.stream: ResponseStream | None = None
+
+    def start(self, receiver: Receiver, progress: Progress) -> None:
+        """Send the request. Raises :class:`ServiceError`."""
+        self._progress, self._upstream = progress, UPSTREAM.get()
+        if self._model.lora_delivery is not None:
+            self.stream = LoraAnswers(self._model.lora_delivery, self._open, receiver)
+        else:
+            self.stream = self._open(self._generation.lora, receiver)
+
+    def _open(self, lora: Lora | None, receiver: Receiver) -> ResponseStream:
+        generation, progress = self._generation, self._progress
+        assert progress is not None
+        assert self._upstream is not None
+        if lora is not generation.lora:
+            generation = msgspec.structs.replace(generation, lora=lora)
+        request = self._model.adapter.encode(generation)
+        if generation.priority:
+            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
+        request = self._upstream.begin(request, progress, lora=None if lora is None else lora.name)
+        if progress.sent is None:
+            # A LoRA adapter's weights may make a second attempt of it; the client has waited since the first.
+            progress.sent = monotonic()
+        if request.stream:
+            return self._client.stream(request, receiver)
+        return SingleAnswer(self._client, request, receiver)
+
+    def stop(self, *, silent: bool = False) -> None:
+        """Stop it, unless it has ended or not begun."""
+        stream, self.stream = self.stream, None
+        if stream is None:
+            return
+        stream.close(silent=silent)
+        order = self._model.adapter.cancel(self._generation)
+        if order is not None:
+            self._background.start(self._send(order), timeout=_STOP_REQUEST_TIMEOUT)
+
+    async def _send(self, order: InferRequest) -> None:
+        assert self._upstream is not None
+        try:
+            with self._upstream.call(order) as sent:
+                await gather(self._client, sent)
+        except ServiceError as error:
+            # The engine of a model that is not decoupled has no way to answer, and stops all the same.
+            _log.debug("stop request failed", model=order.model, reason=error.reason)
+
+
 class Run:
     """One prompt being answered. Whoever starts it must :meth:`close` it; that stops the work on the backend."""
 
@@ -78,308 +229,168 @@ class Run:
         generation: Generation,
         *,
         client: TritonClient,
-        settings: TritonSettings,
         limits: TimeLimits,
         background: Background,
         tokenizer: Tokenizer | None,
     ) -> None:
-        # What runs
         self.model = model
         self.generation = generation
-        self._client = client
-        self._settings = settings
-        self._limits = limits
-        self._background = background
-        self._tokenizer = tokenizer
-        # The stream's state
-        self._loop = asyncio.get_running_loop()
-        self._decoder: Decoder = model.adapter.decoder(generation)
-        self._token_text = token_text(model, generation, tokenizer)
-        self._stops = stop_strings(model, generation)
-        self._names = token_names(model, generation, tokenizer)
-        self._held = held_logprobs(generation)
-        self._stream: ResponseStream | None = None
-        self._watch: asyncio.TimerHandle | None = None
-        self._last = self._loop.time()
-        self._waiting = False
-        self._ended = False
-        # Counts: None once the backend has left one out; silent is a last step without text
-        self._prompt_tokens: int | None = None
-        self._cached_tokens: int | None = None
-        self._tokens: int | None = 0
-        self._steps = 0
-        self._silent = True
-        self._text: list[str] = []
-        # The result
-        self.finish_reason: FinishReason | None = None
-        #: The stop string or the stop token that ended the answer, where one did and it is known which.
-        self.stop_reason: str | int | None = None
-        self.usage: Usage | None = None
-        self.error: ServiceError | None = None
-        self.cancelled = False
-        # When: sent to Triton, answered with a first token, and at its end
-        self.sent: float | None = None
-        self.first: float | None = None
-        self.ended: float | None = None
-        self.inter_token_latency = InterTokenLatency()
-        self.cumulative_logprob: float | None = None
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
+        self.progress = Progress(generation)
+        #: Whether nothing follows, and why, where that is a failure. :meth:`conclude` settles the rest.
+        self.over = False
+        self.failure: Exception | None = None
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._work = Work(model, generation, client=client, background=background)
+        self._silence = Silence(self._fall_silent)
+        self._decoder: Decoder = model.adapter.decoder(generation)
+        self._logits: LogitsReader | None = None
+        self._pipeline = Pipeline(model, generation, tokenizer, self.progress)
+        self._pauses = 0
+        self._push: Push | None = None
+        self._tell: Callable[[], None] | None = None
 
-    @property
-    def usage_so_far(self) -> Usage | None:
-        """The counts up to now, where the backend gives them with every step."""
-        if self.usage is not None or self._tokens is None or self._prompt_tokens is None:
-            return self.usage
-        return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=self._tokens)
-
-    @property
-    def usage_estimate(self) -> Usage:
-        """About what the counts up to now are, made of what is known of them and of the texts."""
-        prompt, tokens, ids = self._prompt_tokens, self._tokens, self.generation.prompt_ids
-        if prompt is None:
-            prompt = len(ids) if ids is not None else tokens_in(self.generation.prompt)
-        return Usage(prompt_tokens=prompt, completion_tokens=tokens or tokens_in_pieces(self._text))
-
-    @property
-    def steps(self) -> int:
-        """In how many steps the answer came up to now: a token each, or a few, or all of them."""
-        return self._steps
-
-    @property
-    def text(self) -> str:
-        """What the backend has written up to now: before stop strings, and before anything is read out of it."""
-        return "".join(self._text)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the generation has ended and ``finish_reason`` and ``usage`` are settled."""
-        return self._ended
-
-    async def start(self) -> None:
-        """Send the request; nothing where no tokens are wanted. Raises :class:`ServiceError`."""
+    def start(self, push: Push, tell: Callable[[], None]) -> None:
+        """
+        Send the request; nothing where no tokens are wanted. Its deltas go to *push*, and *tell* is called when it is
+        over. Raises :class:`ServiceError`.
+        """
+        self._push, self._tell = push, tell
         if not self.generation.sampling.max_tokens:
+            self._finish(None)
             return
-        if self.model.lora_delivery is not None:
-            answers = LoraAnswers(self.model.lora_delivery, self._open)
-            await answers.start()
-            self._stream = answers
-        else:
-            self._stream = await self._open(self.generation.lora)
-        if self._ended:
-            # Closed while the stream was being opened, by who could not know it yet.
-            self._ended = False
-            self.close()
-            return
+        receiver: Receiver = self
+        if self._pipeline.reads_logits:
+            receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
         if self._limits.total is None or not self.model.adapter.at_once(self.generation):
             # What comes at once has no first token; the limit of the whole answer holds for it.
-            self._watch_silence(self._limits.first_token)
+            self._silence.watch(self._limits.first_token)
+        try:
+            self._work.start(receiver, self.progress)
+        except ServiceError as error:
+            self.progress.error = error
+            raise
 
-    async def _open(self, lora: Lora | None) -> ResponseStream:
-        generation = self.generation
-        if lora is not generation.lora:
-            generation = msgspec.structs.replace(generation, lora=lora)
-        request = self.model.adapter.encode(generation)
-        if generation.priority:
-            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
-        request = UPSTREAM.get().begin(request, self, lora=None if lora is None else lora.name)
-        self._last = self._loop.time()
-        # A LoRA adapter's weights may make a second attempt of it; the client has waited since the first.
-        self.sent = self._last if self.sent is None else self.sent
-        return await self._client.stream(request) if request.stream else SingleAnswer(self._client, request)
-
-    async def read(self) -> Sequence[Delta]:
-        """
-        Return the next deltas, all with text; empty only when it has finished, when ``finish_reason`` and ``usage``
-        are known.
-
-        Raises :class:`ServiceError` for what went wrong upstream.
-        """
-        if self._stream is None:
-            await self._conclude()
-            return ()
-        # *told* is whether the backend, which looks for stop strings itself, says that the answer ends here.
-        stops, token_text, told = self._stops, self._token_text, False
-        while not self._ended:
-            self._waiting, self._last = True, self._loop.time()
-            try:
-                responses = await self._stream.read()
-            except InvalidRequest as error:
-                if not self._steps:
-                    raise
-                raise failed_midway(error) from error
-            finally:
-                self._waiting = False
-            deltas: list[Delta] = []
-            if not responses:
-                if self._steps == 0:
-                    raise no_answer(self.model.name)
-                self._append_rest(deltas)
-                await self._conclude()
-                return deltas
-            came = self._loop.time()
-            if self._steps == 0:
-                self.first = came
-                self._watch_silence(self._limits.idle)
+    def receive(self, responses: Sequence[InferResponse]) -> None:
+        """Take the responses that arrived together, and push what they show."""
+        if self.over:
+            return
+        progress, pipeline = self.progress, self._pipeline
+        progress.now = self._silence.last = monotonic()
+        if progress.first is None:
+            progress.first = progress.now
+            self._silence.watch(self._limits.idle)
+        stages = pipeline.stages
+        shown: list[Delta] = []
+        try:
             for response in responses:
                 for delta in self._decoder.feed(response):
-                    if delta.logits is not None:
-                        await self._add_logprobs(delta)
-                    if token_text is not None:
-                        token_text.feed(delta)
-                    self._count(delta, came)
-                    if stops is not None:
-                        told = self.model.adapter.capabilities.stop and delta.finish_reason is FinishReason.STOP
-                        delta.text = stops.end(delta.text) if told else stops.feed(delta.text)
-                        if stops.matched is not None:
-                            self.finish_reason, self.stop_reason = FinishReason.STOP, stops.matched
-                    if delta.logprobs:
-                        self._tell(delta)
-                    if delta.text or delta.logprobs or (delta.token_ids and self.generation.token_ids):
-                        deltas.append(delta)
-                if stops is not None and stops.matched is not None and not told:
+                    for stage in stages:
+                        stage(delta)
+                    if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
+                        shown.append(delta)
+                if pipeline.ends and pipeline.ended:
                     # The rest is not wanted: stop paying for it at once, then tell the client.
-                    self._append_held(deltas)
-                elif token_text is not None and token_text.stopped:
-                    self.finish_reason, self.stop_reason = FinishReason.STOP, token_text.stop_id
-                    self._append_rest(deltas)
-                else:
-                    continue
-                self.close()
-                await self._conclude()
-                return deltas
-            if deltas:
-                return deltas
-        return ()
+                    self._work.stop()
+                    pipeline.flush(self._decoder, shown)
+                    break
+            if shown and self._push is not None:
+                self._push(shown)
+        except Exception as error:  # noqa: BLE001 - for who waits for the end, whatever it is
+            self._fail(error)
+        else:
+            if pipeline.ends and pipeline.ended:
+                self._finish(None)
 
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error* and stop the work on the backend, unless it has ended or not begun."""
-        if self._stream is not None and not self._ended:
-            self._stream.abort(error)
+    def end(self, error: Exception | None) -> None:
+        """Take the end of the stream."""
+        if self.over:
+            return
+        if error is None:
+            shown: list[Delta] = []
+            try:
+                if not self.progress.steps:
+                    raise no_answer(self.model.name)
+                self._pipeline.flush(self._decoder, shown)
+                if shown and self._push is not None:
+                    self._push(shown)
+            except Exception as failure:  # noqa: BLE001 - for who waits for the end, whatever it is
+                error = failure
+        elif isinstance(error, InvalidRequest) and self.progress.steps:
+            midway = failed_midway(error)
+            midway.__cause__ = error
+            error = midway
+        if error is not None:
+            self._fail(error)
+        else:
+            self._work.stream = None
+            self._finish(None)
+
+    def pause(self) -> None:
+        """Hold the backend back until each call has its :meth:`resume`: a client may be slow, that is its right."""
+        self._pauses += 1
+        self._silence.paused = True
+        if self._work.stream is not None:
+            self._work.stream.pause()
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._pauses -= 1
+        if not self._pauses and self._work.stream is not None:
+            self._silence.paused, self._silence.last = False, monotonic()
+            self._work.stream.resume()
 
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-        if self._ended or self._stream is None:
-            self._ended = True
-            return
-        self._ended = True
-        self.cancelled = self.finish_reason is None
-        self.ended = self._loop.time()
-        self._stream.close()
-        order = self.model.adapter.cancel(self.generation)
-        if order is not None:
-            self._background.start(self._send(order), timeout=_STOP_REQUEST_TIMEOUT)
+        if self._work.stream is not None:
+            self._fail(None)
+        self.over = True
+        self._silence.stop()
+        # What is kept here refers to this run again: a cycle would keep prompt and answer for long.
+        self._push = self._tell = None
 
-    async def _send(self, order: InferRequest) -> None:
-        try:
-            with UPSTREAM.get().call(order) as sent:
-                if not sent.stream:
-                    await self._client.infer(sent)
-                    return
-                stream = await self._client.stream(sent)
-                try:
-                    while await stream.read():
-                        pass
-                finally:
-                    stream.close()
-        except ServiceError as error:
-            # The engine of a model that is not decoupled has no way to answer, and stops all the same.
-            _log.debug("stop request failed", model=order.model, reason=error.reason)
+    def _fall_silent(self, allowed: float) -> None:
+        what = "no further token" if self.progress.steps else "no answer"
+        self._work.stop(silent=True)
+        self._fail(UpstreamTimeout(f"The model sent {what} for {allowed:g} seconds.", code="upstream_silent"))
 
-    def _count(self, delta: Delta, came: float) -> None:
-        self._steps += 1
-        self._silent = not delta.text
-        if delta.prompt_tokens is not None:
-            self._prompt_tokens = delta.prompt_tokens
-        if delta.cached_tokens is not None:
-            self._cached_tokens = delta.cached_tokens
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-            last = delta.token_ids[-1] if delta.token_ids else None
-            if delta.finish_reason is FinishReason.STOP and last in self.generation.sampling.stop_token_ids:
-                self.stop_reason = last
-        if delta.tokens is None:
-            self._tokens = None
-        elif self._tokens is not None:
-            self._tokens += delta.tokens
-        if delta.cumulative_logprob is not None:
-            self.cumulative_logprob = delta.cumulative_logprob
-        if delta.text:
-            self._text.append(delta.text)
-            self.inter_token_latency.arrived(came)
+    def _fail(self, error: Exception | None) -> None:
+        self.progress.cancelled = self.progress.finish_reason is None
+        self._work.stop()
+        self._finish(error)
 
-    async def _add_logprobs(self, delta: Delta) -> None:
-        """Make the log probabilities of *delta* from its logits, and let these go."""
-        logits, delta.logits = delta.logits, None
-        assert logits is not None
-        ids, count = delta.token_ids, self.generation.sampling.logprobs or 0
-        delta.logprobs = await offloaded(
-            lambda: log_probabilities(logits, ids, count), size=len(ids) * logits.width, threshold=INLINE_NUMBERS
-        )
+    def _finish(self, error: Exception | None) -> None:
+        self.over = True
+        self.failure = error
+        if isinstance(error, ServiceError):
+            self.progress.error = error
+        self.progress.ended = monotonic()
+        self._silence.stop()
+        if self._logits is not None:
+            self._logits.close()
+        if self._tell is not None:
+            self._tell()
 
-    def _tell(self, delta: Delta) -> None:
-        """Name the tokens of *delta*'s log probabilities, and keep those that a stop string may still cut off."""
-        if self._names is not None:
-            delta.logprobs = [self._names.named(entry) for entry in delta.logprobs]
-        if self._held is not None:
-            delta.logprobs = self._held.feed(delta.logprobs)
-
-    def _append_held(self, deltas: list[Delta]) -> None:
-        """Append the entries that were still held, now that the answer's end is known, with the text they belong to."""
-        entries = self._held.end() if self._held is not None else ()
-        if entries and deltas:
-            deltas[-1].logprobs = [*deltas[-1].logprobs, *entries]
-        elif entries:
-            deltas.append(Delta(logprobs=entries))
-
-    def _append_rest(self, deltas: list[Delta]) -> None:
-        """Append what the decoder and the stop strings still hold, now that nothing follows."""
-        for delta in self._decoder.flush():
-            self._text.append(delta.text)
-            self._silent = False
-            if self._stops is not None:
-                delta.text = self._stops.feed(delta.text)
-            if delta.text:
-                deltas.append(delta)
-        if self._token_text is not None:
-            text = self._token_text.flush()
-            if self._stops is not None:
-                text = self._stops.feed(text)
-            if text:
-                deltas.append(Delta(text))
-        if self._stops is not None:
-            if self._stops.matched is not None:
-                self.finish_reason, self.stop_reason = FinishReason.STOP, self._stops.matched
-            rest = self._stops.flush()
-            if rest:
-                deltas.append(Delta(rest))
-        self._append_held(deltas)
-
-    async def _conclude(self) -> None:
+    async def conclude(self) -> None:
         """Settle usage and finish reason: from the backend, else from what can be counted, else they stay unknown."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
-        self._ended = True
-        self.ended = self._loop.time()
-        tokens, prompt = self._tokens, self._prompt_tokens
-        if prompt is None and self.generation.prompt_ids is not None:
-            prompt = len(self.generation.prompt_ids)
+        progress, generation = self.progress, self.generation
+        tokens, prompt = progress.tokens, progress.prompt_tokens
+        if prompt is None and generation.prompt_ids is not None:
+            prompt = len(generation.prompt_ids)
         if prompt is None and self._tokenizer is not None:
-            prompt = await self._tokenizer.count_async(self.generation.prompt, self.model.adapter.hints.adds_bos)
-        limit = self.generation.sampling.max_tokens
+            prompt = await self._tokenizer.count_async(generation.prompt, self.model.adapter.hints.adds_bos)
+        limit = generation.sampling.max_tokens
         room = self.model.settings.max_model_len
         if room is not None and prompt is not None:
             limit = min(limit, room - prompt)
         if tokens is None:
             tokens = await self._infer(limit)
-        elif self.finish_reason is None:
-            self.finish_reason = FinishReason.LENGTH if tokens >= limit else FinishReason.STOP
+        elif progress.finish_reason is None:
+            progress.finish_reason = FinishReason.LENGTH if tokens >= limit else FinishReason.STOP
         if tokens is not None and prompt is not None:
-            cached = self._cached_tokens
-            self.usage = Usage(
+            cached = progress.cached_tokens
+            progress.usage = Usage(
                 prompt_tokens=prompt,
                 completion_tokens=tokens,
                 # A backend may count a block of its cache whole that the prompt fills in part.
@@ -395,33 +406,17 @@ class Run:
         *limit* show that it was not reached. An answer that came at once shows its text alone: if that ends with half a
         character, it was cut there.
         """
-        text, steps, most = "".join(self._text), self._steps, self.generation.sampling.max_tokens
+        progress, most = self.progress, self.generation.sampling.max_tokens
+        text, steps = progress.text, progress.steps
         counted, cut = None, steps >= limit
         if self._tokenizer is not None:
-            counted = max(await count_pieces(self._tokenizer, self._text), steps - self._silent)
+            counted = max(await count_pieces(self._tokenizer, progress.pieces), steps - progress.silent)
             cut = counted + (_UNSEEN_TOKENS if steps == 1 and text.endswith("\ufffd") else 0) >= limit
-        if self.finish_reason is None:
+        if progress.finish_reason is None:
             if cut:
-                self.finish_reason = FinishReason.LENGTH
+                progress.finish_reason = FinishReason.LENGTH
             elif counted is not None or steps > 1 or len(text.encode("utf-8", "replace")) < limit:
-                self.finish_reason = FinishReason.STOP
-        if counted is not None and cut and self.finish_reason is FinishReason.LENGTH:
+                progress.finish_reason = FinishReason.STOP
+        if counted is not None and cut and progress.finish_reason is FinishReason.LENGTH:
             counted = max(counted, limit)
         return None if counted is None else min(counted, most)
-
-    def _watch_silence(self, allowed: float) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = self._loop.call_later(allowed, self._check_silence, allowed)
-
-    def _check_silence(self, allowed: float) -> None:
-        # One timer per stream that looks at a time stamp, instead of one that is set anew for every token.
-        # While nobody waits for Triton, it is the client who is slow, and that is its right.
-        left = self._last + allowed - self._loop.time() if self._waiting else allowed
-        if left > 0:
-            self._watch = self._loop.call_later(left, self._check_silence, allowed)
-            return
-        self._watch = None
-        assert self._stream is not None
-        what = "no further token" if self._steps else "no answer"
-        self._stream.abort(UpstreamTimeout(f"The model sent {what} for {allowed:g} seconds.", code="upstream_silent"))

@@ -1,9 +1,11 @@
-"""How long a request may take: the operator's limits, and a client's own shorter ones."""
+"""How long a request may take: the operator's limits, a client's own shorter ones, and who watches them."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from time import monotonic
 
 import msgspec
 
@@ -54,6 +56,45 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         total = None if self.total is None else max(self.total - seconds, _LEAST_SECONDS)
         first_token = max(self.first_token - seconds, _LEAST_SECONDS)
         return msgspec.structs.replace(self, first_token=first_token, total=total)
+
+
+class Silence:
+    """
+    Calls *late* with the seconds that were allowed when nothing came for so long.
+
+    One timer that looks at a time stamp, instead of one that is set anew for every token. While ``paused`` nobody
+    waits.
+    """
+
+    def __init__(self, late: Callable[[float], None]) -> None:
+        self.last = 0.0
+        self.paused = False
+        self._late: Callable[[float], None] | None = late
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, allowed: float) -> None:
+        """Allow so many seconds from now on."""
+        self.last = monotonic()
+        self._set(allowed, allowed)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._late = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set(self, seconds: float, allowed: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check, allowed)
+
+    def _check(self, allowed: float) -> None:
+        left = allowed if self.paused else self.last + allowed - monotonic()
+        if left > 0:
+            self._set(left, allowed)
+        elif self._late is not None:
+            self._late(allowed)
 
 
 def _shorter(header: str, headers: Mapping[str, str], allowed: float | None) -> float | None:

@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Rule
+from triton_openai.answer.fan_out import collect
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
 from triton_openai.api.chat_response import (
     ChatChunks,
@@ -39,9 +40,10 @@ from triton_openai.api.parameters import (
 )
 from triton_openai.api.prompts import as_sent, images_of, rendered_chat
 from triton_openai.api.service import Service, Task, new_id, now
-from triton_openai.api.streaming import collect, stream, usage_of
+from triton_openai.api.sse import stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan
 from triton_openai.api.tools import plan as plan_tools
+from triton_openai.api.usage import usage_of
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide
@@ -155,6 +157,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         chunks = ChatChunks(
             completion_id,
             body.model,
+            runs,
             parsers=answer_parsers,
             plan=plan,
             field=field,

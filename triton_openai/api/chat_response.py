@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from triton_openai.answer.run import Run
+from triton_openai.answer.fan_out import Collected
+from triton_openai.answer.run import Progress, Run
 from triton_openai.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from triton_openai.api.parameters import StreamOptions
-from triton_openai.api.streaming import Chunks, Collected, UsageObject, usage_of
+from triton_openai.api.sse import Chunks
 from triton_openai.api.tools import ToolPlan
+from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -81,7 +83,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> ChatFinishReason | None:
+def finish_reason(progress: Progress, parser: AnswerParser | None, plan: ToolPlan) -> ChatFinishReason | None:
     """
     Return why the choice ended, as OpenAI says it.
 
@@ -89,7 +91,7 @@ def finish_reason(run: Run, parser: AnswerParser | None, plan: ToolPlan) -> Chat
     ``stop``, a call cut by the length shows as such, and one that a stop string cut, whose arguments are no JSON, is
     none that a client could answer.
     """
-    reason = run.finish_reason
+    reason = progress.finish_reason
     called = parser is not None and parser.calls > 0 and not parser.cut
     if reason is not FinishReason.LENGTH and called and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
@@ -151,8 +153,8 @@ def chat_choice(
         index=index,
         message=message_of(events, plan, field),
         logprobs=chat_logprobs(answer.logprobs) if logprobs else None,
-        finish_reason=finish_reason(answer.run, parser, plan),
-        stop_reason=answer.run.stop_reason,
+        finish_reason=finish_reason(answer.run.progress, parser, plan),
+        stop_reason=answer.run.progress.stop_reason,
         token_ids=answer.token_ids if token_ids else msgspec.UNSET,
     )
 
@@ -212,12 +214,13 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class ChatChunks(Chunks):
-    """The chunks of one stream, with a choice for each of *parsers* (``None`` for plain text)."""
+    """The chunks of one stream; each of *parsers* reads a choice, ``None`` for plain text."""
 
     def __init__(
         self,
         completion_id: str,
         model: str,
+        runs: Sequence[Run],
         *,
         parsers: Sequence[AnswerParser | None],
         plan: ToolPlan,
@@ -226,51 +229,51 @@ class ChatChunks(Chunks):
         fingerprint: str,
     ) -> None:
         kind = "chat.completion.chunk"
-        super().__init__(kind, completion_id, model, n=len(parsers), options=options, fingerprint=fingerprint)
+        super().__init__(kind, completion_id, model, runs, n=len(runs), options=options, fingerprint=fingerprint)
         self._parsers = parsers
         self._plan = plan
         self._reasoning_fields = ("reasoning_content", "reasoning") if field == "both" else (field,)
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
         self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % choice for choice in range(len(parsers))]
 
-    def first(self, choice: int, run: Run) -> bytes:
+    def first(self, choice: int) -> bytes:
         """Return the chunk with the role, and with the prompt's ids where they are wanted."""
         tail = self._tail
-        if run.generation.token_ids:
-            tail = b'],"prompt_token_ids":' + _encode(run.generation.prompt_ids) + tail[1:]
+        if self._ids:
+            tail = b'],"prompt_token_ids":' + _encode(self._runs[choice].generation.prompt_ids) + tail[1:]
         return self._chunk(choice, b'{"role":"assistant","content":"","refusal":null}', b"null", tail)
 
-    def piece(self, choice: int, delta: Delta, run: Run) -> bytes:
+    def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the chunks of a piece of text."""
         parser = self._parsers[choice]
-        if parser is None and not delta.logprobs and not self._continuous and not run.generation.token_ids:
+        if parser is None and not delta.logprobs and not self._continuous and not self._ids:
             return self._text_heads[choice] + _encode(delta.text) + self._text_tail
         if parser is None:
-            return self._events(choice, [Content(delta.text)], delta, run)
-        return self._events(choice, parser.feed(delta.text, delta.tokens), delta, run)
+            return self._events(choice, [Content(delta.text)], delta)
+        return self._events(choice, parser.feed(delta.text, delta.tokens), delta)
 
-    def last(self, choice: int, run: Run) -> bytes:
+    def last(self, choice: int) -> bytes:
         """Return what was still held back, and the chunk with the finish reason."""
-        parser = self._parsers[choice]
-        rest = self._events(choice, parser.flush(), Delta(), run) if parser is not None else b""
-        reasons = (_encode(finish_reason(run, parser, self._plan)), _encode(run.stop_reason))
+        parser, progress = self._parsers[choice], self._runs[choice].progress
+        rest = self._events(choice, parser.flush(), Delta()) if parser is not None else b""
+        reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
-        return rest + self._head + end + self._ended(run)
+        return rest + self._head + end + self._ended(choice)
 
     def _usage(self, runs: Sequence[Run]) -> UsageObject | None:
         return usage_of(runs, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
-    def _events(self, choice: int, events: Sequence[Event], delta: Delta, run: Run) -> bytes:
+    def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:
         """
         Return a chunk for each of *events*; the first carries the log probabilities and ids that came with them.
         """
         logprobs = _encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
-        ids = b',"token_ids":' + _encode(list(delta.token_ids)) if run.generation.token_ids else b""
+        ids = b',"token_ids":' + _encode(list(delta.token_ids)) if self._ids else b""
         if not events and (delta.logprobs or (ids and delta.token_ids)):
-            return self._chunk(choice, b'{"content":""}', logprobs, self._counted(run), ids)
+            return self._chunk(choice, b'{"content":""}', logprobs, self._counted(choice), ids)
         chunks = []
         for event in events:
-            chunks.append(self._chunk(choice, _encode(self._delta(event)), logprobs, self._counted(run), ids))
+            chunks.append(self._chunk(choice, _encode(self._delta(event)), logprobs, self._counted(choice), ids))
             logprobs, ids = b"null", b""
         return b"".join(chunks)
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from triton_openai.answer.fan_out import Collected
 from triton_openai.answer.run import Run
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
@@ -17,7 +18,8 @@ from triton_openai.api.logprobs import (
     prompt_logprobs,
 )
 from triton_openai.api.parameters import StreamOptions
-from triton_openai.api.streaming import Chunks, Collected, UsageObject
+from triton_openai.api.sse import Chunks
+from triton_openai.api.usage import UsageObject
 from triton_openai.generation import Delta, FinishReason
 
 _encode = msgspec.json.Encoder().encode
@@ -85,8 +87,8 @@ def completion_choice(
         text=before + answer.text,
         index=index,
         logprobs=told,
-        finish_reason=run.finish_reason,
-        stop_reason=run.stop_reason,
+        finish_reason=run.progress.finish_reason,
+        stop_reason=run.progress.stop_reason,
         prompt_logprobs=msgspec.UNSET
         if prompt_alternatives is None
         else prompt_logprobs(narrowed(run.prompt_logprobs, prompt_alternatives)),
@@ -122,23 +124,22 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class CompletionChunks(Chunks):
-    """The chunks of one stream: *n* choices for each prompt, made by *runs*; each begins with *echo*."""
+    """The chunks of one stream: *n* choices for each prompt; each begins with *echo*."""
 
     def __init__(
         self,
         completion_id: str,
         model: str,
-        *,
         runs: Sequence[Run],
+        *,
         n: int,
         echo: Echo | None,
         options: StreamOptions,
         fingerprint: str,
     ) -> None:
-        super().__init__("text_completion", completion_id, model, n=n, options=options, fingerprint=fingerprint)
+        super().__init__("text_completion", completion_id, model, runs, n=n, options=options, fingerprint=fingerprint)
         self._text = self._head + b'{"text":'
         self._echo = echo
-        self._ids = any(run.generation.token_ids for run in runs)
         choices = range(len(runs))
         self._text_tails = [
             b',"index":%d,"logprobs":null,"finish_reason":null}' % choice + self._tail for choice in choices
@@ -146,9 +147,9 @@ class CompletionChunks(Chunks):
         # The stream: characters of each choice so far
         self._offsets = [len(run.generation.shown_prompt) if echo is not None else 0 for run in runs]
 
-    def first(self, choice: int, run: Run) -> bytes:
+    def first(self, choice: int) -> bytes:
         """Return the prompt with ``echo``, and its ids; else nothing: a choice begins with its first text."""
-        echo = self._echo
+        echo, run = self._echo, self._runs[choice]
         if echo is None and not self._ids:
             return b""
         text = "" if echo is None else run.generation.shown_prompt
@@ -157,7 +158,7 @@ class CompletionChunks(Chunks):
         tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
         return self._text + _encode(text) + tail + self._tail
 
-    def piece(self, choice: int, delta: Delta, run: Run) -> bytes:
+    def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the chunk of a piece of text."""
         if not delta.logprobs and not self._continuous and not self._ids:
             return self._text + _encode(delta.text) + self._text_tails[choice]
@@ -166,10 +167,11 @@ class CompletionChunks(Chunks):
             logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, offset=self._offsets[choice])
         ids = b',"token_ids":%b' % _encode(list(delta.token_ids)) if self._ids else b""
         tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
-        return self._text + _encode(delta.text) + tail + self._counted(run)
+        return self._text + _encode(delta.text) + tail + self._counted(choice)
 
-    def last(self, choice: int, run: Run) -> bytes:
+    def last(self, choice: int) -> bytes:
         """Return the chunk with the finish reason."""
-        reasons = (_encode(run.finish_reason), _encode(run.stop_reason))
+        progress = self._runs[choice].progress
+        reasons = (_encode(progress.finish_reason), _encode(progress.stop_reason))
         end = b'"","index":%d,"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
-        return self._text + end + self._ended(run)
+        return self._text + end + self._ended(choice)

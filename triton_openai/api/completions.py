@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.api.bodies import json_response
 from triton_openai.api.completion_response import Completion, CompletionChunks, Echo, completion_choice
 from triton_openai.api.context import RequestContext, begin
@@ -29,7 +30,8 @@ from triton_openai.api.parameters import (
 )
 from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import Service, Task, new_id, now
-from triton_openai.api.streaming import Collected, collect, stream, usage_of
+from triton_openai.api.sse import stream
+from triton_openai.api.usage import usage_of
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.models.served import ServedModel
@@ -84,7 +86,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
         chunks = CompletionChunks(
             completion_id,
             body.model,
-            runs=runs,
+            runs,
             n=n,
             echo=echo,
             options=options,
@@ -178,7 +180,7 @@ def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
 
 
 def _likelihood(answer: Collected) -> float:
-    found = answer.run.cumulative_logprob
+    found = answer.run.progress.cumulative_logprob
     if found is None:
         raise UpstreamError("The model did not tell how likely its answers are, which 'best_of' needs.")
     return found

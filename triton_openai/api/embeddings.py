@@ -49,7 +49,7 @@ from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
 from triton_openai.telemetry.observation import UPSTREAM
-from triton_openai.triton.client import SingleAnswer
+from triton_openai.triton.client import gather
 from triton_openai.triton.status import no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -205,12 +205,7 @@ async def answers_of(
     async def answer(request: InferRequest) -> InferResponse:
         async with slots:
             with UPSTREAM.get().call(request) as sent:
-                client = service.client
-                stream = await client.stream(sent) if sent.stream else SingleAnswer(client, sent)
-                try:
-                    responses = await stream.read()
-                finally:
-                    stream.close()
+                responses = await gather(service.client, sent)
         if not responses:
             raise no_answer(model.name)
         return responses[0]

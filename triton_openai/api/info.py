@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import __version__
+from triton_openai.answer.fan_out import collect
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.embeddings import answers_of
@@ -224,12 +225,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
         generation = await prepare(model, tokenizer, _TEXT, Task(id=number, sampling=Sampling(max_tokens=1)))
         limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
         run = service.run(model, generation, tokenizer, limits)
-        try:
-            await run.start()
-            while not run.finished:
-                await run.read()
-        finally:
-            run.close()
+        await collect([run], timeout=None)
         return
     if capabilities.embed:
         requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))

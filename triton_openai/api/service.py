@@ -135,7 +135,7 @@ class Service(msgspec.Struct, frozen=True):
                         prepared, id=task.id if single else f"{task.id}-{place * count + number}", sampling=sampling
                     )
                     runs.append(self.run(model, generation, tokenizer, limits))
-        observation.answers, observation.n, observation.response_id = runs, count, task.id
+        observation.answers, observation.n, observation.response_id = [run.progress for run in runs], count, task.id
         if task.scoring is not None and tokenizer is not None:
             prepared_prompts = [run.generation for run in runs[::count]]
             scores = await score_prompts(model, tokenizer, prepared_prompts, task.scoring, self.client)
@@ -149,7 +149,6 @@ class Service(msgspec.Struct, frozen=True):
             model,
             generation,
             client=self.client,
-            settings=self.settings.triton,
             limits=limits,
             background=self.background,
             tokenizer=tokenizer,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from itertools import pairwise
 from secrets import token_hex
 from types import MappingProxyType, TracebackType
 from typing import Protocol, Self, TypeVar
@@ -44,24 +45,20 @@ class InterTokenLatency:
     empty while there is no latency. ``seconds`` is the sum.
     """
 
-    __slots__ = ("_last", "counts", "seconds")
+    __slots__ = ("counts", "seconds")
 
-    def __init__(self) -> None:
-        self._last: float | None = None
+    def __init__(self, arrivals: Iterable[float] = ()) -> None:
+        """Count those between *arrivals* of text, in seconds; text that came at the same time is one arrival."""
         self.counts: list[int] = []
         self.seconds = 0.0
-
-    def arrived(self, now: float) -> None:
-        """Count an arrival of text at *now*, in seconds; text that arrives at the same time is one arrival."""
-        last, self._last = self._last, now
-        if last is None or last == now:
-            return
-        latency = now - last
-        if not self.counts:
-            # An answer in one piece never needs the list.
-            self.counts = [0] * (len(LATENCY_BOUNDS) + 1)
-        self.counts[bisect_left(LATENCY_BOUNDS, latency)] += 1
-        self.seconds += latency
+        times = list(arrivals)
+        for before, after in pairwise(times):
+            if before != after:
+                if not self.counts:
+                    self.counts = [0] * (len(LATENCY_BOUNDS) + 1)
+                self.counts[bisect_left(LATENCY_BOUNDS, after - before)] += 1
+        if self.counts:
+            self.seconds = times[-1] - times[0]
 
 
 class Answer(Protocol):
@@ -74,11 +71,15 @@ class Answer(Protocol):
     sent: float | None
     first: float | None
     ended: float | None
-    inter_token_latency: InterTokenLatency
     finish_reason: FinishReason | None
     usage: Usage | None
     error: ServiceError | None
     cancelled: bool
+
+    @property
+    def inter_token_latency(self) -> InterTokenLatency:
+        """The histogram of the times between two texts."""
+        ...
 
     @property
     def usage_so_far(self) -> Usage | None:

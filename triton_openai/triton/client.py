@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from triton_openai.errors import InvalidRequest, ServiceError
+from triton_openai.errors import InvalidRequest
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 # The longest name of a folder on the usual file systems.
@@ -59,25 +59,43 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
+class Receiver(Protocol):
+    """
+    Takes the answers to one request, in the turn of the event loop in which their bytes arrive.
+
+    It neither blocks nor raises. It is called in any context, so it reads no context variable.
+    """
+
+    def receive(self, responses: Sequence[InferResponse]) -> None:
+        """Take the responses that arrived together, at least one."""
+        ...
+
+    def end(self, error: Exception | None) -> None:
+        """Take the end, the last call. *error* is what the backend or the transport reported, if it did."""
+        ...
+
+
 class ResponseStream(Protocol):
     """
-    The answers to one request. Who opened it must call :meth:`close`; that also stops work that is still going on.
+    A request whose answers come one by one, as its sender holds it.
+
+    The sender must call :meth:`close`. Each method may be called twice, at any time, also by the receiver.
     """
 
-    async def read(self) -> Sequence[InferResponse]:
-        """
-        Return the responses that arrived together since the last call, waiting for at least one; empty at the end.
-
-        Raises what the backend or the transport reported, after the responses before it were returned.
-        """
+    def pause(self) -> None:
+        """Receive nothing until :meth:`resume`: the backend has to wait. An end may still come."""
         ...
 
-    def abort(self, error: ServiceError) -> None:
-        """Make the pending and every later :meth:`read` raise *error*, and cancel the work."""
+    def resume(self) -> None:
+        """Receive again."""
         ...
 
-    def close(self) -> None:
-        """Cancel the work unless it has ended. Never raises; may be called twice."""
+    def close(self, *, silent: bool = False) -> None:
+        """
+        Cancel the work unless it has ended; nothing is received any more. Never raises.
+
+        *silent* is whether the backend said nothing for too long: what else goes the same way is not relied on either.
+        """
         ...
 
 
@@ -116,8 +134,12 @@ class TritonClient(Protocol):
         """Run a model that answers exactly once (one that is not decoupled)."""
         ...
 
-    async def stream(self, request: InferRequest) -> ResponseStream:
-        """Start a request whose answers come one by one."""
+    def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
+        """
+        Send a request whose answers come one by one to *receiver*, though never before this has returned.
+
+        Raises :class:`ServiceError` only for a request that cannot be sent; all else comes to *receiver*.
+        """
         ...
 
     async def close(self) -> None:
@@ -128,32 +150,61 @@ class TritonClient(Protocol):
 class SingleAnswer:
     """The one answer of a model that is not decoupled, as a stream of one response."""
 
-    def __init__(self, client: TritonClient, request: InferRequest) -> None:
-        self._task: asyncio.Task[InferResponse] | None = asyncio.create_task(client.infer(request))
-        self._error: ServiceError | None = None
+    def __init__(self, client: TritonClient, request: InferRequest, receiver: Receiver) -> None:
+        self._receiver: Receiver | None = receiver
+        self._task = asyncio.create_task(self._ask(client, request))
 
-    async def read(self) -> Sequence[InferResponse]:
-        """Return the answer, then nothing."""
-        task = self._task
-        if task is None:
-            return ()
+    async def _ask(self, client: TritonClient, request: InferRequest) -> None:
+        failure = None
         try:
-            # Waited for and not awaited: cancelling this reader, or the task by abort(), must not look the same.
-            await asyncio.wait({task})
-        finally:
-            self.close()
-        if self._error is not None:
-            raise self._error
-        return (task.result(),)
+            response = await client.infer(request)
+            if self._receiver is not None:
+                self._receiver.receive((response,))
+        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+            failure = error
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.end(failure)
 
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error*."""
-        self._error = error
-        if self._task is not None:
-            self._task.cancel()
+    def pause(self) -> None:
+        """Do nothing: one response is on its way at most."""
 
-    def close(self) -> None:
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def close(self, *, silent: bool = False) -> None:
         """Cancel the call unless it has ended."""
-        if self._task is not None:
+        if self._receiver is not None:
+            self._receiver = None
             self._task.cancel()
-            self._task = None
+
+
+class _Gathering:
+    """Receives the responses of one stream."""
+
+    def __init__(self) -> None:
+        self.responses: list[InferResponse] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def receive(self, responses: Sequence[InferResponse]) -> None:
+        self.responses += responses
+
+    def end(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            if error is None:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(error)
+
+
+async def gather(client: TritonClient, request: InferRequest) -> Sequence[InferResponse]:
+    """Return all responses to *request*. Raises :class:`ServiceError`."""
+    if not request.stream:
+        return (await client.infer(request),)
+    gathering = _Gathering()
+    stream = client.stream(request, gathering)
+    try:
+        await gathering.ended
+    finally:
+        stream.close()
+    return gathering.responses

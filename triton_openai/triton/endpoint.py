@@ -17,7 +17,7 @@ import structlog
 
 from triton_openai.config import TritonAccess
 from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
-from triton_openai.triton.client import IndexEntry, ResponseStream, ServerInfo, TritonClient
+from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
@@ -115,8 +115,8 @@ class Endpoint:
         """Run a model that answers once: over gRPC where there is one (it can be cancelled there), else over HTTP."""
         return await (self._grpc or self._control).infer(request)
 
-    async def stream(self, request: InferRequest) -> ResponseStream:
-        return await self._for(request).stream(request)
+    def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
+        return self._for(request).stream(request, receiver)
 
     async def close(self) -> None:
         if self._checking is not None:

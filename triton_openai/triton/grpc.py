@@ -20,7 +20,7 @@ import grpc
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from triton_openai.errors import ServiceError
-from triton_openai.triton.client import IndexEntry, ServerInfo
+from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.grpc_channel import GrpcChannel, is_large, serialized
 from triton_openai.triton.status import Failure, classify, cut_off, no_answer, unreachable
@@ -120,123 +120,84 @@ def translate(error: grpc.RpcError, model: str) -> ServiceError:
 
 
 class GrpcStream:
-    """The answers of one ``ModelStreamInfer`` call. See :class:`triton_openai.triton.client.ResponseStream`."""
+    """One ``ModelStreamInfer`` call. See :class:`triton_openai.triton.client.ResponseStream`."""
 
-    def __init__(self, channel: GrpcChannel, call: Any, request: InferRequest, left: set[asyncio.Task[None]]) -> None:
+    def __init__(
+        self, channel: GrpcChannel, request: InferRequest, receiver: Receiver, tasks: set[asyncio.Task[None]]
+    ) -> None:
         self._channel = channel
-        self._call = call
-        self._cancellable = request.cancellable
-        self._left = left
-        self._sending: asyncio.Task[None] | None = None
-        self._reading: asyncio.Task[Any] | None = None
-        self._request: InferRequest | None = request
         self._model = request.model
-        self._error: ServiceError | None = None
-        self._ended = False
+        self._cancellable = request.cancellable
+        self._receiver: Receiver | None = receiver
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._sent = False
+        self._task = asyncio.create_task(self._run(request))
+        tasks.add(self._task)
+        self._task.add_done_callback(tasks.discard)
 
-    async def read(self) -> Sequence[InferResponse]:
-        """Return the next response; empty at the end."""
-        while not self._ended:
-            message = await self._next()
-            if message is None:
-                self._ended = True
-                break
-            if message.error_message:
-                self.close()
-                raise classify(Failure(message.error_message, self._model))
-            response = message.infer_response
-            if response.outputs:
-                return (decode_response(response),)
-        return ()
-
-    async def _next(self) -> Any:
-        """Return the next message, or ``None`` at the end of the call."""
+    async def _run(self, request: InferRequest) -> None:
         try:
-            if self._request is not None:
-                self._sending = asyncio.create_task(self._send(self._request))
-                await self._sending
-            answer = await (self._call.read() if self._cancellable else self._read_apart())
+            await self._call(request)
         except grpc.RpcError as error:
-            self._ended = True
-            raise self._error or translate(error, self._model) from error
-        except asyncio.CancelledError:
-            # grpc.aio raises this both for a cancelled call (ours: abort) and for a cancelled task (the client left).
-            if self._error is not None:
-                self._ended = True
-                raise self._error from None
-            self.close()
-            raise
-        if answer is not grpc.aio.EOF:
-            return answer
-        if self._error is not None:
-            raise self._error
-        code = await self._call.code()
-        if code is not grpc.StatusCode.OK:
-            self._ended = True
-            raise classify(Failure(await self._call.details() or "", self._model, code.name))
-        return None
+            self._end(translate(error, self._model))
+        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+            self._end(error)
+        else:
+            self._end(None)
 
-    async def _send(self, request: InferRequest) -> None:
-        """Send the request: a task of its own, because cancelling a call does not end a wait for its connection."""
-        message = await message_of(request)
-        self._request = None
-        await self._call.write(message)
-        await self._call.done_writing()
+    async def _call(self, request: InferRequest) -> None:
+        await self._channel.settled()
+        call = self._channel.stub().ModelStreamInfer(metadata=(*self._channel.metadata(), *request.headers.items()))
+        try:
+            await call.write(await message_of(request))
+            await call.done_writing()
+            self._sent = True
+            while (message := await call.read()) is not grpc.aio.EOF:
+                await self._resumed.wait()
+                if message.error_message:
+                    self._end(classify(Failure(message.error_message, self._model)))
+                    if self._cancellable:
+                        return
+                elif message.infer_response.outputs and self._receiver is not None:
+                    self._receiver.receive((decode_response(message.infer_response),))
+            code = await call.code()
+            if code is not grpc.StatusCode.OK:
+                raise classify(Failure(await call.details() or "", self._model, code.name))
+        finally:
+            call.cancel()
 
-    def _cancel(self) -> None:
-        self._call.cancel()
-        if self._sending is not None:
-            self._sending.cancel()
+    def _end(self, error: Exception | None) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.end(error)
 
-    async def _read_apart(self) -> Any:
+    def pause(self) -> None:
+        """Read nothing more."""
+        if self._receiver is not None:
+            self._resumed.clear()
+
+    def resume(self) -> None:
+        """Read on."""
+        self._resumed.set()
+
+    def close(self, *, silent: bool = False) -> None:
         """
-        Return the next message, read in a task of its own.
+        Cancel the work unless it has ended.
 
-        grpc.aio cancels the whole call when a task that reads from it is cancelled, as that of a client that leaves is.
+        Triton 24.10 crashes now and then when a call is cancelled while it writes to it: where a cancellation would end
+        nothing, what still comes is read and dropped.
         """
-        self._reading = asyncio.create_task(self._call.read())
-        answer = await asyncio.shield(self._reading)
-        self._reading = None
-        return answer
-
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error* and cancel the work."""
-        if not self._ended:
-            self._error = error
-            self._cancel()
-            if error.code == "upstream_silent":
-                self._channel.doubt()
-
-    def close(self) -> None:
-        """Cancel the work unless it has ended."""
-        if self._ended:
+        if self._receiver is None:
             return
-        self._ended = True
-        if self._cancellable or self._request is not None or self._error is not None:
-            self._cancel()
-            return
-        task = asyncio.get_running_loop().create_task(_read_out(self._call, self._reading))
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
-
-
-async def _read_out(call: Any, reading: asyncio.Task[Any] | None) -> None:
-    """
-    Read what still comes and drop it, where a cancellation would end nothing; *reading* is a read that has begun.
-
-    Triton 24.10 crashes now and then when a call is cancelled while it writes to it.
-    """
-    try:
-        async with asyncio.timeout(_READ_OUT_SECONDS):
-            if reading is not None and await reading is grpc.aio.EOF:
-                return
-            while await call.read() is not grpc.aio.EOF:
-                pass
-    except (TimeoutError, grpc.RpcError):
-        call.cancel()
-    except asyncio.CancelledError:
-        call.cancel()
-        raise
+        self._receiver = None
+        if self._cancellable or silent or not self._sent:
+            self._task.cancel()
+        else:
+            self._resumed.set()
+            asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self._task.cancel)
+        if silent:
+            self._channel.doubt()
 
 
 class GrpcClient:
@@ -245,7 +206,7 @@ class GrpcClient:
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
         self._settings = settings
         self._channel = GrpcChannel(url, settings)
-        self._left: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -327,17 +288,14 @@ class GrpcClient:
             raise no_answer(request.model)
         return decode_response(answer)
 
-    async def stream(self, request: InferRequest) -> GrpcStream:
-        """Start a ``ModelStreamInfer`` call; the first read reports what goes wrong."""
-        metadata = (*self._channel.metadata(), *request.headers.items())
-        await self._channel.settled()
-        call = self._channel.stub().ModelStreamInfer(metadata=metadata)
-        return GrpcStream(self._channel, call, request, self._left)
+    def stream(self, request: InferRequest, receiver: Receiver) -> GrpcStream:
+        """Send a ``ModelStreamInfer`` call."""
+        return GrpcStream(self._channel, request, receiver, self._tasks)
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
-        left = list(self._left)
-        for task in left:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._channel.close()

@@ -12,6 +12,7 @@ import io
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -20,7 +21,7 @@ import msgspec
 
 from triton_openai.config.tls import PERHAPS_REFUSED, words
 from triton_openai.errors import ServiceError, UpstreamError, UpstreamTimeout
-from triton_openai.triton.client import IndexEntry, ServerInfo
+from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header, watched_socket
 from triton_openai.triton.http_stream import ConnectionPool, HttpStream, error_text
 from triton_openai.triton.status import Failure, classify, cut_off, no_answer, unreachable
@@ -324,15 +325,10 @@ class HttpClient:
         header_length = int(length) if length is not None and length.isdecimal() else len(answer)
         return parse_infer(answer, header_length, request.model)
 
-    async def stream(self, request: InferRequest) -> HttpStream:
-        """Start a ``generate_stream`` call."""
-        if sum(tensor.size for tensor in request.inputs) > _LARGE_BODY:
-            message = await asyncio.to_thread(self._message, request)
-        else:
-            message = self._message(request)
-        connection = await self._pool.acquire()
-        connection.send(message)
-        return HttpStream(self._pool, connection, message, request.model, frozenset(request.outputs))
+    def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:
+        """Send a ``generate_stream`` call."""
+        large = sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
+        return HttpStream(self._pool, request, receiver, message=partial(self._message, request), large=large)
 
     def _message(self, request: InferRequest) -> bytes:
         """Return the bytes of a ``generate_stream`` call."""

@@ -16,22 +16,24 @@ import asyncio
 import json
 import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from time import monotonic
+from typing import Any, ClassVar, cast
 
 import httptools
 import msgspec
 
 from triton_openai.config.tls import PERHAPS_REFUSED, words
 from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import notice
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
-from triton_openai.triton.tensors import InferResponse, JsonResponse
+from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
 
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-# Above this many unread bytes the socket is not read any more, so a slow client holds back Triton and not our memory.
-HIGH_WATER = 256 * 1024
+# More of a body that is an error, and none of Triton's, is not read.
+MAX_ERROR_BYTES = 256 * 1024
 # Idle connections are closed well before a server or a balancer between us would do it.
 IDLE_SECONDS = 30.0
 MAX_IDLE = 512
@@ -39,22 +41,67 @@ MAX_IDLE = 512
 # the request may have been worked on, and may be what ended the server: it is not sent again.
 STALE_SECONDS = 1.0
 EVENT_END = b"\n\n"
+# What stands before the JSON of an event as Triton writes it; the space is optional in the format.
+_PREFIX = len(b"data: ")
 
 
-def decode_values(data: bytes) -> dict[str, Any]:
+class Event(JsonOutputs, msgspec.Struct, gc=False):
+    """A response, with a field for each output that was asked for. Nothing else of the JSON becomes an object."""
+
+    error: Any = None
+    model_name: Any = None
+    #: The names of the fields by those of the outputs.
+    fields: ClassVar[Mapping[str, str]] = {}
+    #: The first output; nearly every event has it.
+    output_0: ClassVar[Any] = None
+    absent: ClassVar[None] = None
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The outputs by their names."""
+        return {name: getattr(self, field) for name, field in self.fields.items()}
+
+    def first(self, names: Sequence[str]) -> Sequence[Any]:
+        """Return the first text or number of each output."""
+        values: Sequence[Any] = _getter(type(self), tuple(names))(self)
+        if list in map(type, values):
+            values = [(value[0] if value else None) if isinstance(value, list) else value for value in values]
+        return values
+
+
+@lru_cache(256)
+def _getter(kind: type[Event], names: Sequence[str]) -> Callable[[Event], Sequence[Any]]:
+    return attrgetter(*[kind.fields.get(name, "absent") for name in names])
+
+
+@lru_cache(256)
+def _decoder(outputs: Sequence[str]) -> Callable[[bytes], Event]:
+    """Return what decodes events with these *outputs*."""
+    own = ("error", "model_name")
+    fields = {name: name if name in own else f"output_{number}" for number, name in enumerate(outputs)}
+    kind = msgspec.defstruct(
+        "Event",
+        [(field, Any, None) for field in fields.values() if field not in own],
+        bases=(Event,),
+        rename={field: name for name, field in fields.items()},
+        namespace={"fields": fields},
+        gc=False,
+    )
+    return cast(Callable[[bytes], Event], msgspec.json.Decoder(kind).decode)
+
+
+def decode_leniently(data: bytes) -> dict[str, Any]:
     """
-    Return the JSON object of an event.
+    Return the JSON object of an event, or of a body, that a strict decoder may refuse; nothing, where there is none.
 
-    Triton copies BYTES outputs into the JSON unchecked (invalid UTF-8 is possible) and writes ``NaN`` for a float
-    that is none; strict parsers refuse both, so what the fast decoder refuses is read again leniently. Raises
-    :class:`UpstreamError`.
+    Triton copies BYTES outputs into the JSON unchecked (invalid UTF-8 is possible) and writes ``NaN`` for a float that
+    is none. Raises :class:`UpstreamError`.
     """
+    start = data.find(b"{")
+    if start < 0:
+        return {}
     try:
-        return _decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        pass
-    try:
-        values = json.loads(data.decode("utf-8", "replace"))
+        values = json.loads(data[start:].decode("utf-8", "replace"))
     except ValueError as error:
         raise _unreadable(data) from error
     if not isinstance(values, dict):
@@ -69,41 +116,23 @@ def _unreadable(data: bytes) -> UpstreamError:
     )
 
 
-class StaleConnectionError(Exception):
-    """
-    A kept-alive connection was closed by the other side before it answered anything: the request may be sent again.
-    """
-
-
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection that carries one request at a time."""
+    """One HTTP/1.1 connection that carries one stream at a time."""
 
-    def __init__(self, release: Callable[[Connection], None]) -> None:
-        # Per connection
-        # Asking for the running loop costs a system call before Python 3.12: too much for once per token.
-        self._loop = asyncio.get_running_loop()
-        self._release = release
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
         self._transport: asyncio.Transport | None = None
         # From the first request until the connection is lost: it holds this object's methods, a cycle.
         self._parser: httptools.HttpResponseParser | None = None
+        self._parse: Callable[[bytes], None] | None = None
+        self._stream: HttpStream | None = None
+        self._parts: list[bytes] = []
+        #: Called by llhttp with each piece of a body.
+        self.on_body = self._parts.append
+        self._complete = self._reusable = False
+        #: Whether it has served a request before.
         self.used = False
-        self._encrypted = False
-        self._refused: ssl.SSLError | None = None
-        # Per request
-        self._sent_at = 0.0
-        self._lost_at = 0.0
-        self._body: list[bytes] = []
-        self._size = 0
-        self._paused = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._readable = False
-        self._last = b""
-        self.status = 0
-        self.events = False
-        self.complete = False
-        self.reusable = False
-        self.lost = False
-        self.abandoned = False
+        self.encrypted = False
 
     # What asyncio calls.
 
@@ -111,135 +140,100 @@ class Connection(asyncio.Protocol):
         """Keep the transport."""
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        self._encrypted = transport.get_extra_info("sslcontext") is not None
+        self.encrypted = transport.get_extra_info("sslcontext") is not None
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, then wake the reader if a whole event, or the end, is there."""
-        try:
-            if self._parser is None:
-                raise httptools.HttpParserError("Nothing was asked yet: whoever speaks first does not speak HTTP.")
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.lost = True
-            self._readable = True
+        """Parse *data*, and hand what it brings to the stream."""
+        stream, parts = self._stream, self._parts
+        if stream is None or self._parse is None:
+            # Whoever speaks unasked does not speak HTTP.
             self.close()
-        if self._readable:
-            self._wake()
+            return
+        broken = False
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            broken = True
+        if parts:
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            stream.feed(body)
+        if self._complete and self._stream is stream:
+            stream.finish()
+        elif broken:
+            self._lose(None)
+            self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Remember that no more will come."""
-        self.lost = True
-        if isinstance(error, ssl.SSLError):
-            self._refused = error
-        self._lost_at = self._loop.time()
-        self._parser = None
-        self._wake()
+        """Tell the stream."""
+        self._parser = self._parse = None
+        self._lose(error)
 
     # What llhttp calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Look at the one header that matters."""
-        if name.lower() == b"content-type":
-            self.events = value.lower().startswith(b"text/event-stream")
+        if self._stream is not None and name.lower() == b"content-type":
+            self._stream.events = value.lower().startswith(b"text/event-stream")
 
     def on_headers_complete(self) -> None:
         """Keep the status."""
-        assert self._parser is not None
-        self.status = self._parser.get_status_code()
-
-    def on_body(self, body: bytes) -> None:
-        """Collect; an event is whole when an empty line is in it (which may be cut between two pieces)."""
-        self._body.append(body)
-        self._size += len(body)
-        if EVENT_END in body or (body[:1] == b"\n" and self._last == b"\n"):
-            self._readable = True
-        self._last = body[-1:]
-        if self._size > HIGH_WATER and not self._paused and self._readable and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
+        if self._stream is not None and self._parser is not None:
+            self._stream.status = self._parser.get_status_code()
+            # Those under a status that is an error are read as a body: it is one anyway.
+            self._stream.events &= self._stream.status < 400
 
     def on_message_complete(self) -> None:
-        """The answer is complete, and whether the connection can serve again: the parser forgets that afterwards."""
-        assert self._parser is not None
-        self.complete = True
-        self.reusable = self._parser.should_keep_alive()
-        self._readable = True
+        """Note whether the connection can serve again: the parser forgets that afterwards."""
+        self._complete = True
+        self._reusable = self._parser is not None and self._parser.should_keep_alive()
 
     # What the pool and the stream call.
 
     @property
     def usable(self) -> bool:
-        """Whether another request can be sent on it."""
-        return not self.lost and self._transport is not None and not self._transport.is_closing()
+        """Whether a request can be sent on it."""
+        return self._transport is not None and not self._transport.is_closing()
 
-    @property
-    def answered(self) -> bool:
-        """Whether any part of an answer has come."""
-        return self.status != 0
-
-    def send(self, request: bytes) -> None:
-        """Send a whole request and get ready for its answer."""
+    def send(self, message: bytes, stream: HttpStream) -> None:
+        """Send a whole request, whose answer goes to *stream*."""
         assert self._transport is not None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
-        self._body = []
-        self._size = 0
-        self._readable = False
-        self._last = b""
-        self.status = 0
-        self.events = False
-        self.complete = False
-        self._sent_at = self._loop.time()
-        self._transport.write(request)
+            self._parse = self._parser.feed_data
+        self._stream = stream
+        self._complete = False
+        self._transport.write(message)
 
-    async def take(self) -> bytes:
-        """
-        Return what has come since the last call, at least one whole event; ``b""`` when the answer is complete.
+    def pause(self) -> None:
+        """Read nothing more."""
+        if self._transport is not None and self.usable:
+            self._transport.pause_reading()
 
-        Raises :class:`StaleConnectionError`, or :class:`UpstreamError` when the connection broke.
-        """
-        while not self._readable:
-            if self.lost:
-                if self.used and not self.answered and self._lost_at - self._sent_at < STALE_SECONDS:
-                    raise StaleConnectionError
-                if self._encrypted and not self.used and not self.answered:
-                    raise unreachable(PERHAPS_REFUSED if self._refused is None else words(self._refused))
-                raise cut_off()
-            self._waiter = self._loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        body = self._body
-        if self.lost and not body and not self.complete:
-            raise cut_off()
-        data = body[0] if len(body) == 1 else b"".join(body)
-        self._body = []
-        self._size = 0
-        # At the end of the answer (or of the connection) every call may return.
-        self._readable = self.complete or self.lost
-        if self._paused and self._transport is not None:
-            self._paused = False
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None and self.usable:
             self._transport.resume_reading()
-        return data
 
-    def finish(self) -> None:
-        """Give the connection back if its answer was read to the end and the server keeps it open; else close it."""
-        if self.complete and self.reusable and self.usable and not self.abandoned:
+    def release(self) -> None:
+        """Give the connection back, whose answer has been read to the end."""
+        self._stream = None
+        if self._reusable and self.usable:
             self.used = True
-            self._release(self)
+            self._pool.keep(self)
         else:
             self.close()
 
     def close(self) -> None:
         """Close it; Triton takes this as the cancellation of a request in flight."""
-        self.abandoned = True
+        self._stream = None
         if self._transport is not None:
             self._transport.abort()
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _lose(self, error: Exception | None) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.lose(error)
 
 
 class ConnectionPool:
@@ -268,19 +262,21 @@ class ConnectionPool:
         self._idle: deque[tuple[float, Connection]] = deque()
         self._closed = False
 
-    async def acquire(self, *, fresh: bool = False) -> Connection:
-        """Return an idle connection, or a new one. Raises :class:`UpstreamUnavailable`."""
-        now = asyncio.get_running_loop().time()
-        while self._idle and not fresh:
+    def idle(self) -> Connection | None:
+        """Return an idle connection, if there is one."""
+        while self._idle:
             since, connection = self._idle.pop()
-            if connection.usable and now - since < IDLE_SECONDS:
+            if connection.usable and monotonic() - since < IDLE_SECONDS:
                 return connection
             connection.close()
-        loop = asyncio.get_running_loop()
+        return None
+
+    async def connect(self) -> Connection:
+        """Return a new connection. Raises :class:`UpstreamUnavailable`."""
         try:
             async with asyncio.timeout(self._connect_timeout):
-                transport, connection = await loop.create_connection(
-                    lambda: Connection(self._keep),
+                transport, connection = await asyncio.get_running_loop().create_connection(
+                    lambda: Connection(self),
                     self._host,
                     self._port,
                     ssl=self._ssl,
@@ -294,11 +290,12 @@ class ConnectionPool:
             raise unreachable("the connection was closed at once")
         return connection
 
-    def _keep(self, connection: Connection) -> None:
+    def keep(self, connection: Connection) -> None:
+        """Take back a connection that can serve again."""
         if self._closed or len(self._idle) >= MAX_IDLE:
             connection.close()
             return
-        now = asyncio.get_running_loop().time()
+        now = monotonic()
         # The oldest wait at the left end: what has been idle too long is closed in passing.
         while self._idle and now - self._idle[0][0] >= IDLE_SECONDS:
             self._idle.popleft()[1].close()
@@ -322,117 +319,205 @@ class ConnectionPool:
 
 class HttpStream:
     """
-    The answers of one ``generate_stream`` call. See :class:`triton_openai.triton.client.ResponseStream`.
+    One ``generate_stream`` call. See :class:`triton_openai.triton.client.ResponseStream`.
 
-    An event with none of the *outputs* that were asked for is no answer; where these are empty, every event is one.
+    *message* makes its bytes, in a thread if they are *large*. An event with none of the outputs that were asked for is
+    no answer; where none were named, every event is one.
     """
 
     def __init__(
         self,
         pool: ConnectionPool,
-        connection: Connection,
-        request: bytes,
-        model: str,
-        outputs: frozenset[str] = frozenset(),
+        request: InferRequest,
+        receiver: Receiver,
+        *,
+        message: Callable[[], bytes],
+        large: bool = False,
     ) -> None:
         self._pool = pool
+        self._model = request.model
+        self._outputs = frozenset(request.outputs)
+        self._decode = _decoder(request.outputs)
+        self._receiver: Receiver | None = receiver
+        self._make = message
+        self._message = b""
+        self._connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._sent = 0.0
+        self._paused = False
+        # Of the answer: what has come of an event, or of a body that is none of events
+        self.status = 0
+        self.events = False
+        self._parts: list[bytes] = []
+        self._size = 0
+        if not large:
+            self._message = message()
+            connection = pool.idle()
+            if connection is not None:
+                self._send(connection)
+                return
+        self._connecting = asyncio.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        try:
+            if not self._message:
+                self._message = await asyncio.to_thread(self._make)
+            # The second time the first connection was stale, as others may be.
+            idle = None if self._sent else self._pool.idle()
+            self._send(idle or await self._pool.connect())
+        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+            self._end(error)
+
+    def _send(self, connection: Connection) -> None:
         self._connection = connection
-        self._request = request
-        self._model = model
-        self._outputs = outputs
-        self._tail = b""
-        self._error: ServiceError | None = None
-        self._ended = False
+        self._sent = monotonic()
+        connection.send(self._message, self)
+        if self._paused:
+            connection.pause()
 
-    async def read(self) -> Sequence[InferResponse]:
-        """Return the responses that arrived together; empty at the end."""
-        while not self._ended:
-            self._raise_pending()
+    # What the connection calls.
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the body."""
+        receiver = self._receiver
+        assert receiver is not None
+        if self.events and not self._parts:
+            # Mostly it is one event.
             try:
-                data = await self._connection.take()
-            except StaleConnectionError:
-                await self._send_again()
-                continue
-            except ServiceError:
-                # abort() closes the connection: its reason is the one to tell.
-                self._raise_pending()
-                self.close()
-                raise
-            connection = self._connection
-            if not connection.events and (data or connection.status >= 400):
-                await self._fail(data)
-            if not data and connection.complete:
-                if self._tail.strip():
-                    self.close()
-                    raise cut_off()
-                self._ended = True
-                connection.finish()
-                break
-            responses = self._parse(data)
-            if responses:
-                return responses
-        return ()
+                event = self._decode(data[_PREFIX:])
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                pass
+            else:
+                if event.output_0 is not None:
+                    receiver.receive((event,))
+                    return
+        self._feed_parts(data, receiver)
 
-    def _raise_pending(self) -> None:
-        if self._error is not None:
-            self.close()
-            raise self._error
-
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error* and cancel the work."""
-        if not self._ended:
-            self._error = error
-            self._connection.close()
-            if error.code == "upstream_silent":
-                self._pool.distrust()
-
-    def close(self) -> None:
-        """Cancel the work unless it has ended."""
-        if not self._ended:
-            self._ended = True
-            self._connection.close()
-
-    def _parse(self, data: bytes) -> list[InferResponse]:
-        if self._tail:
-            data = self._tail + data
-        *events, self._tail = data.split(EVENT_END)
+    def _feed_parts(self, data: bytes, receiver: Receiver) -> None:
+        parts = self._parts
+        if not self.events:
+            parts.append(data)
+            self._size += len(data)
+            if self._size >= MAX_ERROR_BYTES:
+                self._refuse()
+            return
+        if parts:
+            # The beginning of an event came before.
+            if EVENT_END not in data and not (data.startswith(b"\n") and parts[-1].endswith(b"\n")):
+                parts.append(data)
+                return
+            data = b"".join((*parts, data))
+            parts.clear()
+        *events, rest = data.split(EVENT_END)
+        if rest:
+            parts.append(rest)
         responses: list[InferResponse] = []
-        for event in events:
-            # Triton writes "data: "; the space is optional in the event stream format.
-            start = event.find(b"{")
-            if start < 0:
-                continue
-            values = decode_values(event[start:] if start else event)
-            failure = values.get("error")
-            if failure is not None and "model_name" not in values:
-                self._error = classify(Failure(str(failure), self._model))
+        failure: Exception | None = None
+        for text in events:
+            try:
+                response = self._response(text)
+            except ServiceError as error:
+                failure = error
                 break
-            if not self._outputs or not self._outputs.isdisjoint(values):
-                responses.append(JsonResponse(values))
-        return responses
+            if response is not None:
+                responses.append(response)
+        if responses:
+            receiver.receive(responses)
+        if failure is not None:
+            self._end(failure)
 
-    async def _fail(self, data: bytes) -> None:
-        body = [data]
-        size = len(data)
-        while not self._connection.complete and size < HIGH_WATER:
-            more = await self._connection.take()
-            body.append(more)
-            size += len(more)
-        status = str(self._connection.status)
-        self.close()
-        text = error_text(b"".join(body))
-        raise classify(Failure(text, self._model, status))
+    def _response(self, text: bytes) -> InferResponse | None:
+        """Return the response in the event *text*, if it is one. Raises :class:`ServiceError` for an error in it."""
+        try:
+            event = self._decode(text[_PREFIX:])
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            pass
+        else:
+            if event.output_0 is not None:
+                return event
+        values = decode_leniently(text)
+        error = values.get("error")
+        if error is not None and "model_name" not in values:
+            raise classify(Failure(str(error), self._model))
+        if not values or (self._outputs and self._outputs.isdisjoint(values)):
+            return None
+        return JsonResponse(values)
 
-    async def _send_again(self) -> None:
-        self._connection = await self._pool.acquire(fresh=True)
-        self._connection.send(self._request)
+    def finish(self) -> None:
+        """Take the end of the body."""
+        if not self.events:
+            self._refuse()
+        else:
+            self._end(cut_off() if b"".join(self._parts).strip() else None, whole=True)
+
+    def lose(self, error: Exception | None) -> None:
+        """Take the loss of the connection before the end of the body."""
+        connection = self._connection
+        assert connection is not None
+        if connection.used and not self.status and monotonic() - self._sent < STALE_SECONDS:
+            self._connecting = asyncio.create_task(self._connect())
+        elif connection.encrypted and not connection.used and not self.status:
+            self._end(unreachable(words(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
+        else:
+            self._end(cut_off())
+
+    def _refuse(self) -> None:
+        text = error_text(b"".join(self._parts))
+        self._end(classify(Failure(text, self._model, str(self.status))))
+
+    def _end(self, error: Exception | None, *, whole: bool = False) -> None:
+        receiver = self._receiver
+        self._stop(whole=whole)
+        if receiver is not None:
+            receiver.end(error)
+
+    def _stop(self, *, whole: bool) -> None:
+        """Let go of the receiver, and of the connection, which can serve again where the body was read as a *whole*."""
+        self._receiver = None
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if whole:
+            if self._paused:
+                connection.resume()
+            connection.release()
+        else:
+            connection.close()
+
+    # What the sender calls.
+
+    def pause(self) -> None:
+        """Read nothing more: Triton has to wait."""
+        if not self._paused and self._receiver is not None:
+            self._paused = True
+            if self._connection is not None:
+                self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._paused and self._receiver is not None:
+            self._paused = False
+            if self._connection is not None:
+                self._connection.resume()
+
+    def close(self, *, silent: bool = False) -> None:
+        """Cancel the work unless it has ended."""
+        if self._receiver is None:
+            return
+        if self._connecting is not None:
+            self._connecting.cancel()
+        self._stop(whole=False)
+        if silent:
+            self._pool.distrust()
 
 
 def error_text(body: bytes) -> str:
     """Return the text of Triton's ``{"error": "…"}`` body, or the start of the body where it is something else."""
     try:
-        values = decode_values(body)
+        values = decode_leniently(body)
     except UpstreamError:
-        return body[:500].decode("utf-8", "replace")
+        values = {}
     error = values.get("error")
+    if error is None:
+        return body[:500].decode("utf-8", "replace")
     return error if isinstance(error, str) else json.dumps(error)

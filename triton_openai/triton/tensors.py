@@ -177,6 +177,10 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
 class InferResponse(Protocol):
     """One response. Absent outputs read as empty lists; values are flattened."""
 
+    def first(self, names: Sequence[str]) -> Sequence[Any]:
+        """Return the first text or number of each of several outputs, ``None`` of one that is absent or empty."""
+        ...
+
     def texts(self, name: str) -> Sequence[str]:
         """Return a BYTES output as text (invalid UTF-8 becomes U+FFFD)."""
         ...
@@ -194,16 +198,18 @@ class InferResponse(Protocol):
         ...
 
 
-class JsonResponse:
-    """A response of HTTP's generate extension: tensors flattened to lists, a single element unwrapped to a scalar."""
+class JsonOutputs:
+    """Reads ``values`` of HTTP's generate extension: tensors flattened to lists, a single element to a scalar."""
 
-    __slots__ = ("_values",)
+    __slots__ = ()
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The outputs by their names."""
+        raise NotImplementedError
 
     def texts(self, name: str) -> Sequence[str]:
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is None:
             return ()
         return value if isinstance(value, list) else (value,)
@@ -217,6 +223,24 @@ class JsonResponse:
 
     def tensor(self, name: str) -> OutputTensor | None:
         return None
+
+
+class JsonResponse(JsonOutputs):
+    """A response of HTTP's generate extension."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The outputs by their names."""
+        return self._values
+
+    def first(self, names: Sequence[str]) -> Sequence[Any]:
+        """Return the first text or number of each output."""
+        return [next(iter(self.texts(name)), None) for name in names]
 
 
 class OutputTensor(msgspec.Struct, frozen=True):
@@ -234,6 +258,10 @@ class BinaryResponse:
 
     def __init__(self, outputs: Mapping[str, OutputTensor]) -> None:
         self._outputs = outputs
+
+    def first(self, names: Sequence[str]) -> Sequence[Any]:
+        """Return the first text or number of each output."""
+        return [next(iter(self.numbers(name)), None) for name in names]
 
     def texts(self, name: str) -> Sequence[str]:
         output = self._outputs.get(name)

@@ -7,19 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock, Mock
+from unittest.mock import MagicMock, Mock
 
 import aiohttp
-import grpc
 import pytest
 
 from tests.pictures import png
+from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Background
-from triton_openai.api.streaming import collect
 from triton_openai.media.fetch import AllowedHosts, Fetcher
-from triton_openai.triton.grpc import GrpcStream
 from triton_openai.triton.http_stream import ConnectionPool
-from triton_openai.triton.tensors import InferRequest
 
 
 async def cancel_at_every_turn(start: Callable[[], Coroutine[Any, Any, asyncio.Task[Any]]]) -> Any:
@@ -66,7 +63,7 @@ async def test_a_connection_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", connect)
     pool = ConnectionPool("127.0.0.1", 1, ssl_context=None, connect_timeout=60)
 
-    assert (await cancel_at_every_turn(started(pool.acquire))).usable
+    assert (await cancel_at_every_turn(started(pool.connect))).usable
 
 
 async def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,28 +85,6 @@ async def test_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     await fetcher.close()
 
 
-async def test_the_rest_of_a_grpc_call() -> None:
-    """What is still read of a call that nobody waits for ends with the client of Triton."""
-    calls: list[Any] = []
-
-    async def start() -> asyncio.Task[Any]:
-        written = asyncio.Event()
-        call = Mock(read=lambda: soon(grpc.aio.EOF), write=AsyncMock(), done_writing=AsyncMock(side_effect=written.set))
-        calls.append(call)
-        left: set[asyncio.Task[None]] = set()
-        stream = GrpcStream(Mock(), call, InferRequest(model="m", inputs=(), id="1", cancellable=False), left)
-        reading = asyncio.create_task(stream.read())
-        await written.wait()
-        await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.wait({reading})
-        (task,) = left
-        return task
-
-    assert await cancel_at_every_turn(start) is None
-    assert [1] * (len(calls) - 1) + [0] == [call.cancel.call_count for call in calls]
-
-
 async def test_background_work() -> None:
     """Work that is cancelled at the end of the service does not look as if it had succeeded."""
 
@@ -124,8 +99,16 @@ async def test_background_work() -> None:
 
 async def test_a_whole_answer() -> None:
     """An answer that is not streamed ends with its client."""
-    run = MagicMock(finished=True, start=soon, read=AsyncMock(side_effect=lambda: []))
+    runs: list[Mock] = []
 
-    (answer,) = await cancel_at_every_turn(started(lambda: collect([run], timeout=60)))
+    def work() -> Coroutine[Any, Any, Any]:
+        run = Mock(failure=None, conclude=soon)
+        run.start = lambda push, tell: asyncio.get_running_loop().call_soon(tell)
+        runs.append(run)
+        return collect([run], timeout=60)
 
-    assert answer.text == ""
+    (answer,) = await cancel_at_every_turn(started(work))
+
+    assert "" == answer.text
+    for run in runs:
+        run.close.assert_called_once_with()

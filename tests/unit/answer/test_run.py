@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -12,99 +13,276 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.adapters._common.base import Capabilities, Hints
+from triton_openai.adapters._common.base import Capabilities, Decoder, Hints
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
-from triton_openai.answer.run import Background, Run
+from triton_openai.answer.logprobs import INLINE_NUMBERS
+from triton_openai.answer.run import Background, Progress, Run
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.config import TritonSettings
-from triton_openai.generation import Generation, Sampling
+from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
+from triton_openai.generation import Delta, Generation, Logits, Sampling
 from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.triton.client import Receiver
 from triton_openai.triton.tensors import JsonResponse
 
 TOKENIZER = Tokenizer.load(str(Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"))
 BROKEN = "\ufffd"
 
 
-class SlowToOpen:
-    """A client whose streams are opened when the test says so, also for who has been cancelled meanwhile."""
+class Engine:
+    """A client and its only stream, which brings what the test says, when the test says so."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.opens = asyncio.Event()
-        self.opened = Mock()
+        self.receiver: Any = None
+        self.paused = False
+        self.closed: list[bool] = []
+        self.orders: list[Any] = []
 
-    async def stream(self, request: Any) -> Any:
-        self.asked.set()
-        while not self.opens.is_set():
-            # As asyncio.wait_for does in Python 3.11 where the result was there already.
-            with contextlib.suppress(asyncio.CancelledError):
-                await self.opens.wait()
-        return self.opened
-
-
-async def test_closed_while_the_stream_is_being_opened() -> None:
-    """The stream is closed as soon as it is there, and nothing watches it."""
-    client = SlowToOpen()
-    model = MagicMock(lora_delivery=None)
-    model.adapter.capabilities.tokens = False
-    model.adapter.encode.return_value = MagicMock(stream=True)
-    model.adapter.cancel.return_value = None
-    run = Run(
-        model,
-        Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=5)),
-        client=client,  # type: ignore[arg-type]
-        settings=TritonSettings(),
-        limits=TimeLimits(first_token=60, idle=60, total=60),
-        background=Background(),
-        tokenizer=None,
-    )
-    task = asyncio.create_task(run.start())
-    await client.asked.wait()
-    task.cancel()
-    run.close()
-    client.opens.set()
-    await task
-
-    client.opened.close.assert_called_once_with()
-    assert run.finished
-    assert run._watch is None
-
-
-class Answers:
-    """A client whose streams bring *texts*, one response each, and then end."""
-
-    def __init__(self, *texts: str) -> None:
-        self._responses: list[Any] = [[JsonResponse({"text_output": text})] for text in texts]
-
-    async def stream(self, request: Any) -> Any:
+    def stream(self, request: Any, receiver: Receiver) -> Engine:
+        self.receiver = receiver
         return self
 
-    async def read(self) -> Any:
-        return self._responses.pop(0) if self._responses else ()
+    def bring(self, *texts: str) -> None:
+        """Let responses arrive together."""
+        self.receiver.receive([JsonResponse({"text_output": text}) for text in texts])
 
-    def close(self) -> None: ...
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def close(self, *, silent: bool = False) -> None:
+        self.closed.append(silent)
+
+    async def infer(self, request: Any) -> Any:
+        self.orders.append(request)
 
 
-async def answered(*texts: str, limit: int, tokenizer: Tokenizer | None = TOKENIZER, **decoding: Any) -> Run:
-    """Return the run of an answer of *texts*, one response each, whose backend tells neither counts nor reasons."""
+def model_of(decoder: Decoder, **capabilities: Any) -> Any:
+    """Return a model whose backend tells neither counts nor reasons."""
     model = MagicMock(lora_delivery=None)
+    model.name = "m"
     model.settings.max_model_len = None
-    model.adapter.hints, model.adapter.capabilities = Hints(), Capabilities(generate=True, streaming=True)
+    model.adapter.hints = Hints()
+    model.adapter.capabilities = Capabilities(generate=True, streaming=True, **capabilities)
     model.adapter.encode.return_value = MagicMock(stream=True)
-    model.adapter.decoder.return_value = TextDecoder(**decoding)
-    run = Run(
-        model,
-        Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=limit)),
-        client=Answers(*texts),  # type: ignore[arg-type]
-        settings=TritonSettings(),
-        limits=TimeLimits(first_token=60, idle=60, total=60),
-        background=Background(),
-        tokenizer=tokenizer,
-    )
-    await run.start()
-    while not run.finished:
-        await run.read()
-    return run
+    model.adapter.decoder.return_value = decoder
+    model.adapter.at_once.return_value = False
+    model.adapter.cancel.return_value = MagicMock(stream=False)
+    return model
+
+
+class Answer:
+    """A run in front of an engine, and what it has pushed."""
+
+    def __init__(
+        self,
+        *,
+        decoder: Decoder | None = None,
+        tokenizer: Tokenizer | None = None,
+        limits: TimeLimits = TimeLimits(first_token=60, idle=60, total=60),  # noqa: B008 - immutable
+        sampling: Sampling = Sampling(max_tokens=9),  # noqa: B008 - immutable
+        **capabilities: Any,
+    ) -> None:
+        self.engine = Engine()
+        self.background = Background()
+        self.deltas: list[Delta] = []
+        self.told = 0
+        self.over = asyncio.Event()
+        self.run = Run(
+            model_of(decoder or TextDecoder(), **capabilities),
+            Generation(id="1", prompt="Hello", sampling=sampling),
+            client=self.engine,  # type: ignore[arg-type]
+            limits=limits,
+            background=self.background,
+            tokenizer=tokenizer,
+        )
+        self.run.start(self.deltas.extend, self.tell)
+
+    def tell(self) -> None:
+        self.told += 1
+        self.over.set()
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+async def test_each_token_is_passed_on_at_once() -> None:
+    """In the call that brings it, without a turn of the event loop; what comes together goes together."""
+    answer = Answer()
+    answer.engine.bring("one")
+    assert "one" == answer.text
+    pushed = len(answer.deltas)
+    answer.engine.bring(" two", " three")
+
+    assert ("one two three", 2) == (answer.text, len(answer.deltas) - pushed)
+    assert not answer.run.over
+    answer.engine.receiver.end(None)
+    assert (True, None, 1) == (answer.run.over, answer.run.failure, answer.told)
+    answer.run.close()
+    await answer.background.close()
+    assert (1, [], False) == (answer.told, answer.engine.orders, answer.run.progress.cancelled)
+
+
+async def test_closed_in_the_middle() -> None:
+    """The stream is closed, the engine is told to stop, and nothing is pushed any more."""
+    answer = Answer()
+    answer.engine.bring("one")
+    answer.run.close()
+    answer.run.close()
+    answer.engine.bring(" two")
+    answer.engine.receiver.end(UpstreamError("late"))
+    await answer.background.close()
+
+    assert ("one", True, [False]) == (answer.text, answer.run.progress.cancelled, answer.engine.closed)
+    assert 1 == len(answer.engine.orders)
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), min_size=1, max_size=6),
+    st.text("ab", min_size=1, max_size=3),
+    st.integers(1, 4),
+)
+def test_a_stop_string_however_the_text_is_cut(texts: list[str], stop: str, together: int) -> None:
+    """The text ends before it, the backend is stopped at once, and what comes after is not shown."""
+
+    async def show() -> Answer:
+        answer = Answer(sampling=Sampling(max_tokens=99, stop=(stop,)))
+        for place in range(0, len(texts), together):
+            answer.engine.bring(*texts[place : place + together])
+        answer.engine.receiver.end(None)
+        answer.run.close()
+        await answer.background.close()
+        return answer
+
+    answer = asyncio.run(show())
+    before, found, _ = "".join(texts).partition(stop)
+
+    assert before == answer.text
+    progress = answer.run.progress
+    assert (stop if found else None) == progress.stop_reason
+    assert bool(found) == bool(answer.engine.orders)
+    assert 1 == answer.told
+
+
+@every_case("steps", [0, 1])
+async def test_what_goes_wrong_on_the_way(steps: int) -> None:
+    """It is what the run failed of; a refusal in the middle is none of the request; no answer at all is a failure."""
+    for error, expected in (
+        (UpstreamError("x"), UpstreamError),
+        (InvalidRequest("x"), UpstreamError if steps else InvalidRequest),
+        (ValueError("x"), ValueError),
+        (None, type(None) if steps else UpstreamError),
+    ):
+        answer = Answer()
+        if steps:
+            answer.engine.bring("one")
+        answer.engine.receiver.end(error)
+        assert expected is type(answer.run.failure)
+        assert 1 == answer.told
+        answer.run.close()
+        await answer.background.close()
+
+
+async def test_a_decoder_that_fails() -> None:
+    """That ends the run and stops the backend, in the same turn."""
+    answer = Answer(decoder=Mock(feed=Mock(side_effect=UpstreamError("no"))))
+    answer.engine.bring("one")
+
+    assert UpstreamError is type(answer.run.failure)
+    assert answer.engine.closed
+    answer.engine.bring("two")
+    assert (1, "") == (answer.told, answer.text)
+    await answer.background.close()
+
+
+async def test_silence() -> None:
+    """It ends the run, whether nothing came or nothing more, and the transport is told; a slow client does not."""
+    quick = TimeLimits(first_token=0.05, idle=0.05, total=None)
+    for texts in ((), ("one",)):
+        answer = Answer(limits=quick)
+        if texts:
+            answer.engine.bring(*texts)
+            answer.run.pause()
+            assert answer.engine.paused
+            await asyncio.sleep(0.2)
+            assert not answer.run.over
+            answer.run.resume()
+        await asyncio.wait_for(answer.over.wait(), 10)
+        assert isinstance(answer.run.failure, UpstreamTimeout)
+        assert "upstream_silent" == answer.run.failure.code
+        assert [True] == answer.engine.closed[:1]
+        await answer.background.close()
+
+
+async def test_pauses_are_counted() -> None:
+    """Who holds the backend back does not know of others who do."""
+    answer = Answer()
+    answer.run.pause()
+    answer.run.pause()
+    answer.run.resume()
+    paused = [answer.engine.paused]
+    answer.run.resume()
+    assert [True, False] == [*paused, answer.engine.paused]
+    answer.run.close()
+    await answer.background.close()
+
+
+class Scored:
+    """A decoder whose deltas have logits: a row in which the token stands out, for a vocabulary of *width*."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def feed(self, response: Any) -> Sequence[Delta]:
+        number = int(response.texts("text_output")[0])
+        row = array("f", [0.0]) * self.width
+        row[number] = 9.0
+        logits = Logits(data=row.tobytes(), datatype="FP32", width=self.width)
+        return (Delta(token_ids=(number,), tokens=1, logits=logits),)
+
+    def flush(self) -> Sequence[Delta]:
+        return ()
+
+
+@every_case("width", [10, INLINE_NUMBERS + 1])
+async def test_log_probabilities_from_logits(width: int) -> None:
+    """They come in order, also where they are made in a thread, and before the end; the backend waits meanwhile."""
+    answer = Answer(decoder=Scored(width), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1), tokenizer=None)
+    answer.engine.bring("1", "2", "3")
+    answer.engine.bring("4")
+    answer.engine.receiver.end(None)
+    await asyncio.wait_for(answer.over.wait(), 10)
+
+    assert [1, 2, 3, 4] == [entry.id for delta in answer.deltas for entry in delta.logprobs]
+    assert all(entry.rank == 1 for delta in answer.deltas for entry in delta.logprobs)
+    assert not answer.engine.paused
+    answer.run.close()
+
+
+async def test_left_while_logits_are_read() -> None:
+    """Nothing is pushed any more, and no task is left behind."""
+    before = asyncio.all_tasks()
+    answer = Answer(decoder=Scored(INLINE_NUMBERS + 1), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1))
+    answer.engine.bring("1", "2")
+    await asyncio.sleep(0)
+    answer.run.close()
+    await answer.background.close()
+    await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
+
+    assert not answer.deltas
+
+
+async def answered(*texts: str, limit: int, tokenizer: Tokenizer | None = TOKENIZER, **decoding: Any) -> Progress:
+    """Return how an answer of *texts* ended, one response each, whose backend tells neither counts nor reasons."""
+    answer = Answer(decoder=TextDecoder(**decoding), tokenizer=tokenizer, sampling=Sampling(max_tokens=limit))
+    for text in texts:
+        answer.engine.bring(text)
+    answer.engine.receiver.end(None)
+    await answer.run.conclude()
+    answer.run.close()
+    return answer.run.progress
 
 
 @every_case(

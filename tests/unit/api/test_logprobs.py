@@ -23,8 +23,7 @@ from triton_openai.adapters.trtllm import GENERATION, check_size, read_logits
 from triton_openai.adapters.trtllm_ensemble import StepLogprobs
 from triton_openai.adapters.vllm import VllmLogprobs
 from triton_openai.answer.logprobs import log_probabilities
-from triton_openai.answer.stop_strings import HeldLogprobs, StopStrings
-from triton_openai.answer.tokens import TokenNames
+from triton_openai.answer.stages import HeldLogprobs, StopStrings, TokenNames
 from triton_openai.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from triton_openai.api.parameters import bias_words
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
@@ -295,7 +294,7 @@ def test_entries_end_where_the_text_does(pieces: list[str], stops: list[str], ch
         position = place = 0
         while place < len(entries):
             some = entries[place : place + chance.randint(1, 3)]
-            told += held.feed(some)
+            told += passed(held, some)
             place += len(some)
             position += sum(len(entry.raw or b"") for entry in some)
             if end is not None and position >= end:
@@ -307,6 +306,13 @@ def test_entries_end_where_the_text_does(pieces: list[str], stops: list[str], ch
         assert expected == [entry.id for entry in told]
 
 
+def passed(held: HeldLogprobs, entries: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+    """Return what *held* passes on with *entries*."""
+    delta = Delta(logprobs=entries)
+    held.feed(delta)
+    return delta.logprobs
+
+
 def test_hidden_tokens_have_no_part_in_stop_strings() -> None:
     """A special token that is skipped stands between the two halves of one."""
     held = HeldLogprobs(["bc"])
@@ -314,18 +320,19 @@ def test_hidden_tokens_have_no_part_in_stop_strings() -> None:
         TokenLogprob("ab", -1.0, b"ab"), TokenLogprob("<x>", -1.0, b"<x>", hidden=True), TokenLogprob("c", -1.0, b"c")
     ]  # fmt: skip
 
-    assert ["ab"] == [entry.token for entry in [*held.feed(entries), *held.end()]]
+    assert ["ab"] == [entry.token for entry in [*passed(held, entries), *held.end()]]
 
 
 @given(st.text("ab", max_size=12), st.integers(1, 4))
 def test_what_is_held_is_what_the_text_stage_holds(text: str, size: int) -> None:
     """With a character per token, the entries told are those of the text shown."""
     stops, held = StopStrings(["aab"]), HeldLogprobs(["aab"])
-    shown, told = "", []
+    shown = ""
+    told: list[TokenLogprob] = []
     for place in range(0, len(text), size):
         piece = text[place : place + size]
         shown += stops.feed(piece)
-        told += held.feed([TokenLogprob(each, -1.0, each.encode()) for each in piece])
+        told += passed(held, [TokenLogprob(each, -1.0, each.encode()) for each in piece])
         assert len(told) <= len(shown)
         if stops.matched:
             break

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from unittest.mock import Mock, call
 
 import pytest
 
-from triton_openai.errors import ConfigurationError, LoraNotLoaded, ServiceError, UpstreamTimeout
+from triton_openai.errors import ConfigurationError, LoraNotLoaded, UpstreamTimeout
 from triton_openai.generation import Lora, Matrix
 from triton_openai.models.lora.delivery import LoraAnswers, LoraDelivery
-from triton_openai.triton.tensors import InferResponse, JsonResponse
+from triton_openai.triton.client import Receiver
+from triton_openai.triton.tensors import JsonResponse
 
 FULL = Lora(name="french", number=7, weights=Matrix("FP16", (1, 1), b"\0\0"), config=Matrix("INT32", (1, 3), bytes(12)))
 NAMED = Lora(name="french", number=7)
@@ -164,36 +165,34 @@ RESPONSE = JsonResponse({"text_output": "x"})
 GONE = LoraNotLoaded("gone")
 
 
-class Stream:
-    """Answers with what it is given, one per read."""
-
-    def __init__(self, *answers: Sequence[InferResponse] | Exception) -> None:
-        self.answers = list(answers)
-        self.closed = False
-
-    async def read(self) -> Sequence[InferResponse]:
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def abort(self, error: ServiceError) -> None:
-        self.answers = [error]
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class Engine:
-    """Opens the given streams in turn and keeps what each was opened with."""
+    """Opens streams, keeps what each was opened with, and has them end as the test says."""
 
-    def __init__(self, *streams: Stream) -> None:
-        self.streams = list(streams)
+    def __init__(self) -> None:
         self.sent: list[Lora] = []
+        self.receivers: list[Receiver] = []
+        self.streams: list[Mock] = []
 
-    async def __call__(self, lora: Lora) -> Stream:
+    def __call__(self, lora: Lora, receiver: Receiver) -> Mock:
         self.sent.append(lora)
-        return self.streams[len(self.sent) - 1]
+        self.receivers.append(receiver)
+        self.streams.append(Mock())
+        return self.streams[-1]
+
+
+class Opened:
+    """A stream of a warm adapter, or of *delivery*, and the mock that receives its answers."""
+
+    def __init__(self, delivery: LoraDelivery) -> None:
+        self.engine = Engine()
+        self.receiver = Mock()
+        self.answers = LoraAnswers(delivery, self.engine, self.receiver)
+
+
+async def opened(delivery: LoraDelivery) -> Opened:
+    found = Opened(delivery)
+    await settled()
+    return found
 
 
 async def warm(files: Files) -> LoraDelivery:
@@ -202,85 +201,95 @@ async def warm(files: Files) -> LoraDelivery:
     return delivery
 
 
-async def test_a_loss_is_not_seen_by_the_reader(files):
+async def test_a_loss_is_not_seen_by_the_receiver(files):
     """The request is sent again, with the weights."""
-    engine = Engine(Stream(GONE), Stream([RESPONSE], []))
-    answers = LoraAnswers(await warm(files), engine)
-    await answers.start()
+    found = await opened(await warm(files))
+    found.engine.receivers[0].end(GONE)
+    await settled()
+    found.engine.receivers[1].receive([RESPONSE])
+    found.engine.receivers[1].end(None)
 
-    assert [[RESPONSE], []] == [await answers.read(), await answers.read()]
-    assert [NAMED, FULL] == engine.sent
-    assert engine.streams[0].closed
+    assert [call.receive([RESPONSE]), call.end(None)] == found.receiver.mock_calls
+    assert [NAMED, FULL] == found.engine.sent
 
 
 async def test_an_engine_that_does_not_keep_what_it_is_sent(files):
     """It is told twice at most."""
-    engine = Engine(Stream(GONE), Stream(GONE))
-    answers = LoraAnswers(await warm(files), engine)
-    await answers.start()
+    found = await opened(await warm(files))
+    for number in range(2):
+        found.engine.receivers[number].end(GONE)
+        await settled()
 
-    with pytest.raises(LoraNotLoaded):
-        await answers.read()
-    assert [NAMED, FULL] == engine.sent
+    assert [call.end(GONE)] == found.receiver.mock_calls
+    assert [NAMED, FULL] == found.engine.sent
 
 
 async def test_a_second_loss_in_a_row(files):
     """Others' weights came and went in between: the third attempt brings its own."""
     delivery = await warm(files)
-    engine = Engine(Stream(GONE), Stream(GONE), Stream([RESPONSE]))
-    answers = LoraAnswers(delivery, engine)
-    await answers.start()
+    found = await opened(delivery)
     other = await delivery.lease()
     other.lost()
     mending = await delivery.lease()
     mending.arrived()
+    for number in range(2):
+        found.engine.receivers[number].end(GONE)
+        await settled()
 
-    assert [RESPONSE] == await answers.read()
-    assert [NAMED, NAMED, FULL] == engine.sent
+    assert [NAMED, NAMED, FULL] == found.engine.sent
+    assert not found.receiver.mock_calls
+    found.answers.close()
 
 
 async def test_a_loss_after_the_first_response_is_an_error_like_others(files):
     """What has begun cannot begin again."""
-    answers = LoraAnswers(await warm(files), Engine(Stream([RESPONSE], GONE)))
-    await answers.start()
-    await answers.read()
+    found = await opened(await warm(files))
+    found.engine.receivers[0].receive([RESPONSE])
+    found.engine.receivers[0].end(GONE)
 
-    with pytest.raises(LoraNotLoaded):
-        await answers.read()
+    assert call.end(GONE) == found.receiver.mock_calls[-1]
 
 
-@pytest.mark.parametrize("end", ["close", "error", "nothing"])
+@pytest.mark.parametrize("end", ["close", "error", "nothing", "unsent"])
 async def test_a_request_that_ends_without_an_answer_leaves_it_to_the_next(files, end):
     """Nobody waits for one that is gone."""
     delivery = LoraDelivery(files)
-    stream = Stream(UpstreamTimeout("late")) if end == "error" else Stream([])
-    answers = LoraAnswers(delivery, Engine(stream))
-    await answers.start()
-    if end == "close":
-        answers.close()
-        assert stream.closed
-    elif end == "error":
-        with pytest.raises(UpstreamTimeout):
-            await answers.read()
+    found = Opened(delivery)
+    if end != "unsent":
+        await settled()
+    if end in ("close", "unsent"):
+        found.answers.close()
+        assert all(stream.close.called for stream in found.engine.streams)
     else:
-        assert [] == await answers.read()
-
-    assert FULL is (await delivery.lease()).lora
-
-
-async def test_an_abort_between_two_attempts(files):
-    """Nothing more is sent for it."""
-    delivery = await warm(files)
-    engine = Engine(Stream(GONE), Stream([RESPONSE]))
-    answers = LoraAnswers(delivery, engine)
-    await answers.start()
-    files.gate.clear()
-    reading = asyncio.create_task(answers.read())
+        found.engine.receivers[0].end(UpstreamTimeout("late") if end == "error" else None)
+        assert 1 == len(found.receiver.mock_calls)
     await settled()
-    answers.abort(UpstreamTimeout("late"))
-    files.gate.set()
 
-    with pytest.raises(UpstreamTimeout):
-        await reading
-    assert 1 == len(engine.sent)
     assert FULL is (await delivery.lease()).lora
+
+
+async def test_files_that_cannot_be_read_end_the_stream(files):
+    """As any failure does."""
+    files.error = ConfigurationError("broken")
+    found = await opened(LoraDelivery(files))
+
+    assert [call.end(files.error)] == found.receiver.mock_calls
+
+
+async def test_closed_and_paused_between_two_attempts(files):
+    """Nothing more is sent for what is closed; what is paused stays so."""
+    delivery = await warm(files)
+    found, other = await opened(delivery), await opened(delivery)
+    files.gate.clear()
+    found.engine.receivers[0].end(GONE)
+    other.engine.receivers[0].end(GONE)
+    await settled()
+    found.answers.close()
+    other.answers.pause()
+    files.gate.set()
+    await settled()
+
+    assert 1 == len(found.engine.sent)
+    assert not found.receiver.mock_calls
+    other.engine.streams[1].pause.assert_called_once_with()
+    other.answers.close()

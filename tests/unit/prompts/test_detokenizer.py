@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from tests.cases import every_case
-from triton_openai.answer.tokens import TokenText
+from triton_openai.answer.stages import TokenText
 from triton_openai.generation import Delta, TokenLogprob
 from triton_openai.prompts.detokenizer import Detokenizer, TokenPieces, detokenizer
 

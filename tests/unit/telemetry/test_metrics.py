@@ -146,14 +146,12 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
     )
     added = LatencyHistogram(CollectorRegistry())
     for answer in latencies:
-        counted, now = InterTokenLatency(), 0.0
-        counted.arrived(now)
+        arrivals = [0.0]
         one_by_one.labels("m", "a")
         for latency in answer:
-            one_by_one.labels("m", "a").observe((now + latency) - now)
-            now += latency
-            counted.arrived(now)
-        added.add(("m", "a"), counted)
+            arrivals.append(arrivals[-1] + latency)
+            one_by_one.labels("m", "a").observe(arrivals[-1] - arrivals[-2])
+        added.add(("m", "a"), InterTokenLatency(arrivals))
 
     def values(histogram: Collector) -> list[tuple[str, dict[str, str], Any]]:
         (metric,) = histogram.collect()
@@ -164,10 +162,8 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
 
 def test_latencies_of_all_answers(metrics: Metrics) -> None:
     """Those of failed answers count too."""
-    latency = InterTokenLatency()
     # Two tokens arrive together at 1.5.
-    for now in (1.0, 1.5, 1.5, 1.5625, 5.5625):
-        latency.arrived(now)
+    latency = InterTokenLatency((1.0, 1.5, 1.5, 1.5625, 5.5625))
     failed = FakeAnswer(inter_token_latency=latency, error=UpstreamError("x"))
     observed(metrics, FakeAnswer(inter_token_latency=latency), failed, FakeAnswer(), n=3)
     found = shown(metrics)
@@ -279,9 +275,7 @@ def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A scrape has the counts of all workers, and the gauges of those that live; one that replaces another goes on."""
     monkeypatch.setattr("prometheus_client.values.ValueClass", MutexValue)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
-    latency = InterTokenLatency()
-    for now in (1.0, 1.5, 4.5):
-        latency.arrived(now)
+    latency = InterTokenLatency((1.0, 1.5, 4.5))
     running = Observation(request_id="r", method="POST", path="/")
     running.identify("chat", model="m", adapter="a")
     for index in (0, 1, 1):

@@ -9,7 +9,7 @@ import pytest
 
 from triton_openai.errors import ServiceError, UpstreamUnavailable
 from triton_openai.triton.catalog import Catalog, Snapshot
-from triton_openai.triton.client import IndexEntry, ServerInfo
+from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 
@@ -61,7 +61,7 @@ class FakeClient:
     async def infer(self, request: InferRequest) -> InferResponse:
         raise NotImplementedError
 
-    async def stream(self, request: InferRequest):
+    def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.cases import every_case
+from tests.reading import Reading
 from triton_openai.config import Settings, TritonAccess, load_settings
 from triton_openai.config import files as watched_files
 from triton_openai.errors import ConfigurationError
@@ -105,7 +106,7 @@ async def test_headers_and_tokens_go_with_every_call(
     async def call_all() -> None:
         await client.repository_index()
         await client.infer(REQUEST)
-        stream = await client.stream(REQUEST)
+        stream = Reading(client, REQUEST)
         await stream.read()
         stream.close()
 

@@ -8,19 +8,21 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 import uvloop
 
 from tests.cases import every_case
-from triton_openai.errors import ServiceError, UpstreamTimeout, UpstreamUnavailable
+from triton_openai.errors import ServiceError, UpstreamUnavailable
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.http import HttpClient
-from triton_openai.triton.http_stream import ConnectionPool, HttpStream
+from triton_openai.triton.http_stream import Connection, ConnectionPool, HttpStream
 from triton_openai.triton.tensors import InferRequest
 
+ASKED = InferRequest(model="m", id="r", inputs=(), stream=True)
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"
 
@@ -57,7 +59,7 @@ def test_the_kernel_watches_each_connection(run):
 
     async def look() -> dict[str, int]:
         async with pooled() as (pool, accepted):
-            connection = await pool.acquire()
+            connection = await pool.connect()
             await accepted.get()
             assert connection._transport is not None
             found = connection._transport.get_extra_info("socket")
@@ -74,23 +76,25 @@ def test_the_kernel_watches_each_connection(run):
     assert 30_000 == options["TCP_USER_TIMEOUT"]
 
 
-@every_case("code, left", [("upstream_silent", False), ("upstream_timeout", True)])
-async def test_silence_on_one_connection_is_held_against_the_idle_ones(code: str, left: bool) -> None:
+@every_case("silent", [True, False])
+async def test_silence_on_one_connection_is_held_against_the_idle_ones(silent: bool) -> None:
     """They go the same way: the next request takes a fresh one. A request that is merely long says nothing of them."""
     async with pooled() as (pool, accepted):
-        one, other = await pool.acquire(), await pool.acquire()
+        over = asyncio.Event()
+        ended, nobody = Mock(end=lambda error: over.set()), Mock()
+        other = HttpStream(pool, ASKED, ended, message=lambda: REQUEST)
+        server = await accepted.get()
+        one = HttpStream(pool, ASKED, nobody, message=lambda: REQUEST)
         await accepted.get()
-        (await accepted.get()).write(ANSWER)
-        other.send(REQUEST)
-        await other.take()
-        other.finish()
-        one.send(REQUEST)
+        server.write(ANSWER)
+        async with asyncio.timeout(10):
+            await over.wait()
 
-        HttpStream(pool, one, REQUEST, "m").abort(UpstreamTimeout("Too long.", code=code))
+        one.close(silent=silent)
 
-        last = await pool.acquire()
-        last.close()
-        assert (last is other) is left
+        assert (pool.idle() is None) is silent
+        other.close()
+        nobody.end.assert_not_called()
 
 
 @contextlib.contextmanager
@@ -101,28 +105,20 @@ def stopped() -> Iterator[str]:
 
 
 @every_case("transport", ["http", "grpc"])
-@every_case("how", ["abort", "close", "cancel"])
-async def test_a_stream_to_a_server_that_is_stopped(transport: str, how: str) -> None:
-    """It ends when it is told to, also while its request could not even be sent."""
+@every_case("silent", [True, False])
+async def test_a_stream_to_a_server_that_is_stopped(transport: str, silent: bool) -> None:
+    """It ends when it is closed, also while its request could not even be sent."""
     settings = ConnectionSettings(connect_timeout=60)
     with stopped() as address:
         url = f"{transport}://{address}"
         client: TritonClient = HttpClient(url, settings) if transport == "http" else GrpcClient(url, settings)
-        stream = await client.stream(InferRequest(model="m", id="r", inputs=()))
-        reading = asyncio.ensure_future(stream.read())
-        await asyncio.wait({reading}, timeout=0.05)
-        if how == "abort":
-            stream.abort(UpstreamTimeout("Silent.", code="upstream_silent"))
-        elif how == "cancel":
-            reading.cancel()
-        else:
-            stream.close()
-        await asyncio.wait({reading}, timeout=10)
-        assert reading.done()
-        (result,) = await asyncio.gather(reading, return_exceptions=True)
-        # Who closes a stream reads it no more.
-        assert how == "close" or isinstance(result, UpstreamTimeout if how == "abort" else asyncio.CancelledError)
+        receiver = Mock()
+        stream = client.stream(ASKED, receiver)
+        await asyncio.sleep(0.05)
+        stream.close(silent=silent)
         stream.close()
+        await asyncio.sleep(0)
+        assert not receiver.mock_calls
         await asyncio.wait_for(client.close(), 10)
 
 
@@ -148,7 +144,7 @@ async def test_a_connection_that_is_lost_at_once(monkeypatch):
     monkeypatch.setattr(loop, "create_connection", connect_and_lose)
     async with pooled() as (pool, _):
         with pytest.raises(UpstreamUnavailable):
-            await pool.acquire()
+            await pool.connect()
 
 
 async def test_a_server_that_speaks_first(monkeypatch):
@@ -158,17 +154,25 @@ async def test_a_server_that_speaks_first(monkeypatch):
     loop.set_exception_handler(lambda _, context: complaints.append(context))
     connect = loop.create_connection
 
+    lost = asyncio.Event()
+    connection_lost = Connection.connection_lost
+
+    def lose(connection, error):
+        connection_lost(connection, error)
+        lost.set()
+
+    monkeypatch.setattr(Connection, "connection_lost", lose)
+
     async def connect_and_wait(*arguments, **options):
         transport, protocol = await connect(*arguments, **options)
         (await accepted.get()).write(b"SSH-2.0\r\n")
-        with contextlib.suppress(ServiceError):
-            await protocol.take()
+        await asyncio.wait_for(lost.wait(), 10)
         return transport, protocol
 
     monkeypatch.setattr(loop, "create_connection", connect_and_wait)
     async with pooled() as (pool, accepted):
         with pytest.raises(UpstreamUnavailable):
-            await pool.acquire()
+            await pool.connect()
 
     assert not complaints
 

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.reading import Reading
 from triton_openai.errors import (
     ContextLengthExceeded,
     ModelNotFound,
@@ -22,14 +23,13 @@ from triton_openai.errors import (
     RequestRefused,
     ServiceError,
     UpstreamError,
-    UpstreamTimeout,
     UpstreamUnavailable,
 )
 from triton_openai.triton.client import ResponseStream, TritonClient
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.http import HttpClient
-from triton_openai.triton.tensors import InferRequest, Tensor
+from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
 REQUEST = InferRequest(
     model="team/m",
@@ -271,7 +271,7 @@ async def triton(request: pytest.FixtureRequest) -> AsyncIterator[FakeTriton]:
     await server.stop()
 
 
-async def texts_of(stream: ResponseStream) -> list[str]:
+async def texts_of(stream: Reading) -> list[str]:
     """Read a stream to its end."""
     found: list[str] = []
     while responses := await stream.read():
@@ -291,7 +291,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def outcome(client: TritonClient, request: InferRequest = REQUEST) -> tuple[list[str], ServiceError | None]:
     """Return the texts of a stream and the error that ended it, if one did."""
-    stream = await client.stream(request)
+    stream = Reading(client, request)
     found: list[str] = []
     try:
         while responses := await stream.read():
@@ -312,7 +312,7 @@ async def outcome(client: TritonClient, request: InferRequest = REQUEST) -> tupl
 async def test_responses_come_in_order(triton, texts):
     """Every response arrives once, whole and in order; then reads are empty for good."""
     triton.reply = Reply(texts=texts)
-    stream = await triton.client.stream(REQUEST)
+    stream = Reading(triton.client, REQUEST)
 
     assert texts == await texts_of(stream)
     assert () == tuple(await stream.read())
@@ -322,7 +322,7 @@ async def test_responses_come_in_order(triton, texts):
 
 async def test_no_response_at_all(triton):
     """A stream that ends without a response is empty and no error: what that means is for others to say."""
-    assert [] == await texts_of(await triton.client.stream(REQUEST))
+    assert [] == await texts_of(Reading(triton.client, REQUEST))
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ async def test_a_connection_that_breaks(triton, texts):
 async def test_closing_tells_the_server(triton):
     """Closing a stream that goes on cancels the work, and reading it afterwards gives nothing."""
     triton.reply = Reply(texts=["one"], end="hang")
-    stream = await triton.client.stream(REQUEST)
+    stream = Reading(triton.client, REQUEST)
     await stream.read()
 
     stream.close()
@@ -375,40 +375,94 @@ async def test_closing_tells_the_server(triton):
 
 
 @pytest.mark.parametrize("texts", [[], ["one"]])
-async def test_aborting_ends_a_read(triton, texts):
-    """A read that waits ends with the error that abort was given, and the server is told."""
+async def test_closing_a_silent_stream(triton, texts):
+    """The server is told, and nothing is received any more."""
     triton.reply = Reply(texts=texts, end="hang")
-    stream = await triton.client.stream(REQUEST)
+    stream = Reading(triton.client, REQUEST)
     if texts:
         await stream.read()
-    reading = asyncio.create_task(stream.read())
     await until(lambda: bool(triton.requests))
 
-    stream.abort(UpstreamTimeout("too late", code="upstream_silent"))
+    stream.stream.close(silent=True)
 
-    with pytest.raises(UpstreamTimeout, match="too late"):
-        await reading
     await asyncio.wait_for(triton.left.wait(), 10)
-    stream.close()
+    assert (["one"], None) == await outcome_of(triton, Reply(texts=["one"]))
 
 
-async def test_aborting_between_reads(triton):
-    """An abort that comes while nobody reads is what the next read raises."""
-    triton.reply = Reply(texts=["one"], end="hang")
-    stream = await triton.client.stream(REQUEST)
-    await stream.read()
+async def outcome_of(triton: FakeTriton, reply: Reply) -> tuple[list[str], ServiceError | None]:
+    """Return the outcome of another stream, answered with *reply*."""
+    triton.reply = reply
+    return await outcome(triton.client)
 
-    stream.abort(UpstreamTimeout("too late"))
 
-    with pytest.raises(UpstreamTimeout, match="too late"):
-        await stream.read()
-    stream.close()
+class Impatient:
+    """A receiver that pauses its stream, or closes it, while it receives."""
+
+    def __init__(self, client: TritonClient, act: Callable[[ResponseStream], None]) -> None:
+        self.texts: list[str] = []
+        self.ended = asyncio.Event()
+        self.error: Exception | None = None
+        self._act = act
+        self.stream = client.stream(REQUEST, self)
+
+    def receive(self, responses: Sequence[InferResponse]) -> None:
+        self.texts += [text for response in responses for text in response.texts("text_output")]
+        self._act(self.stream)
+
+    def end(self, error: Exception | None) -> None:
+        assert not self.ended.is_set()
+        self.error = error
+        self.ended.set()
+
+
+@pytest.mark.parametrize("end", ["end", "cut"])
+async def test_a_receiver_that_closes(triton, end):
+    """It receives nothing after that, not even the end."""
+    triton.reply = Reply(texts=["one"] * 100, end=end)
+    receiver = Impatient(triton.client, lambda stream: stream.close())
+    await until(lambda: bool(receiver.texts))
+    received = list(receiver.texts)
+    assert (["two"], None) == await outcome_of(triton, Reply(texts=["two"]))
+
+    assert received == receiver.texts
+    assert not receiver.ended.is_set()
+
+
+async def test_a_receiver_that_pauses_each_time(triton):
+    """Everything comes all the same, in order, as often as it resumes; the end is the last call."""
+    triton.reply = Reply(texts=[f"{number} " + "x" * 50_000 for number in range(50)])
+    loop = asyncio.get_running_loop()
+
+    def breathe(stream: ResponseStream) -> None:
+        stream.pause()
+        stream.pause()
+        loop.call_soon(stream.resume)
+
+    receiver = Impatient(triton.client, breathe)
+    await asyncio.wait_for(receiver.ended.wait(), 20)
+
+    assert (triton.reply.texts, None) == (receiver.texts, receiver.error)
+
+
+async def test_paused_before_anything_came(triton):
+    """It holds, also for a connection that is still to be made."""
+    triton.reply = Reply(texts=["one"])
+    receiver = Impatient(triton.client, lambda stream: None)
+    receiver.stream.pause()
+    await until(lambda: bool(triton.requests))
+    await asyncio.sleep(0.05)
+    assert not receiver.texts
+
+    receiver.stream.resume()
+
+    await asyncio.wait_for(receiver.ended.wait(), 10)
+    assert ["one"] == receiver.texts
 
 
 async def test_a_reader_that_is_cancelled(triton):
     """Cancelling the reading task is a cancellation, and closing then tells the server."""
     triton.reply = Reply(texts=["one"], end="hang")
-    stream = await triton.client.stream(REQUEST)
+    stream = Reading(triton.client, REQUEST)
     await stream.read()
     reading = asyncio.create_task(stream.read())
     await asyncio.sleep(0)
@@ -449,7 +503,7 @@ async def test_a_slow_reader_holds_the_server_back(triton):
     """What nobody reads is not collected here: the server has to wait."""
     texts = ["x" * 100_000] * 1000
     triton.reply = Reply(texts=texts)
-    stream = await triton.client.stream(REQUEST)
+    stream = Reading(triton.client, REQUEST)
     await stream.read()
     before = -1
     while triton.sent != before:
@@ -554,7 +608,7 @@ async def test_what_triton_writes_unchecked(http, data, expected):
 async def test_numbers_that_are_none(http):
     """NaN stays NaN."""
     http.raw = HEAD + chunk(b'data: {"p":[NaN,1.5]}\n\n') + LAST
-    stream = await http.client.stream(msgspec.structs.replace(REQUEST, outputs=("p",)))
+    stream = Reading(http.client, msgspec.structs.replace(REQUEST, outputs=("p",)))
     (response,) = await stream.read()
 
     values = response.numbers("p")
@@ -677,16 +731,16 @@ async def test_events_without_the_outputs_asked_for_are_no_responses(http):
     flag = b'data: {"model_name":"team/m","model_version":"1","sequence_end":false}\n\n'
     for texts in (["one", "two"], []):
         http.raw = HEAD + chunk(flag + b"".join(event(text) + flag for text in texts)) + LAST
-        stream = await http.client.stream(REQUEST)
+        stream = Reading(http.client, REQUEST)
         responses = await stream.read()
-        assert texts == [text for response in responses for text in response.texts("text_output") or [None]]
+        assert texts == [text for response in responses for text in response.texts("text_output") or ["absent"]]
         assert [] == list(await stream.read())
 
 
 async def test_closing_early_does_not_spoil_the_pool(http):
     """A stream that was closed before its end leaves no half-read answer to the next one."""
     http.reply = Reply(texts=["one", "two"])
-    stream = await http.client.stream(REQUEST)
+    stream = Reading(http.client, REQUEST)
     await stream.read()
     stream.close()
 
@@ -837,7 +891,7 @@ async def test_a_call_that_cannot_be_stopped_is_read_out(grpc_server):
             grpc_server.sent += 1
 
     grpc_server.script = script
-    stream = await grpc_server.client.stream(msgspec.structs.replace(REQUEST, cancellable=False))
+    stream = Reading(grpc_server.client, msgspec.structs.replace(REQUEST, cancellable=False))
     await stream.read()
     stream.close()
     stream.close()
@@ -851,7 +905,7 @@ async def test_a_call_that_cannot_be_stopped_is_read_out(grpc_server):
 async def test_closing_the_client_ends_what_is_read_out(grpc_server):
     """Nothing keeps the service from ending."""
     grpc_server.reply = Reply(texts=["one"], end="hang")
-    stream = await grpc_server.client.stream(msgspec.structs.replace(REQUEST, cancellable=False))
+    stream = Reading(grpc_server.client, msgspec.structs.replace(REQUEST, cancellable=False))
     await stream.read()
     stream.close()
 

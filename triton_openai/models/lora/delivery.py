@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import copy_context
 
 import msgspec
 import structlog
 
-from triton_openai.errors import LoraNotLoaded, ServiceError
+from triton_openai.errors import LoraNotLoaded
 from triton_openai.generation import Lora
-from triton_openai.triton.client import ResponseStream
+from triton_openai.triton.client import Receiver, ResponseStream
 from triton_openai.triton.tensors import InferResponse
 
 # What it may take until a request that carries weights has come to the engine. Who waits longer asks by number: behind
@@ -114,70 +114,82 @@ class LoraAnswers:
     """
     The stream that *send* opens for the adapter, opened anew when the engine says that it has no weights for it.
 
-    That is said instead of the first response, so whoever reads does not notice. See
+    That is said instead of the first response, so the *receiver* does not notice. See
     :class:`triton_openai.triton.client.ResponseStream`.
     """
 
-    def __init__(self, delivery: LoraDelivery, send: Callable[[Lora], Awaitable[ResponseStream]]) -> None:
+    def __init__(
+        self, delivery: LoraDelivery, send: Callable[[Lora, Receiver], ResponseStream], receiver: Receiver
+    ) -> None:
         self._delivery = delivery
         self._send = send
+        self._receiver: Receiver | None = receiver
         self._lease: LoraLease | None = None
         self._stream: ResponseStream | None = None
-        self._error: ServiceError | None = None
         self._misses = 0
-        #: Replaced by the stream's own once it has begun: nothing is left to do here per token.
-        self.read: Callable[[], Coroutine[Any, Any, Sequence[InferResponse]]] = self._read_first
+        self._paused = False
+        # A second attempt is made in the turn of a connection that others use too.
+        self._context = copy_context()
+        self._attempt = self._begin()
 
-    async def start(self) -> None:
-        """Send the request. Raises :class:`ServiceError`."""
-        # By the second miss in a row others' weights came and went in between: then this request brings its own.
-        self._lease = lease = await self._delivery.lease(send=self._misses > 1)
+    def _begin(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._open(), context=self._context)
+
+    async def _open(self) -> None:
         try:
-            if self._error is not None:
-                raise self._error
+            # By the second miss in a row others' weights came and went in between: then this request brings its own.
+            self._lease = lease = await self._delivery.lease(send=self._misses > 1)
             if lease.lora.weights is not None:
                 size = len(lease.lora.weights.data)
                 _log.info("LoRA weights are sent", lora=lease.lora.name, number=lease.lora.number, bytes=size)
-            self._stream = await self._send(lease.lora)
-        except BaseException:
+            self._stream = self._send(lease.lora, self)
+            if self._paused:
+                self._stream.pause()
+        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+            self.end(error)
+
+    def receive(self, responses: Sequence[InferResponse]) -> None:
+        """Pass on the responses that arrived together."""
+        if self._lease is not None:
+            self._lease.arrived()
+            # It holds the weights, and the answer may be long.
+            self._lease = None
+        if self._receiver is not None:
+            self._receiver.receive(responses)
+
+    def end(self, error: Exception | None) -> None:
+        """Pass on the end, or begin again."""
+        lease, self._lease = self._lease, None
+        self._stream = None
+        if lease is not None and isinstance(error, LoraNotLoaded):
+            lease.lost()
+            if lease.lora.weights is None:
+                self._misses += 1
+                self._attempt = self._begin()
+                return
+        elif lease is not None:
             lease.close()
-            raise
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.end(error)
 
-    async def _read_first(self) -> Sequence[InferResponse]:
-        while True:
-            assert self._lease is not None, "start() comes first"
-            assert self._stream is not None, "start() comes first"
-            try:
-                responses = await self._stream.read()
-            except LoraNotLoaded:
-                self._lease.lost()
-                if self._lease.lora.weights is not None:
-                    raise
-            except BaseException:
-                self._lease.close()
-                raise
-            else:
-                if responses:
-                    self._lease.arrived()
-                    self.read = self._stream.read
-                else:
-                    self._lease.close()
-                # It holds the weights, and the answer may be long.
-                self._lease = None
-                return responses
-            self._misses += 1
-            self._stream.close()
-            await self.start()
-
-    def abort(self, error: ServiceError) -> None:
-        """Make :meth:`read` raise *error*, and cancel the work."""
-        self._error = error
+    def pause(self) -> None:
+        """Receive nothing until :meth:`resume`."""
+        self._paused = True
         if self._stream is not None:
-            self._stream.abort(error)
+            self._stream.pause()
 
-    def close(self) -> None:
+    def resume(self) -> None:
+        """Receive again."""
+        self._paused = False
+        if self._stream is not None:
+            self._stream.resume()
+
+    def close(self, *, silent: bool = False) -> None:
         """Cancel the work unless it has ended."""
+        self._receiver = None
+        self._attempt.cancel()
         if self._lease is not None:
             self._lease.close()
         if self._stream is not None:
-            self._stream.close()
+            self._stream.close(silent=silent)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.answer.stop_strings import StopStrings
+from triton_openai.answer.stages import StopStrings
 
 # Few letters, so that stop strings do occur, overlap and begin again.
 LETTERS = st.text(alphabet="ab\n😀", max_size=12)

@@ -1,0 +1,350 @@
+"""Streams to real connections, of runs whose moments the test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from triton_openai.api.parameters import StreamOptions
+from triton_openai.api.sse import Chunks, stream
+from triton_openai.config import LimitSettings
+from triton_openai.errors import UpstreamError
+from triton_openai.generation import Delta
+from triton_openai.models.draining import DRAINING, Draining
+from triton_openai.serving.connections import HttpServer
+from triton_openai.telemetry.observation import OBSERVATION, Observation
+
+HEAD = b"POST / HTTP/1.%d\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+
+
+class ScriptedRun:
+    """Brings what the test says, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.push: Any = None
+        self.tell: Any = None
+        self.failure: Exception | None = None
+        self.pauses = 0
+        self.closed = False
+        self.changed = asyncio.Event()
+        self.generation = self.model = self
+        self.token_ids, self.name = False, "m"
+
+    def start(self, push: Callable[[Sequence[Delta]], None], tell: Callable[[], None]) -> None:
+        self.push, self.tell = push, tell
+        self.changed.set()
+
+    def end(self, error: Exception | None = None) -> None:
+        self.failure = error
+        self.tell()
+
+    async def conclude(self) -> None:
+        await asyncio.sleep(0)
+
+    def pause(self) -> None:
+        self.pauses += 1
+        self.changed.set()
+
+    def resume(self) -> None:
+        self.pauses -= 1
+        self.changed.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until *condition* holds, which is looked at when anything changes here."""
+        async with asyncio.timeout(20):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Marks(Chunks):
+    """Events that can be told apart."""
+
+    def __init__(self, runs: Sequence[Any]) -> None:
+        super().__init__("k", "id", "m", runs, n=len(runs), options=StreamOptions(), fingerprint="f")
+
+    def first(self, choice: int) -> bytes:
+        return b"data: %d(\n\n" % choice
+
+    def piece(self, choice: int, delta: Delta) -> bytes:
+        return b"data: %d%b\n\n" % (choice, delta.text.encode()) if delta.text else b""
+
+    def last(self, choice: int) -> bytes:
+        return b"data: %d)\n\n" % choice
+
+
+class Served:
+    """A server that streams *runs* to whoever asks."""
+
+    def __init__(self, count: int, *, heartbeat: float = 60, timeout: float | None = None) -> None:
+        self.runs = [ScriptedRun() for _ in range(count)]
+        self.observation = Observation(request_id="r", method="POST", path="/")
+        self.draining = Draining()
+        self.port = 0
+        self._heartbeat, self._timeout = heartbeat, timeout
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[Served]:
+        app = web.Application()
+        app[DRAINING] = self.draining
+        app.router.add_post("/", self._handle)
+        server = HttpServer(app, LimitSettings())
+        await server.start()
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            await server.listen(sock)
+            self.port = server.port
+            try:
+                yield self
+            finally:
+                await server.close()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        request[OBSERVATION] = self.observation
+        task = self.draining.enter()
+        runs: Any = self.runs
+        try:
+            return await stream(request, runs, Marks(runs), heartbeat=self._heartbeat, timeout=self._timeout)
+        except UpstreamError as error:
+            return web.Response(status=error.status)
+        finally:
+            self.draining.leave(task)
+
+    async def started(self) -> None:
+        for run in self.runs:
+            await run.until(lambda run=run: run.push is not None)  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def connected(port: int, version: int = 1, **options: Any) -> AsyncIterator[asyncio.StreamReader]:
+    """Ask, and yield what reads the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options)
+    writer.write(HEAD % version)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def head_of(reader: asyncio.StreamReader) -> bytes:
+    return await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+
+
+async def chunks_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the chunks of a body, strictly read, up to its end."""
+    while size := int(await asyncio.wait_for(reader.readline(), 20), 16):
+        yield await asyncio.wait_for(reader.readexactly(size), 20)
+        assert b"\r\n" == await reader.readexactly(2)
+    assert b"\r\n" == await reader.readexactly(2)
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.sampled_from(["", "a", "bb", "é"]), max_size=3), st.integers(0, 2)),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3), STEPS, st.sampled_from([0, 1]))
+def test_everything_comes_in_order(count: int, steps: list[tuple[int, list[str], int]], version: int) -> None:
+    """Choices open in their order before anything else; each has its texts, its end, and the last event is the last."""
+
+    async def ask() -> bytes:
+        async with Served(count)() as served, connected(served.port, version) as reader:
+            await served.started()
+            for choice, texts, turns in steps:
+                if texts:
+                    served.runs[choice % count].push([Delta(text) for text in texts])
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            for run in reversed(served.runs):
+                run.end()
+            head = await head_of(reader)
+            assert head.startswith(b"HTTP/1.%d 200 " % version)
+            if not version:
+                return await asyncio.wait_for(reader.read(), 20)
+            return b"".join([chunk async for chunk in chunks_of(reader)])
+
+    events = uvloop.run(ask()).decode().removesuffix("\n\n").split("\n\n")
+
+    assert [f"data: {choice}(" for choice in range(count)] == events[:count]
+    assert "data: [DONE]" == events[-1]
+    for choice in range(count):
+        shown = [text for which, texts, _ in steps if which % count == choice for text in texts if text]
+        own = [event.removeprefix(f"data: {choice}") for event in events if event.startswith(f"data: {choice}")]
+        assert ["(", *shown, ")"] == own
+
+
+async def test_each_token_leaves_at_once() -> None:
+    """One chunk for what arrived together, written by the call that brings it."""
+    async with Served(1)() as served, connected(served.port) as reader:
+        await served.started()
+        (run,) = served.runs
+        run.push([Delta("a")])
+        assert b"Transfer-Encoding: chunked" in await head_of(reader)
+        chunks = chunks_of(reader)
+        assert b"data: 0(\n\ndata: 0a\n\n" == await anext(chunks)
+        run.push([Delta("b"), Delta("c")])
+        run.push([Delta("")])
+        run.push([Delta("d")])
+        assert b"data: 0b\n\ndata: 0c\n\n" == await anext(chunks)
+        assert b"data: 0d\n\n" == await anext(chunks)
+        run.end()
+        assert b"data: 0)\n\ndata: [DONE]\n\n" == await anext(chunks)
+        assert [] == [chunk async for chunk in chunks]
+        await run.until(lambda: run.closed)
+    assert not served.observation.client_left
+
+
+@every_case("begun", [True, False])
+async def test_a_failure(begun: bool) -> None:
+    """Before anything came it has its own status; after that it is the last event, behind what came before it."""
+    async with Served(2)() as served, connected(served.port) as reader:
+        await served.started()
+        if begun:
+            served.runs[1].push([Delta("a")])
+        served.runs[0].end(UpstreamError("no"))
+        head = await head_of(reader)
+        if not begun:
+            assert head.startswith(b"HTTP/1.1 502 ")
+            return
+        body = b"".join([chunk async for chunk in chunks_of(reader)])
+
+    assert body.startswith(b"data: 0(\n\ndata: 1(\n\ndata: 1a\n\ndata: {")
+    assert b"no" in body
+    assert isinstance(served.observation.error, UpstreamError)
+    assert all(run.closed for run in served.runs)
+
+
+async def test_a_heartbeat() -> None:
+    """It begins the answer where nothing came, and fills silence; the choices open with the first answer."""
+    async with Served(1, heartbeat=0.05)() as served, connected(served.port) as reader:
+        await head_of(reader)
+        chunks = chunks_of(reader)
+        for _ in range(3):
+            assert b": keep-alive\n\n" == await anext(chunks)
+        served.runs[0].push([Delta("a")])
+        while (chunk := await anext(chunks)) == b": keep-alive\n\n":
+            pass
+        assert b"data: 0(\n\ndata: 0a\n\n" == chunk
+        assert b": keep-alive\n\n" == await anext(chunks)
+
+
+@every_case("begun", [True, False])
+async def test_too_long(begun: bool) -> None:
+    """The limit of the whole answer ends it, also while nothing has come."""
+    async with Served(1, timeout=0.1)() as served, connected(served.port) as reader:
+        await served.started()
+        if begun:
+            served.runs[0].push([Delta("a")])
+        head = await head_of(reader)
+        assert head.startswith(b"HTTP/1.1 200 " if begun else b"HTTP/1.1 504 ")
+        if begun:
+            assert b"upstream_timeout" in [chunk async for chunk in chunks_of(reader)][-1]
+        await served.runs[0].until(lambda: served.runs[0].closed)
+
+
+@every_case("begun", [True, False])
+async def test_a_client_that_leaves(begun: bool) -> None:
+    """Every run is closed, and what they still bring goes nowhere."""
+    async with Served(2)() as served:
+        async with connected(served.port) as reader:
+            await served.started()
+            if begun:
+                served.runs[0].push([Delta("a")])
+                await head_of(reader)
+        for run in served.runs:
+            await run.until(lambda run=run: run.closed)  # type: ignore[misc]
+        served.runs[1].push([Delta("b")])
+
+
+async def test_a_client_that_does_not_read() -> None:
+    """The runs are held back while it does not, and let go when it does; nothing is lost, no comment piles up."""
+    text = "x" * 100_000
+    async with Served(2, heartbeat=0.02)() as served:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", served.port))
+            reader, writer = await asyncio.open_connection(sock=sock, limit=2**16)
+            writer.write(HEAD % 1)
+            await served.started()
+            one, other = served.runs
+            pushed = 0
+            async with asyncio.timeout(20):
+                while not one.pauses:
+                    one.push([Delta(text)])
+                    pushed += 1
+                    await asyncio.sleep(0)
+            assert 1 == one.pauses == other.pauses
+            # What was on its way already.
+            other.push([Delta("late")])
+            await asyncio.sleep(0.1)
+            assert 1 == one.pauses
+            await head_of(reader)
+            body = b""
+            async for chunk in chunks_of(reader):
+                body += chunk
+                if b"late" in body and not one.closed and not one.pauses:
+                    one.end()
+                    other.end()
+            writer.transport.abort()
+
+    assert 0 == one.pauses == other.pauses
+    assert body.count(b"0" + text.encode()) == pushed
+    before = body.partition(b"late")[0]
+    assert before.count(b"keep-alive") <= 1
+
+
+async def test_the_service_ends() -> None:
+    """A stream that has begun is told so; one that has not has a status of its own."""
+    async with Served(1)() as served, connected(served.port) as reader:
+        await served.started()
+        served.runs[0].push([Delta("a")])
+        await head_of(reader)
+        await served.draining.drain(0.0)
+        assert b"service_stopping" in [chunk async for chunk in chunks_of(reader)][-1]
+        assert served.runs[0].closed
+
+
+async def test_the_connection_serves_again() -> None:
+    """What is written past aiohttp leaves its state as it was."""
+    async with Served(1)() as served:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        for _ in range(3):
+            served.runs[0] = run = ScriptedRun()
+            writer.write(HEAD % 1)
+            await run.until(lambda run=run: run.push is not None)  # type: ignore[misc]
+            run.push([Delta("a")])
+            await head_of(reader)
+            run.push([Delta("b")])
+            run.end()
+            assert b"0b" in b"".join([chunk async for chunk in chunks_of(reader)])
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("mistake", [ValueError("x")])
+async def test_a_mistake_of_ours(mistake: Exception) -> None:
+    """It is told in the answer where that has begun."""
+    async with Served(1)() as served, connected(served.port) as reader:
+        await served.started()
+        served.runs[0].push([Delta("a")])
+        served.runs[0].end(mistake)
+        await head_of(reader)
+        assert b"The service failed" in [chunk async for chunk in chunks_of(reader)][-1]

@@ -1,0 +1,379 @@
+"""The stages of an answer that work on its text, its tokens and its log probabilities, where the backend does not."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from triton_openai.adapters._common.base import Decoder
+from triton_openai.generation import Alternative, Delta, FinishReason, Generation, TokenLogprob
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts.detokenizer import TokenPieces, detokenizer
+from triton_openai.prompts.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from triton_openai.answer.run import Progress
+
+_REPLACEMENT = "\ufffd"
+
+
+class TokenNames:
+    """
+    Names entries that have an id. A part of a character has no text of its own and shows as U+FFFD; its bytes are
+    exact.
+
+    *skip_special_tokens* is whether these are left out of the answer's text.
+    """
+
+    def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
+        self._pieces = pieces
+        self._skipped = pieces.special_ids if skip_special_tokens else frozenset[int]()
+
+    def feed(self, delta: Delta) -> None:
+        """Name the tokens of the log probabilities in *delta*."""
+        if delta.logprobs:
+            delta.logprobs = [self.named(entry) for entry in delta.logprobs]
+
+    def named(self, entry: TokenLogprob) -> TokenLogprob:
+        """Return *entry* with its names; without an id, or where the backend names another token, as it is."""
+        if entry.id is None:
+            return entry
+        token, raw = self._name(entry.id, entry.token, entry.raw)
+        return TokenLogprob(
+            token=token,
+            logprob=entry.logprob,
+            raw=raw,
+            top=tuple([self._alternative(item) for item in entry.top]),
+            id=entry.id,
+            rank=entry.rank,
+            hidden=entry.id in self._skipped,
+        )
+
+    def _alternative(self, item: Alternative) -> Alternative:
+        if item.id is None:
+            return item
+        token, raw = self._name(item.id, item.token, item.raw)
+        return Alternative(token, item.logprob, raw, item.id)
+
+    def _name(self, number: int, told: str, told_raw: bytes | None) -> tuple[str, bytes | None]:
+        raw = self._pieces.raw(number)
+        if raw is None:
+            return (told, told_raw) if told else (self._pieces.decode([number], False), None)
+        token = raw.decode("utf-8", "replace")
+        if told and not _same(told, token):
+            # The tokenizer that was configured is not the backend's: what it says is another token.
+            return told, told_raw
+        return token, raw
+
+
+def _same(told: str, ours: str) -> bool:
+    """Return whether a backend's name, decoded alone, can be that of our token: spaces and parts may differ."""
+    if _REPLACEMENT in told:
+        return _REPLACEMENT in ours
+    return told.strip() == ours.strip()
+
+
+class TokenText:
+    """
+    Gives deltas their text. Holds one stream's state.
+
+    The answer ends before the first of *ends*, which may come anywhere, or of *stops*, which may not come among the
+    first *min_tokens*: ``stopped`` says that it has, and ``stop_id`` which of *stops* it was, if it was one. The id
+    itself is neither shown nor counted, as an engine does it with the one end id that it knows.
+    """
+
+    def __init__(
+        self,
+        pieces: TokenPieces,
+        *,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        ends: Collection[int] = (),
+        stops: Collection[int] = (),
+        min_tokens: int = 0,
+    ) -> None:
+        self._names = TokenNames(pieces, skip_special_tokens=skip_special_tokens)
+        self._text = detokenizer(pieces, context=context, skip_special_tokens=skip_special_tokens)
+        self._ends = frozenset(ends)
+        self._stops = frozenset(stops)
+        self._any = self._ends | self._stops
+        self._min_tokens = min_tokens
+        self._count = 0
+        self.stopped = False
+        self.stop_id: int | None = None
+
+    def feed(self, delta: Delta) -> None:
+        """Set the text of *delta*, and cut what comes from the id that ends the answer on."""
+        if self.stopped:
+            delta.token_ids, delta.logprobs, delta.tokens = (), (), 0
+            return
+        ids = delta.token_ids
+        if not self._any.isdisjoint(ids):
+            ids = self._cut(delta)
+        self._count += len(ids)
+        delta.text = self._text.feed(ids)
+        self._names.feed(delta)
+
+    def flush(self) -> str:
+        """Return the text that was held back."""
+        return self._text.flush()
+
+    def _cut(self, delta: Delta) -> Sequence[int]:
+        ids = delta.token_ids
+        for place, number in enumerate(ids):
+            if number in self._ends or (number in self._stops and self._count + place >= self._min_tokens):
+                self.stopped = True
+                self.stop_id = None if number in self._ends else number
+                delta.token_ids = ids = ids[:place]
+                delta.logprobs = delta.logprobs[:place]
+                delta.tokens = place
+                break
+        return ids
+
+
+class StopStrings:
+    """
+    Passes text on up to the first stop string, which is passed on too with *include*.
+
+    The string that *ends* first wins, and of those that end together the longest: what reading one character at a
+    time would find, so the result does not depend on how the text was cut. What may still become a stop string is
+    held back. The cost of a piece is that of its own length plus the longest stop string.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        # Request
+        self._include = include
+        self._stops = tuple(stops)
+        self._longest = max(map(len, self._stops))
+        # Stream state
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, piece: str) -> str:
+        """Return what of the text so far can be shown now. After a match (see ``matched``) that is nothing more."""
+        if self.matched is not None:
+            return ""
+        text = self._held + piece
+        found = self._find(text)
+        if found is not None:
+            start, self.matched = found
+            self._held = ""
+            return text[: start + len(self.matched)] if self._include else text[:start]
+        keep = self._could_begin(text)
+        self._held = text[len(text) - keep :] if keep else ""
+        return text[: len(text) - keep]
+
+    def end(self, piece: str) -> str:
+        """
+        Return what can be shown of a text that ends with *piece*, and with the stop string that ended it, if one did.
+
+        A backend that looks for them itself may have found a later one than :meth:`feed`, several being complete at the
+        same token. Of those that the text ends with it is the first.
+        """
+        text, self._held = self._held + piece, ""
+        self.matched = next((stop for stop in self._stops if text.endswith(stop)), None)
+        return text if self._include or self.matched is None else text.removesuffix(self.matched)
+
+    def flush(self) -> str:
+        """Return what was held back: the text has ended, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _find(self, text: str) -> tuple[int, str] | None:
+        best: tuple[int, int, str] | None = None
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0:
+                candidate = (start + len(stop), start, stop)
+                if best is None or candidate < best:
+                    best = candidate
+        return None if best is None else (best[1], best[2])
+
+    def _could_begin(self, text: str) -> int:
+        """Return the length of the longest end of *text* that is the beginning of a stop string."""
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-size:]
+            for stop in self._stops:
+                if stop.startswith(end):
+                    return size
+        return 0
+
+
+class HeldLogprobs:
+    """
+    Passes entries on once their token cannot be cut from the answer any more. Holds one stream's state.
+
+    A stop string that is still to be completed begins less than its own length before the end, so what has to be held
+    is told by the lengths of the tokens themselves, whatever the backend holds back of the text. They are compared as
+    bytes, because a token may be a part of a character.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        # Request
+        self._stops = [stop.encode() for stop in stops]
+        self._longest = max(map(len, self._stops))
+        self._include = include
+        # Stream state
+        self._held: deque[tuple[TokenLogprob, bytes]] = deque()
+        self._size = 0
+        # The end of what was passed on: a stop string may begin inside a token that stays.
+        self._before = b""
+
+    def feed(self, delta: Delta) -> None:
+        """Take in the entries of *delta*, and leave those before them that stay, whatever they complete."""
+        if delta.logprobs:
+            delta.logprobs = self._pass_on(delta.logprobs)
+
+    def _pass_on(self, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+        passed = []
+        # Counted without the new ones, which may hold a stop string and more behind it.
+        while self._held and self._size >= self._longest:
+            entry, raw = self._held.popleft()
+            self._size -= len(raw)
+            self._before = (self._before + raw)[-self._longest :]
+            passed.append(entry)
+        for entry in entries:
+            raw = _raw(entry)
+            self._held.append((entry, raw))
+            self._size += len(raw)
+        return passed
+
+    def end(self) -> list[TokenLogprob]:
+        """
+        Return the entries that are left, now that the answer has ended: up to the stop string, if one ended it.
+
+        A token of which a part is shown keeps its entry.
+        """
+        raw = b"".join([self._before, *[raw for _, raw in self._held]])
+        before = len(self._before)
+        # One that had ended before was none: a backend may look for them only behind so many tokens.
+        found = [(raw.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
+        matches = [(start + len(stop), start) for start, stop in found if start >= 0]
+        kept = [entry for entry, _ in self._held]
+        if matches:
+            end, start = min(matches)
+            border = end if self._include else start
+            kept, position = [], before
+            for entry, own in self._held:
+                if position >= border:
+                    break
+                kept.append(entry)
+                position += len(own)
+        self._held.clear()
+        self._size = 0
+        return kept
+
+
+def _raw(entry: TokenLogprob) -> bytes:
+    if entry.hidden:
+        return b""
+    return entry.token.encode() if entry.raw is None else entry.raw
+
+
+class StopStage:
+    """
+    Cuts stop strings off. *backend_stops* is whether the backend looks for them itself, and says that one came.
+
+    ``cut`` is whether the answer ends here though the backend goes on.
+    """
+
+    def __init__(self, stops: StopStrings, progress: Progress, *, backend_stops: bool) -> None:
+        self.stops = stops
+        self.cut = False
+        self._progress = progress
+        self._backend_stops = backend_stops
+
+    def feed(self, delta: Delta) -> None:
+        """Set the text of *delta* to what can be shown."""
+        told = self._backend_stops and delta.finish_reason is FinishReason.STOP
+        delta.text = self.stops.end(delta.text) if told else self.stops.feed(delta.text)
+        if self.stops.matched is not None:
+            self.conclude()
+            self.cut = not told
+
+    def conclude(self) -> None:
+        """Note the stop string, if one was found."""
+        if self.stops.matched is not None:
+            self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self.stops.matched
+
+
+class Pipeline:
+    """
+    The stages that one answer needs, made at its start. ``stages`` are called with each delta, in their order.
+
+    ``ends`` is whether a stage may end the answer, ``token_ids`` whether ids are shown, and ``reads_logits`` whether
+    log probabilities may have to be made of logits.
+    """
+
+    def __init__(
+        self, model: ServedModel, generation: Generation, tokenizer: Tokenizer | None, progress: Progress
+    ) -> None:
+        sampling, capabilities = generation.sampling, model.adapter.capabilities
+        include = bool(sampling.include_stop_str_in_output)
+        skips_special = sampling.skip_special_tokens is not False
+        self._progress = progress
+        self._token_text: TokenText | None = None
+        self._stop: StopStage | None = None
+        self._held: HeldLogprobs | None = None
+        stages: list[Callable[[Delta], None]] = []
+        # The backend answers in token ids.
+        if capabilities.tokens and tokenizer is not None and generation.vocabulary is not None:
+            self._token_text = TokenText(
+                tokenizer.pieces,
+                context=generation.prompt_ids or (),
+                skip_special_tokens=skips_special,
+                ends=() if sampling.ignore_eos else generation.vocabulary.end_ids,
+                stops=sampling.stop_token_ids,
+                min_tokens=sampling.min_tokens or 0,
+            )
+            stages.append(self._token_text.feed)
+        stages.append(progress.add)
+        # The backend does not cut stop strings off, or is made to show them.
+        if sampling.stop and (not capabilities.stop or (capabilities.stop_shown and sampling.stop_showable)):
+            stops = StopStrings(sampling.stop, include=include)
+            self._stop = StopStage(stops, progress, backend_stops=capabilities.stop)
+            stages.append(self._stop.feed)
+        if sampling.logprobs is not None:
+            # The backend tells the ids of tokens beside the text.
+            if tokenizer is not None and not capabilities.tokens:
+                stages.append(TokenNames(tokenizer.pieces, skip_special_tokens=skips_special).feed)
+            if sampling.stop:
+                self._held = HeldLogprobs(sampling.stop, include=include)
+                stages.append(self._held.feed)
+        self.stages = tuple(stages)
+        self.ends = self._token_text is not None or self._stop is not None
+        self.token_ids = generation.token_ids
+        self.reads_logits = capabilities.tokens and sampling.logprobs is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer ends here, whatever the backend still sends."""
+        if self._stop is not None and self._stop.cut:
+            return True
+        return self._token_text is not None and self._token_text.stopped
+
+    def flush(self, decoder: Decoder, shown: list[Delta]) -> None:
+        """Append to *shown*, what the last step shows, what is still held back, now that nothing follows."""
+        if self._stop is None or not self._stop.cut:
+            self._flush_text(decoder, shown)
+        entries = self._held.end() if self._held is not None else ()
+        if entries and shown:
+            shown[-1].logprobs = [*shown[-1].logprobs, *entries]
+        elif entries:
+            shown.append(Delta(logprobs=entries))
+
+    def _flush_text(self, decoder: Decoder, shown: list[Delta]) -> None:
+        if self._token_text is not None and self._token_text.stopped:
+            self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self._token_text.stop_id
+        texts = [delta.text for delta in decoder.flush()]
+        for text in texts:
+            self._progress.rest(text)
+        if self._token_text is not None:
+            texts.append(self._token_text.flush())
+        if self._stop is not None:
+            stops = self._stop.stops
+            texts = [stops.feed(text) for text in texts]
+            self._stop.conclude()
+            texts.append(stops.flush())
+        shown += [Delta(text) for text in texts if text]
