@@ -119,7 +119,7 @@ class Service(msgspec.Struct, frozen=True):
             first = secrets.randbelow(_SEEDS)
         tokenizer = (await model.prompter()).tokenizer
         single = len(prompts) * count == 1
-        runs = []
+        runs: list[Run] = []
         with observation.stage("tokenize prompt"):
             for place, prompt in enumerate(prompts):
                 prepared = await prepare(model, tokenizer, prompt, task)
