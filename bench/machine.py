@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("aiohttp", "grpcio", "httptools", "msgspec", "nvidia-pytriton", "uvloop")
+_PACKAGES = ("aiohttp", "grpcio", "hpack", "httptools", "msgspec", "nvidia-pytriton", "uvloop")
 
 
 @dataclass(frozen=True)

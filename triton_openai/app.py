@@ -65,7 +65,9 @@ def create_app(
     :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
-    connection = client or Endpoint(settings.triton.url, access=settings.triton_access)
+    connection = client or Endpoint(
+        settings.triton.url, access=settings.triton_access, grpc_client=settings.triton.grpc_client
+    )
     worker = worker or Worker()
     metrics = Metrics(worker)
     tracing, send_spans = _traces(settings, connection)

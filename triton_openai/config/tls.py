@@ -38,9 +38,13 @@ class ReloadingContext(ssl.SSLContext):
         context._contexts = FromFiles(read, paths, what=what)
         return context
 
+    def current(self) -> ssl.SSLContext:
+        """Return the newest context; the same object until a file changes."""
+        return self._contexts.current()
+
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
         """Begin a handshake."""
-        return self._contexts.current().wrap_bio(*arguments, **options)
+        return self.current().wrap_bio(*arguments, **options)
 
 
 def server_context(settings: TlsSettings) -> ssl.SSLContext | None:

@@ -163,6 +163,13 @@ class TritonSettings(_Group, frozen=True):
     load_model: Annotated[
         tuple[str, ...], _flag("Model that the Triton started here loads first, in explicit mode; * is all.")
     ] = ()
+    grpc_client: Annotated[
+        Literal["own", "grpcio"],
+        _flag(
+            "What carries text streams over gRPC: an HTTP/2 client of the service's own, which takes a fraction of the "
+            "CPU time, or the library grpcio."
+        ),
+    ] = "own"
     first_token_timeout: Annotated[Seconds, _file_only("Longest wait for a stream's first token.", live=True)] = 600.0
     idle_timeout: Annotated[Seconds, _file_only("Longest silence between two tokens of a stream.", live=True)] = 120.0
     request_timeout: Annotated[Seconds, _flag("Longest time for a request that does not stream.", live=True)] = 600.0

@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -50,14 +50,20 @@ class ConnectionSettings:
     """
     What both transports are given.
 
-    *connect_timeout*, and *control_timeout* for calls that only ask for something, are in seconds. Raises
-    :class:`ConfigurationError` for files that cannot be used and headers that cannot be sent. Values of headers and
-    tokens come into no message.
+    *connect_timeout*, and *control_timeout* for calls that only ask for something, are in seconds. *grpc_client* is
+    what carries streams over gRPC. Raises :class:`ConfigurationError` for files that cannot be used and headers that
+    cannot be sent. Values of headers and tokens come into no message.
     """
 
     def __init__(
-        self, *, connect_timeout: float = 5.0, control_timeout: float = 10.0, access: TritonAccess = OPEN_ACCESS
+        self,
+        *,
+        connect_timeout: float = 5.0,
+        control_timeout: float = 10.0,
+        access: TritonAccess = OPEN_ACCESS,
+        grpc_client: Literal["own", "grpcio"] = "own",
     ) -> None:
+        self.grpc_client = grpc_client
         self.connect_timeout = connect_timeout
         self.control_timeout = control_timeout
         self.access = access
@@ -88,8 +94,8 @@ class ConnectionSettings:
         """
         return self._token.current() if self._token is not None else self._fixed
 
-    def ssl_context(self) -> ssl.SSLContext:
-        """Return a context for ``https://``. Raises :class:`ConfigurationError`."""
+    def ssl_context(self, *protocols: str) -> ReloadingContext:
+        """Return a context for connections that speak *protocols* (ALPN). Raises :class:`ConfigurationError`."""
         access = self.access
 
         def read() -> ssl.SSLContext:
@@ -101,10 +107,12 @@ class ConnectionSettings:
                 context.load_default_certs()
             if access.certificate is not None:
                 load_identity(context, access.certificate, access.key, prefix="--triton")
+            if protocols:
+                context.set_alpn_protocols(protocols)
             return context
 
         paths = (access.ca, access.certificate, access.key)
-        return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, paths, what="certificates for Triton over HTTP")
+        return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, paths, what="certificates for Triton")
 
     def grpc_files(self) -> FromFiles[GrpcFiles]:
         """Return what channels for ``grpcs://`` are made with. Raises :class:`ConfigurationError`."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import Sequence
+from typing import Literal
 from urllib.parse import SplitResult, urlsplit
 
 import structlog
@@ -31,10 +32,15 @@ class Endpoint:
     """See :class:`triton_openai.triton.client.TritonClient`."""
 
     def __init__(
-        self, urls: Sequence[str], *, connect_timeout: float = 5.0, access: TritonAccess = OPEN_ACCESS
+        self,
+        urls: Sequence[str],
+        *,
+        connect_timeout: float = 5.0,
+        access: TritonAccess = OPEN_ACCESS,
+        grpc_client: Literal["own", "grpcio"] = "own",
     ) -> None:
         self.urls = tuple(urls)
-        connection = ConnectionSettings(connect_timeout=connect_timeout, access=access)
+        connection = ConnectionSettings(connect_timeout=connect_timeout, access=access, grpc_client=grpc_client)
         connection.check(self.urls)
         self._http: TritonClient | None = None
         self._grpc: TritonClient | None = None

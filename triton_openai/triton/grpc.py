@@ -12,17 +12,24 @@ Source of the facts: ``grpc_service.proto`` and the decoupled and error document
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
-from tritonclient.grpc import model_config_pb2, service_pb2
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
-from triton_openai.errors import ServiceError
-from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
-from triton_openai.triton.connection import ConnectionSettings, Header
-from triton_openai.triton.grpc_channel import GrpcChannel, is_large, serialized
+from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
+from triton_openai.triton.connection import ConnectionSettings, GrpcFiles, Header
+from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel
 from triton_openai.triton.status import Failure, classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
@@ -35,6 +42,27 @@ from triton_openai.triton.tensors import (
     datatype,
 )
 
+_SERVICE = "/inference.GRPCInferenceService"
+# Calls on a channel that was replaced may go on for as long as they like; this bounds what they like.
+_OLD_CHANNEL_SECONDS = 24 * 3600.0
+_OPTIONS: tuple[tuple[str, Any], ...] = (
+    # The default limit of 4 MiB is smaller than a long answer or a batch of embeddings.
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A dead peer behind a live route is noticed although nothing is being sent.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # A Triton that comes back is found within a second, not after minutes of back-off.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Two clients in one process must not share a connection: their Tritons may be restarted on the same port.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+_STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
+# Contents from this size on are worth a thread.
+_LARGE = 1 << 20
+_PIECE = 1 << 20
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
 
@@ -56,6 +84,46 @@ def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
     return message
 
 
+def is_large(request: InferRequest) -> bool:
+    """Return whether *request* carries contents that should not be copied on the event loop."""
+    return any(tensor.size >= _LARGE for tensor in request.inputs)
+
+
+async def serialized(message: Any, request: InferRequest) -> bytes:
+    """Return *message*, a ``ModelInferRequest`` of *request* without its contents, as bytes with them."""
+    head = message.SerializeToString()
+    return await asyncio.to_thread(lambda: _serialized(head, [each.raw() for each in request.inputs]))
+
+
+def serialize(message: Any) -> bytes:
+    """Return a message as bytes; one that is bytes already, as it is."""
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
+
+
+def _serialized(head: bytes, contents: list[bytes]) -> bytes:
+    # The bytes of a message may be followed by further elements of its repeated fields: a tag (the field's number, and
+    # 2 for "with a length"), the length, and the contents.
+    field = service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+    buffer = io.BytesIO()
+    buffer.write(head)
+    for content in contents:
+        buffer.write(_varint(field << 3 | 2) + _varint(len(content)))
+        view = memoryview(content)
+        for start in range(0, len(view), _PIECE):
+            buffer.write(view[start : start + _PIECE])
+    return buffer.getvalue()
+
+
+def _varint(value: int) -> bytes:
+    """Return *value* seven bits at a time, the lowest first; all but the last byte have their highest bit set."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
 async def message_of(request: InferRequest) -> Any:
     """Return the message of *request*, or its bytes if it is large: both can be sent."""
     if is_large(request):
@@ -71,6 +139,39 @@ def decode_response(message: Any) -> BinaryResponse:
             for output, data in zip(message.outputs, message.raw_output_contents, strict=False)
         }
     )
+
+
+def _stream_response() -> Any:
+    """
+    Return a message type that reads a ``ModelStreamInferResponse`` at half the cost.
+
+    It leaves each output's description as bytes, because these are the same for every token.
+    """
+    of_both = service_pb2.ModelStreamInferResponse.DESCRIPTOR.fields_by_name
+    of_response = service_pb2.ModelInferResponse.DESCRIPTOR.fields_by_name
+    file = FileDescriptorProto(name="triton_openai/stream.proto", syntax="proto3")
+    both, response = file.message_type.add(name="Both"), file.message_type.add(name="Response")
+    for message, fields, name, kind in (
+        (both, of_both, "error_message", FieldDescriptorProto.TYPE_STRING),
+        (both, of_both, "infer_response", FieldDescriptorProto.TYPE_MESSAGE),
+        (response, of_response, "outputs", FieldDescriptorProto.TYPE_BYTES),
+        (response, of_response, "raw_output_contents", FieldDescriptorProto.TYPE_BYTES),
+    ):
+        label = FieldDescriptorProto.LABEL_REPEATED if message is response else FieldDescriptorProto.LABEL_OPTIONAL
+        message.field.add(name=name, number=fields[name].number, type=kind, label=label)
+    both.field[1].type_name = "Response"
+    pool = DescriptorPool()
+    pool.Add(file)
+    return GetMessageClass(pool.FindMessageTypeByName("Both"))
+
+
+_StreamResponse = _stream_response()
+
+
+@lru_cache(maxsize=256)
+def _described(outputs: tuple[bytes, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    tensors = map(service_pb2.ModelInferResponse.InferOutputTensor.FromString, outputs)
+    return tuple((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
 
 
 def decode_config(config: Any) -> ModelConfig:
@@ -105,13 +206,14 @@ def _specs(items: Any, *, has_optional: bool) -> dict[str, TensorSpec]:
     }
 
 
-def translate(error: grpc.RpcError, model: str) -> ServiceError:
-    """Return our error for a failed call: by the text if it is known, else by the status."""
-    code = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "UNKNOWN"
-    details = (error.details() or "") if isinstance(error, grpc.aio.AioRpcError) else str(error)
+def translate(code: str, details: str, model: str) -> ServiceError:
+    """Return our error for a call that ended with *code*: by the text if it is known, else by the status."""
+    if code == UNREACHABLE:
+        return unreachable(details)
+    if code == LOST:
+        return cut_off(details)
     if code == "UNAVAILABLE":
-        # The library's own texts, the more specific first: "failed to connect … Connection reset by peer" is the
-        # former.
+        # grpc.aio's own texts, the more specific first: "failed to connect … Connection reset by peer" is the former.
         if "failed to connect" in details or "resolution" in details.lower():
             return unreachable(details)
         if "Socket closed" in details or "reset by peer" in details or "GOAWAY" in details:
@@ -119,8 +221,188 @@ def translate(error: grpc.RpcError, model: str) -> ServiceError:
     return classify(Failure(details, model, code))
 
 
-class GrpcStream:
-    """One ``ModelStreamInfer`` call. See :class:`triton_openai.triton.client.ResponseStream`."""
+def _status(error: grpc.RpcError) -> tuple[str, str]:
+    """Return the code and the details of a call of grpc.aio that failed."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.code().name, error.details() or ""
+    return "UNKNOWN", str(error)
+
+
+class GrpcStream(Call):
+    """
+    One ``ModelStreamInfer`` call on *channel*. See :class:`triton_openai.triton.client.ResponseStream`.
+
+    *distrust* is called when there is reason to think that the way to Triton is cut.
+    """
+
+    def __init__(
+        self, channel: Channel, request: InferRequest, receiver: Receiver, distrust: Callable[[], None]
+    ) -> None:
+        super().__init__(channel.headers(request.headers))
+        self._receiver: Receiver | None = receiver
+        self._model = request.model
+        self._cancellable = request.cancellable
+        self._distrust = distrust
+        self._encoding: asyncio.Task[None] | None = None
+        if is_large(request):
+            self._encoding = asyncio.create_task(self._start_large(channel, request))
+        else:
+            channel.start(self, encode_request(request).SerializeToString())
+
+    async def _start_large(self, channel: Channel, request: InferRequest) -> None:
+        try:
+            message = await message_of(request)
+        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+            self._end(error)
+        else:
+            channel.start(self, message)
+
+    def _end(self, error: Exception | None) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.end(error)
+
+    def messages_received(self, messages: list[bytes]) -> None:
+        """Hand on what is a response."""
+        responses: list[InferResponse] = []
+        error: ServiceError | None = None
+        for data in messages:
+            try:
+                message = _StreamResponse.FromString(data)
+                outputs = tuple(message.infer_response.outputs)
+                described = _described(outputs)
+            except DecodeError:
+                error = UpstreamError("Triton sent an answer that cannot be read.", detail=f"{len(data)} bytes")
+                break
+            if message.error_message:
+                error = classify(Failure(message.error_message, self._model))
+                break
+            if outputs:
+                contents = zip(described, message.infer_response.raw_output_contents, strict=False)
+                responses.append(
+                    BinaryResponse(
+                        {name: OutputTensor(datatype, shape, data) for (name, datatype, shape), data in contents}
+                    )
+                )
+        if responses and self._receiver is not None:
+            self._receiver.receive(responses)
+        if error is not None:
+            receiver = self._receiver
+            self.close()
+            if receiver is not None:
+                receiver.end(error)
+
+    def call_ended(self, code: str, details: str) -> None:
+        """Hand on the end."""
+        self._end(None if code == "OK" else translate(code, details, self._model))
+
+    def close(self, *, silent: bool = False) -> None:
+        """
+        Cancel the work unless it has ended.
+
+        Triton 24.10 crashes now and then when a call is cancelled while it writes to it: where a cancellation would end
+        nothing, what still comes is read and dropped.
+        """
+        if self._receiver is None:
+            return
+        self._receiver = None
+        if self._encoding is not None:
+            self._encoding.cancel()
+        if self._cancellable or silent or self.connection is None:
+            self.cancel()
+        else:
+            self.resume()
+            asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self.cancel)
+        if silent:
+            self._distrust()
+
+
+class GrpcChannel:
+    """
+    The newest channel to *url*.
+
+    Calls that run when the certificates change go on over the channel that they began on. Raises
+    :class:`ConfigurationError` for files that cannot be used.
+    """
+
+    def __init__(self, url: str, settings: ConnectionSettings) -> None:
+        parts = urlsplit(url)
+        self._target = parts.netloc if parts.port else f"{parts.netloc}:8001"
+        self._settings = settings
+        self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
+        self._used: GrpcFiles | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._stub: Any = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._distrusted = False
+
+    def metadata(self) -> tuple[Header, ...]:
+        """Return what every call carries."""
+        return self._settings.headers()
+
+    def stub(self) -> Any:
+        """Return the stub to begin calls on."""
+        self.channel()
+        return self._stub
+
+    def channel(self) -> grpc.aio.Channel:
+        """Return the channel itself, for calls that no stub has."""
+        files = self._files.current() if self._files is not None else None
+        if self._channel is None or self._distrusted or files is not self._used:
+            self._distrusted = False
+            self._channel = self._replace(files)
+        return self._channel
+
+    def distrust(self) -> None:
+        """Begin further calls on a new connection: nobody has answered on this one, and the way may be cut."""
+        self._distrusted = True
+
+    def _replace(self, files: GrpcFiles | None) -> grpc.aio.Channel:
+        # Not before it is used: a channel belongs to the running loop.
+        if self._channel is not None:
+            task = asyncio.get_running_loop().create_task(self._channel.close(_OLD_CHANNEL_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        options = (
+            *_OPTIONS,
+            # How long an attempt may take, until the server has greeted; the name is from its lesser use.
+            ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000)),
+        )
+        self._used = files
+        if files is None:
+            channel = grpc.aio.insecure_channel(self._target, options=options)
+        else:
+            name = self._settings.server_name
+            if name is not None:
+                options = (*options, ("grpc.ssl_target_name_override", name))
+            credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
+            channel = grpc.aio.secure_channel(self._target, credentials, options=options)
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        # The same calls, for messages that are bytes already as well.
+        stub.ModelInfer = channel.unary_unary(
+            f"{_SERVICE}/ModelInfer",
+            request_serializer=serialize,
+            response_deserializer=service_pb2.ModelInferResponse.FromString,
+        )
+        stub.ModelStreamInfer = channel.stream_stream(
+            f"{_SERVICE}/ModelStreamInfer",
+            request_serializer=serialize,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        self._stub = stub
+        return channel
+
+    async def close(self) -> None:
+        """Close every channel; calls in flight are cancelled."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close(None)
+
+
+class GrpcioStream:
+    """One ``ModelStreamInfer`` call through grpc.aio. See :class:`triton_openai.triton.client.ResponseStream`."""
 
     def __init__(
         self, channel: GrpcChannel, request: InferRequest, receiver: Receiver, tasks: set[asyncio.Task[None]]
@@ -140,14 +422,13 @@ class GrpcStream:
         try:
             await self._call(request)
         except grpc.RpcError as error:
-            self._end(translate(error, self._model))
+            self._end(translate(*_status(error), self._model))
         except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
             self._end(error)
         else:
             self._end(None)
 
     async def _call(self, request: InferRequest) -> None:
-        await self._channel.settled()
         call = self._channel.stub().ModelStreamInfer(metadata=(*self._channel.metadata(), *request.headers.items()))
         try:
             await call.write(await message_of(request))
@@ -197,7 +478,7 @@ class GrpcStream:
             self._resumed.set()
             asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self._task.cancel)
         if silent:
-            self._channel.doubt()
+            self._channel.distrust()
 
 
 class GrpcClient:
@@ -206,6 +487,7 @@ class GrpcClient:
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
         self._settings = settings
         self._channel = GrpcChannel(url, settings)
+        self._streams = Channel(url, _STREAM_METHOD, settings) if settings.grpc_client == "own" else None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -228,7 +510,6 @@ class GrpcClient:
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         timeout = self._settings.control_timeout if limited else None
-        await self._channel.settled()
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -238,12 +519,12 @@ class GrpcClient:
         except asyncio.CancelledError:
             # Whoever gave up had reason to: further calls need not find out one by one that nobody is there.
             if loop.time() - began >= self._settings.connect_timeout:
-                self._channel.doubt()
+                self._distrust()
             raise
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._channel.distrust()
-            raise translate(error, model) from error
+                self._distrust()
+            raise translate(*_status(error), model) from error
 
     async def live(self) -> bool:
         """Return whether the server answers."""
@@ -288,9 +569,16 @@ class GrpcClient:
             raise no_answer(request.model)
         return decode_response(answer)
 
-    def stream(self, request: InferRequest, receiver: Receiver) -> GrpcStream:
+    def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         """Send a ``ModelStreamInfer`` call."""
-        return GrpcStream(self._channel, request, receiver, self._tasks)
+        if self._streams is None:
+            return GrpcioStream(self._channel, request, receiver, self._tasks)
+        return GrpcStream(self._streams, request, receiver, self._distrust)
+
+    def _distrust(self) -> None:
+        self._channel.distrust()
+        if self._streams is not None:
+            self._streams.distrust()
 
     async def close(self) -> None:
         """Close the channel; calls in flight are cancelled."""
@@ -298,4 +586,6 @@ class GrpcClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._streams is not None:
+            await self._streams.close()
         await self._channel.close()

@@ -11,8 +11,7 @@ from triton_openai.adapters.trtllm import Trtllm
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Lora, LoraFormat, Matrix, Vocabulary
-from triton_openai.triton.grpc import encode_request, message_of
-from triton_openai.triton.grpc_channel import is_large, serialize, serialized
+from triton_openai.triton.grpc import encode_request, is_large, message_of, serialize, serialized
 from triton_openai.triton.http import infer_body
 from triton_openai.triton.tensors import ModelConfig
 

@@ -8,14 +8,21 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal
+from unittest.mock import Mock
 
 import grpc
 import msgspec
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.cases import every_case
 from tests.reading import Reading
+from tests.tls_fixture import Authority, relaying
+from triton_openai.config import TritonAccess
 from triton_openai.errors import (
     ContextLengthExceeded,
     ModelNotFound,
@@ -27,7 +34,7 @@ from triton_openai.errors import (
 )
 from triton_openai.triton.client import ResponseStream, TritonClient
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.grpc import GrpcClient
+from triton_openai.triton.grpc import GrpcClient, GrpcStream
 from triton_openai.triton.http import HttpClient
 from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
@@ -168,10 +175,11 @@ class FakeHttp(FakeTriton):
 
 
 class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Triton's gRPC service in this process."""
+    """Triton's gRPC service in this process, made by grpcio: an implementation of HTTP/2 that is not ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: Literal["own", "grpcio"] = "own") -> None:
         super().__init__()
+        self._library = library
         # Instead of `reply`.
         self.script: Callable[[Any, Any], AsyncIterator[Any]] | None = None
         self.status: tuple[grpc.StatusCode, str] | None = None
@@ -179,12 +187,14 @@ class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # ty
         self.answer: str | None = "one"
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
+        self._server = grpc.aio.server(
+            options=[("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+        )
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self.url = f"grpc://127.0.0.1:{port}"
-        self.client = GrpcClient(self.url, ConnectionSettings(connect_timeout=5))
+        self.client = GrpcClient(self.url, ConnectionSettings(connect_timeout=5, grpc_client=self._library))
 
     async def stop(self) -> None:
         await self.client.close()
@@ -255,15 +265,15 @@ async def http() -> AsyncIterator[FakeHttp]:
     await server.stop()
 
 
-@pytest.fixture
-async def grpc_server() -> AsyncIterator[FakeGrpc]:
-    server = FakeGrpc()
+@pytest.fixture(params=["own", "grpcio"])
+async def grpc_server(request: pytest.FixtureRequest) -> AsyncIterator[FakeGrpc]:
+    server = FakeGrpc(request.param)
     await server.start()
     yield server
     await server.stop()
 
 
-@pytest.fixture(params=[FakeHttp, FakeGrpc], ids=["http", "grpc"])
+@pytest.fixture(params=[FakeHttp, FakeGrpc, partial(FakeGrpc, "grpcio")], ids=["http", "grpc", "grpcio"])
 async def triton(request: pytest.FixtureRequest) -> AsyncIterator[FakeTriton]:
     server = request.param()
     await server.start()
@@ -912,3 +922,88 @@ async def test_closing_the_client_ends_what_is_read_out(grpc_server):
     await grpc_server.client.close()
 
     await asyncio.wait_for(grpc_server.left.wait(), 10)
+
+
+async def test_a_large_request(grpc_server):
+    """It arrives whole, whatever the windows of the connection are; its encoding does not hold the loop."""
+    grpc_server.reply = Reply(texts=["one"])
+    image = Tensor("image", "UINT8", (5_000_000,), bytes(range(256)) * 20_000)
+    request = msgspec.structs.replace(REQUEST, inputs=(*REQUEST.inputs, image))
+
+    assert (["one"], None) == await outcome(grpc_server.client, request)
+    assert image.values == grpc_server.requests[0]["raw"][-1]
+
+
+async def test_closing_while_a_large_request_is_encoded(grpc_server):
+    """It is not sent."""
+    image = Tensor("image", "UINT8", (5_000_000,), bytes(5_000_000))
+    reading = Reading(grpc_server.client, msgspec.structs.replace(REQUEST, inputs=(image,)))
+    reading.close()
+
+    assert ([], None) == await outcome(grpc_server.client)
+    assert [len(REQUEST.inputs)] == [len(request["raw"]) for request in grpc_server.requests]
+
+
+@pytest.mark.parametrize("grpc_server", ["own"], indirect=True)
+async def test_a_server_that_shuts_down(grpc_server):
+    """It finishes the streams that run; who comes then does not reach it."""
+    go_on = asyncio.Event()
+
+    async def script(request: Any, context: Any) -> AsyncIterator[Any]:
+        yield stream_response("one")
+        await go_on.wait()
+        yield stream_response("two")
+
+    grpc_server.script = script
+    reading = Reading(grpc_server.client, REQUEST)
+    assert ["one"] == list((await reading.read())[0].texts("text_output"))
+    stopping = asyncio.create_task(grpc_server._server.stop(10))
+    # What reaches the server before its farewell reaches us is never answered.
+    await until(lambda: not grpc_server.client._streams._current.has_room)
+    _, error = await outcome(grpc_server.client)
+    assert UpstreamUnavailable is type(error)
+    go_on.set()
+    assert ["two"] == await texts_of(reading)
+    await stopping
+
+
+async def test_a_large_request_that_cannot_be_encoded(grpc_server):
+    """The receiver hears of it."""
+    numbers = Tensor("numbers", "INT8", (2_000_000,), [1000] * 2_000_000)
+    reading = Reading(grpc_server.client, msgspec.structs.replace(REQUEST, inputs=(numbers,)))
+
+    with pytest.raises(OverflowError):
+        await reading.read()
+
+
+@every_case("protocol, kind", [("h2", NoneType), ("http/1.1", UpstreamUnavailable)])
+async def test_streams_over_tls(tmp_path: Path, protocol: str, kind: type[object]) -> None:
+    """Client and server agree on HTTP/2 (ALPN); what speaks something else is not Triton."""
+    authority = Authority(tmp_path)
+    server = FakeGrpc()
+    await server.start()
+    server.reply = Reply(texts=["one", "x" * 1_000_000])
+    port = int(server.url.rpartition(":")[2])
+    settings = ConnectionSettings(connect_timeout=5, access=TritonAccess(ca=authority.file))
+    async with relaying(port, authority.server(authority.issue("triton"), protocol=protocol)) as relay:
+        client = GrpcClient(f"grpcs://127.0.0.1:{relay.port}", settings)
+        found, error = await outcome(client)
+        await client.close()
+    await server.stop()
+
+    assert (server.reply.texts if kind is NoneType else [], kind) == (found, type(error))
+
+
+async def test_an_answer_that_cannot_be_read() -> None:
+    """It is the upstream's fault; the responses before it are received, and the call is cancelled."""
+    ended: list[Exception | None] = []
+    received: list[Any] = []
+    receiver = Mock(receive=received.extend, end=ended.append)
+    stream = GrpcStream(Mock(headers=lambda _: b""), REQUEST, receiver, Mock())
+    stream.connection = connection = Mock()
+    stream.messages_received([stream_response("one").SerializeToString(), b"\xff"])
+    stream.messages_received([stream_response("two").SerializeToString()])
+
+    assert [["one"]] == [response.texts("text_output") for response in received]
+    assert [UpstreamError] == [type(error) for error in ended]
+    assert connection.reset.called

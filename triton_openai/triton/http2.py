@@ -1,0 +1,649 @@
+"""
+HTTP/2 for gRPC calls of one request and many answers: all calls share a connection, on asyncio's protocols.
+
+This is the hot path over gRPC: once per token a DATA frame is parsed here. grpc.aio takes several times the CPU time
+for the same stream (`make bench` measures it), so streams do not go through it; all other calls do.
+
+Source of the facts: RFC 9113 (HTTP/2), RFC 7541 (HPACK, through hpack) and gRPC's PROTOCOL-HTTP2.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
+from urllib.parse import unquote, urlsplit
+
+import grpc
+import hpack
+
+from triton_openai import __version__
+from triton_openai.config.tls import PERHAPS_REFUSED, words
+from triton_openai.triton.connection import ConnectionSettings, Header, notice
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+# The upper and lower bits of the length, the type, the flags and the stream of a frame.
+_FRAME = struct.Struct(">HBBBI")
+_UINT32 = struct.Struct(">I")
+_SETTING = struct.Struct(">HI")
+# Whether a message is compressed, and its length.
+_MESSAGE = struct.Struct(">BI")
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+WITH_PRIORITY = 0x20
+ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 2, 3, 4, 5
+PROTOCOL_ERROR, REFUSED_STREAM, CANCEL = 1, 7, 8
+
+_UINT31 = 2**31 - 1
+_DEFAULT_WINDOW = 65_535
+# What we take, and what a server takes until it says otherwise.
+_FRAME_SIZE = 16_384
+# The most that a stream whose client is slow keeps in memory. The window of a connection holds no stream back.
+WINDOW = 256 * 1024
+_MAX_HEADERS = 64 * 1024
+# More is no message that protobuf reads.
+_MAX_MESSAGE = _UINT31
+# A call that the server has certainly not begun is sent this often.
+_ATTEMPTS = 3
+# Silence after which the server is asked for a sign of life, if calls are open; a connection without any is closed.
+SILENCE_SECONDS = 20.0
+PING_SECONDS = 10.0
+# Servers end a connection for pings that follow closer than 5 minutes, unless they have sent something in between.
+_NEXT_PING_SECONDS = 310.0
+
+_CODES = {str(code.value[0]).encode(): code.name for code in grpc.StatusCode}
+_BY_HTTP_STATUS = {b"404": "UNIMPLEMENTED", **dict.fromkeys((b"429", b"502", b"503", b"504"), "UNAVAILABLE")}
+_BY_RESET = {REFUSED_STREAM: "UNAVAILABLE", CANCEL: "CANCELLED"}
+#: Two codes of our own: no connection could be made, and the connection broke. All others are gRPC's.
+UNREACHABLE, LOST = "UNREACHABLE", "LOST"
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview = b"") -> bytes:
+    """Return a frame."""
+    size = len(payload)
+    return _FRAME.pack(size >> 8, size & 0xFF, kind, flags, stream_id) + payload
+
+
+def header_block(headers: Iterable[Header]) -> bytes:
+    """Return *headers* encoded without HPACK's table: the same block is good for every call and connection."""
+    return hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers], huffman=False)
+
+
+class Call:
+    """
+    One call with encoded *headers*. Subclasses take what comes, but nothing after :meth:`cancel`.
+
+    Neither of the two methods for that is called before :meth:`Channel.start` has returned.
+    """
+
+    def __init__(self, headers: bytes) -> None:
+        self.headers = headers
+        # One of them while the call waits for a connection or runs.
+        self.channel: Channel | None = None
+        self.connection: Connection | None = None
+        self.stream_id = 0
+        # What is sent: all of it, kept until the server has begun to answer, and what is left.
+        self.request: bytes | None = None
+        self.unsent = memoryview(b"")
+        self.window = 0
+        self.attempts = 0
+        # What is received, and how many bytes of it no window was given back for.
+        self.partial = bytearray()
+        self.messages: list[bytes] = []
+        self.outcome: tuple[str, str] | None = None
+        self.paused = False
+        self.unacknowledged = 0
+
+    def messages_received(self, messages: list[bytes]) -> None:
+        """Take the messages that arrived together, at least one."""
+        raise NotImplementedError
+
+    def call_ended(self, code: str, details: str) -> None:
+        """Take the end: gRPC's status, or ``UNREACHABLE`` or ``LOST``, and the text that came with it."""
+        raise NotImplementedError
+
+    def pause(self) -> None:
+        """Receive nothing until :meth:`resume`; the server may send one window more."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Receive again, at once what came in the meantime."""
+        if self.paused:
+            self.paused = False
+            if self.connection is not None:
+                self.connection.acknowledge(self)
+            self.deliver()
+
+    def cancel(self) -> None:
+        """Receive nothing more, and tell the server unless the call has ended."""
+        self.messages, self.outcome = [], None
+        if self.connection is not None:
+            self.connection.reset(self)
+        elif self.channel is not None:
+            self.channel.withdraw(self)
+
+    def end(self, code: str, details: str) -> None:
+        """Hand on the end, after what has come before it."""
+        self.channel = None
+        self.outcome = code, details
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Hand on what has come, unless paused."""
+        if self.paused and self.messages:
+            return
+        if self.messages:
+            messages, self.messages = self.messages, []
+            try:
+                self.messages_received(messages)
+            except Exception as error:  # noqa: BLE001 - one call's mistake must not end all others of the connection
+                asyncio.get_running_loop().call_exception_handler({"message": "a call failed", "exception": error})
+                self.cancel()
+                self.outcome = LOST, "an answer could not be handled"
+        # It may be paused or cancelled by now.
+        if self.outcome is not None and not self.messages:
+            outcome, self.outcome = self.outcome, None
+            self.call_ended(*outcome)
+
+    def feed(self, data: bytes) -> None:
+        """Collect the messages that *data* completes. Raises :class:`ValueError` for what can be none."""
+        partial = self.partial
+        partial += data
+        while len(partial) >= _MESSAGE.size:
+            compressed, size = _MESSAGE.unpack_from(partial)
+            if compressed:
+                raise ValueError("the server sent a compressed message, which it was not told that it may")
+            if size > _MAX_MESSAGE:
+                raise ValueError(f"the server sent a message of {size} bytes")
+            end = _MESSAGE.size + size
+            if len(partial) < end:
+                return
+            with memoryview(partial) as view:
+                self.messages.append(bytes(view[_MESSAGE.size : end]))
+            del partial[:end]
+
+
+class Connection(asyncio.Protocol):
+    """One HTTP/2 connection of *channel*."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel
+        self._transport: asyncio.Transport | None = None
+        #: Done when the server has sent its settings; fails with :class:`ConnectionError`.
+        self.greeted: asyncio.Future[None] = self._loop.create_future()
+        # Takes no new calls, and ends with the last one.
+        self._draining = False
+        self._reason = ""
+        self._calls: dict[int, Call] = {}
+        self._next_id = 1
+        self._max_calls = _UINT31
+        # What is received: the beginning of a frame, and that of a header block with its stream and flags.
+        self._rest = b""
+        self._block: tuple[int, int, bytes] | None = None
+        self._decoder = hpack.Decoder(max_header_list_size=_MAX_HEADERS)
+        self._unacknowledged = 0
+        # What is sent.
+        self._max_frame = _FRAME_SIZE
+        self._initial_window = _DEFAULT_WINDOW
+        self._window = _DEFAULT_WINDOW
+        self._blocked: dict[int, Call] = {}
+        # Signs of life.
+        self._heard = True
+        self._next_ping = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pong: asyncio.TimerHandle | None = None
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Greet the server."""
+        # Not asserted: uvloop's transports are no subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._timer = self._loop.call_later(SILENCE_SECONDS, self._look)
+        settings = _SETTING.pack(ENABLE_PUSH, 0) + _SETTING.pack(INITIAL_WINDOW_SIZE, WINDOW)
+        window = frame(WINDOW_UPDATE, 0, 0, _UINT32.pack(_UINT31 - _DEFAULT_WINDOW))
+        self._write(_PREFACE + frame(SETTINGS, 0, 0, settings) + window)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse all whole frames, then hand on the messages in them, together for each call."""
+        if self._pong is not None:
+            self._pong.cancel()
+            self._pong = None
+        if self._rest:
+            data = self._rest + data
+        received: list[Call] = []
+        calls, position, available = self._calls, 0, len(data)
+        try:
+            while available - position >= 9:
+                upper, lower, kind, flags, stream_id = _FRAME.unpack_from(data, position)
+                size = upper << 8 | lower
+                if size > _FRAME_SIZE:
+                    raise ValueError(f"the server sent a frame of {size} bytes")
+                start, end = position + 9, position + 9 + size
+                if end > available:
+                    break
+                position = end
+                if kind != DATA or self._block is not None:
+                    self._frame_received(kind, flags, stream_id & _UINT31, data[start:end])
+                    continue
+                self._unacknowledged += size
+                call = calls.get(stream_id)
+                if call is None:
+                    continue
+                call.unacknowledged += size
+                if not call.messages:
+                    received.append(call)
+                # The usual frame holds one whole message.
+                if (
+                    size > 5
+                    and not (flags or call.partial)
+                    and data[start : start + 5] == b"\0" + _UINT32.pack(size - 5)
+                ):
+                    call.messages.append(data[start + 5 : end])
+                else:
+                    self._data_received(call, flags, data[start:end])
+                if call.unacknowledged > WINDOW // 2:
+                    self.acknowledge(call)
+        except (ValueError, hpack.HPACKError, struct.error, IndexError) as error:
+            self._write(frame(GOAWAY, 0, 0, struct.pack(">II", 0, PROTOCOL_ERROR)))
+            self.close(str(error) if type(error) is ValueError else f"the server sent what cannot be read: {error}")
+        self._rest = data[position:]
+        if self._unacknowledged > _UINT31 // 2:
+            self._write(frame(WINDOW_UPDATE, 0, 0, _UINT32.pack(self._unacknowledged)))
+            self._unacknowledged = 0
+        if received:
+            self._heard = True
+            for call in received:
+                call.deliver()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End every call."""
+        assert self._transport is not None
+        for timer in (self._timer, self._pong):
+            if timer is not None:
+                timer.cancel()
+        self._draining = True
+        reason = self._reason or ("the server closed the connection" if error is None else words(error))
+        if not self.greeted.done():
+            if self._transport.get_extra_info("sslcontext") and not (self._reason or isinstance(error, ssl.SSLError)):
+                reason = PERHAPS_REFUSED
+            self.greeted.set_exception(ConnectionError(reason))
+            # Nobody may wait for it any more.
+            self.greeted.exception()
+        for call in list(self._calls.values()):
+            self._forget(call)
+            call.end(LOST, reason)
+
+    # Frames.
+
+    def _frame_received(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
+        if not self.greeted.done() and kind != SETTINGS:
+            raise ValueError("the server does not greet as HTTP/2 does")
+        if (self._block is None) is (kind == CONTINUATION):
+            raise ValueError("the server broke off a header block")
+        if stream_id >= self._next_id or kind == PUSH_PROMISE:
+            raise ValueError("the server sent a frame for what nobody asked for")
+        handler = _HANDLERS.get(kind)
+        if handler is not None:
+            handler(self, flags, stream_id, payload)
+
+    def _data_received(self, call: Call, flags: int, payload: bytes) -> None:
+        try:
+            call.feed(_unpadded(flags, payload))
+        except ValueError as problem:
+            self._finish(call, "INTERNAL", str(problem))
+        else:
+            if flags & END_STREAM:
+                self._finish(call, "INTERNAL", "the server ended the call without a status", ended=True)
+
+    def _on_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if self._block is not None:
+            first_id, first_flags, block = self._block
+            if stream_id != first_id:
+                raise ValueError("the server broke off a header block")
+            flags |= first_flags
+            payload = block + payload
+            self._block = None
+        else:
+            payload = _unpadded(flags, payload)
+            if flags & WITH_PRIORITY:
+                payload = payload[5:]
+        if len(payload) > _MAX_HEADERS:
+            raise ValueError("the server sent too many headers")
+        if flags & END_HEADERS:
+            # Also for a call that is not there any more: the table of headers depends on it.
+            fields = dict(self._decoder.decode(payload, raw=True))
+            call = self._calls.get(stream_id)
+            if call is not None:
+                self._heard = True
+                self._headers_received(call, fields, ended=bool(flags & END_STREAM))
+        else:
+            self._block = stream_id, flags, payload
+
+    def _headers_received(self, call: Call, fields: Mapping[bytes, bytes], *, ended: bool) -> None:
+        call.request = None
+        code, status = fields.get(b"grpc-status"), fields.get(b":status")
+        if code is not None:
+            details = unquote(fields.get(b"grpc-message", b"").decode("latin-1"))
+            self._finish(call, _CODES.get(code, "UNKNOWN"), details, ended=ended)
+        elif status is not None and status.startswith(b"1"):
+            pass
+        elif status is not None and status != b"200":
+            details = f"the server answered with HTTP status {status.decode('latin-1')}"
+            self._finish(call, _BY_HTTP_STATUS.get(status, "UNKNOWN"), details, ended=ended)
+        elif status is not None and not fields.get(b"content-type", b"").startswith(b"application/grpc"):
+            self._finish(call, "UNKNOWN", "the server's answer is not gRPC", ended=ended)
+        elif ended or status is None:
+            self._finish(call, "INTERNAL", "the server ended the call without a status", ended=ended)
+
+    def _on_reset(self, flags: int, stream_id: int, payload: bytes) -> None:
+        call = self._calls.get(stream_id)
+        (code,) = _UINT32.unpack(payload)
+        if call is not None and not (code == REFUSED_STREAM and self._retry(call)):
+            self._finish(call, _BY_RESET.get(code, "INTERNAL"), f"the server reset the call: error {code}", ended=True)
+
+    def _on_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if flags & ACK:
+            return
+        for setting, value in _SETTING.iter_unpack(payload):
+            if setting == MAX_CONCURRENT_STREAMS:
+                # A server that takes none refuses them by itself.
+                self._max_calls = max(value, 1)
+            elif setting == MAX_FRAME_SIZE:
+                self._max_frame = max(value, _FRAME_SIZE)
+            elif setting == INITIAL_WINDOW_SIZE:
+                for call in self._calls.values():
+                    call.window += value - self._initial_window
+                self._initial_window = value
+        self._write(frame(SETTINGS, ACK, 0))
+        if not self.greeted.done():
+            self.greeted.set_result(None)
+        self._send_blocked()
+
+    def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
+        if not flags & ACK:
+            self._write(frame(PING, ACK, 0, payload))
+
+    def _on_goaway(self, flags: int, stream_id: int, payload: bytes) -> None:
+        last, code = struct.unpack_from(">II", payload)
+        self._reason = f"the server ended the connection: error {code} {payload[8:200].decode('utf-8', 'replace')}"
+        self._draining = True
+        for call in [call for call in self._calls.values() if call.stream_id > last & _UINT31]:
+            if not self._retry(call):
+                self._finish(call, LOST, self._reason, ended=True)
+        self._end_if_unused()
+
+    def _on_window_update(self, flags: int, stream_id: int, payload: bytes) -> None:
+        increment = _UINT32.unpack(payload)[0] & _UINT31
+        call = self._calls.get(stream_id)
+        if not stream_id:
+            self._window += increment
+        elif call is not None:
+            call.window += increment
+        if self._window > _UINT31 or not increment:
+            raise ValueError("the server extended a window by nothing or beyond its limit")
+        self._send_blocked()
+
+    # What calls and the channel ask for.
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes a call."""
+        return not self._draining and len(self._calls) < self._max_calls
+
+    def open(self, call: Call) -> None:
+        """Send *call*; there is room for it."""
+        assert call.request is not None
+        call.channel, call.connection = None, self
+        call.stream_id = self._next_id
+        call.attempts += 1
+        call.window = self._initial_window
+        call.unsent = memoryview(call.request)
+        self._calls[call.stream_id] = call
+        # HPACK: the table of what we send is empty and stays so, whatever size the server allows.
+        block = b"\x20" + call.headers if call.stream_id == 1 else call.headers
+        self._next_id += 2
+        self._draining = self._draining or self._next_id > _UINT31
+        frames = []
+        for start in range(0, len(block), _FRAME_SIZE):
+            part = block[start : start + _FRAME_SIZE]
+            last = END_HEADERS if start + _FRAME_SIZE >= len(block) else 0
+            frames.append(frame(CONTINUATION if start else HEADERS, last, call.stream_id, part))
+        self._send(call, frames)
+
+    def acknowledge(self, call: Call) -> None:
+        """Give back the window that *call* has used, unless it is paused."""
+        if not call.paused and call.unacknowledged:
+            self._write(frame(WINDOW_UPDATE, 0, call.stream_id, _UINT32.pack(call.unacknowledged)))
+            call.unacknowledged = 0
+
+    def reset(self, call: Call) -> None:
+        """Tell the server that nobody wants the rest of the answer."""
+        self._write(frame(RST_STREAM, 0, call.stream_id, _UINT32.pack(CANCEL)))
+        self._forget(call)
+        self._end_if_unused()
+
+    def drain(self) -> None:
+        """Take no new calls, and end with the last one."""
+        self._draining = True
+        self._end_if_unused()
+
+    def ping(self) -> None:
+        """Have the server give a sign of life soon, or end the connection."""
+        now = self._loop.time()
+        if self._pong is None and now >= self._next_ping:
+            self._next_ping = now + _NEXT_PING_SECONDS
+            self._write(frame(PING, 0, 0, bytes(8)))
+            reason = f"the server gave no sign of life for {PING_SECONDS:g} seconds"
+            self._pong = self._loop.call_later(PING_SECONDS, self.close, reason)
+
+    def close(self, reason: str = "") -> None:
+        """End it with all its calls."""
+        self._reason = self._reason or reason
+        self._draining = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    # Within.
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _send(self, call: Call, frames: list[bytes]) -> None:
+        """Send *frames* and what the windows let through of the request of *call*."""
+        while call.unsent:
+            size = min(len(call.unsent), self._max_frame, self._window, call.window)
+            if size <= 0:
+                self._blocked[call.stream_id] = call
+                break
+            # An empty rest would keep all of the request in memory.
+            data, call.unsent = call.unsent[:size], call.unsent[size:] or memoryview(b"")
+            self._window -= size
+            call.window -= size
+            frames.append(frame(DATA, 0 if call.unsent else END_STREAM, call.stream_id, data))
+        self._write(b"".join(frames))
+
+    def _send_blocked(self) -> None:
+        blocked, self._blocked = self._blocked, {}
+        for call in blocked.values():
+            self._send(call, [])
+
+    def _finish(self, call: Call, code: str, details: str, *, ended: bool = False) -> None:
+        """End *call*, which the server has *ended* or not, and hand on what is left of it."""
+        if call.unsent or not ended:
+            self.reset(call)
+        else:
+            self._forget(call)
+        if call.partial and code == "OK":
+            code, details = "INTERNAL", "the server ended the call within a message"
+        call.end(code, details)
+        self._end_if_unused()
+
+    def _forget(self, call: Call) -> None:
+        del self._calls[call.stream_id]
+        self._blocked.pop(call.stream_id, None)
+        call.connection = None
+
+    def _end_if_unused(self) -> None:
+        if self._draining and not self._calls and self._transport is not None:
+            self._transport.close()
+
+    def _retry(self, call: Call) -> bool:
+        """Send *call*, which the server has not begun, again. Returns whether that is so and it may be."""
+        if call.request is None or call.attempts >= _ATTEMPTS:
+            return False
+        self._forget(call)
+        self._channel.restart(call)
+        return True
+
+    def _look(self) -> None:
+        self._timer = self._loop.call_later(SILENCE_SECONDS, self._look)
+        if self._heard:
+            self._heard, self._next_ping = False, 0.0
+        elif self._calls:
+            self.ping()
+        else:
+            # A balancer between us may forget it without a word.
+            self.drain()
+
+
+def _unpadded(flags: int, payload: bytes) -> bytes:
+    if not flags & PADDED:
+        return payload
+    if payload[0] >= len(payload):
+        raise ValueError("the server sent more padding than fits into the frame")
+    return payload[1 : len(payload) - payload[0]]
+
+
+# Frames of other types are ignored.
+_HANDLERS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
+    HEADERS: Connection._on_headers,
+    RST_STREAM: Connection._on_reset,
+    SETTINGS: Connection._on_settings,
+    PING: Connection._on_ping,
+    GOAWAY: Connection._on_goaway,
+    WINDOW_UPDATE: Connection._on_window_update,
+    CONTINUATION: Connection._on_headers,
+}
+
+
+class Channel:
+    """
+    Calls of the method *path* at the server at *url*: over one connection, and another one when that takes no more.
+
+    Calls that run when the certificates change go on over the connection that they began on. Raises
+    :class:`ConfigurationError` for files that cannot be used.
+    """
+
+    def __init__(self, url: str, path: str, settings: ConnectionSettings) -> None:
+        parts = urlsplit(url)
+        self._address = parts.hostname or "", parts.port or 8001
+        self._settings = settings
+        self._tls = settings.ssl_context("h2") if parts.scheme == "grpcs" else None
+        self._context: ssl.SSLContext | None = None
+        self._fixed = (
+            (":method", "POST"),
+            (":scheme", "http" if self._tls is None else "https"),
+            (":path", path),
+            (":authority", parts.netloc),
+            ("content-type", "application/grpc"),
+            ("te", "trailers"),
+            ("user-agent", f"triton-openai/{__version__}"),
+        )
+        self._metadata: tuple[Header, ...] | None = None
+        self._headers = b""
+        # Where calls begin; those that it replaced end with their last calls.
+        self._current: Connection | None = None
+        self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._waiting: deque[Call] = deque()
+        self._connecting: asyncio.Task[None] | None = None
+
+    def headers(self, own: Mapping[str, str]) -> bytes:
+        """Return the encoded headers of a call with metadata of its *own*."""
+        metadata = self._settings.headers()
+        if metadata is not self._metadata:
+            self._metadata, self._headers = metadata, header_block((*self._fixed, *metadata))
+        return self._headers + header_block(own.items()) if own else self._headers
+
+    def start(self, call: Call, message: bytes) -> None:
+        """Send *call* with its one *message*, now or when there is a connection for it."""
+        call.request = _MESSAGE.pack(0, len(message)) + message
+        self.restart(call)
+
+    def restart(self, call: Call) -> None:
+        """Send *call*, of which the server knows nothing."""
+        if self._tls is not None and self._tls.current() is not self._context:
+            self._context = self._tls.current()
+            self.distrust()
+        if self._current is not None and self._current.has_room:
+            self._current.open(call)
+            return
+        call.channel = self
+        self._waiting.append(call)
+        if self._connecting is None:
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    def withdraw(self, call: Call) -> None:
+        """Forget *call*, which waits for a connection."""
+        call.channel = None
+        self._waiting.remove(call)
+
+    def distrust(self) -> None:
+        """Make a new connection for further calls; the server has to give a sign of life on the old one."""
+        if self._current is not None:
+            self._current.drain()
+            self._current.ping()
+
+    async def close(self) -> None:
+        """Close every connection; calls are cut off."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        for connection in self._connections:
+            connection.close("the service stopped")
+        self._fail_waiting(LOST, "the service stopped")
+
+    async def _connect(self) -> None:
+        try:
+            while self._waiting:
+                connection = Connection(self)
+                self._connections.add(connection)
+                try:
+                    async with asyncio.timeout(self._settings.connect_timeout):
+                        await self._greet(connection)
+                except (TimeoutError, OSError) as error:
+                    connection.close()
+                    self._fail_waiting(UNREACHABLE, str(error) if type(error) is ConnectionError else words(error))
+                    continue
+                if self._current is not None:
+                    self._current.drain()
+                self._current = connection
+                while self._waiting and connection.has_room:
+                    connection.open(self._waiting.popleft())
+        finally:
+            self._connecting = None
+
+    async def _greet(self, connection: Connection) -> None:
+        """Connect, and wait for the server's settings: one that only takes connections is not there."""
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            lambda: connection, *self._address, ssl=self._context, server_hostname=self._settings.server_name
+        )
+        notice(transport)
+        encrypted = transport.get_extra_info("ssl_object")
+        if encrypted is not None and encrypted.selected_alpn_protocol() != "h2":
+            raise ConnectionError("TLS: the server does not speak HTTP/2 (ALPN h2)")
+        await connection.greeted
+
+    def _fail_waiting(self, code: str, details: str) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            call.end(code, details)
