@@ -325,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         soak = Soak(service, triton, clients=options.clients, seconds=options.seconds, seed=options.seed)
         figures = asyncio.run(soak.run())
         # While Triton is away, its models do not answer: that is said, and no fault.
-        complaints = [line for line in service.complaints() if '"event": "model does not answer"' not in line]
+        complaints = [line for line in service.complaints() if '"event":"model does not answer"' not in line]
     print(render(figures, options.clients))
     for line in complaints:
         print(line, file=sys.stderr)

@@ -179,14 +179,14 @@ class RelayedRequest:
 
     async def count(self) -> None:
         """Count a further request in. Raises :class:`ServiceError`."""
-        key, limits = self._key, self._guard.limits
+        key = self._key
         if key is None or not key.limit.any:
             return
         if key.limit.tokens_per_minute is not None:
             raise KeyNotSufficient(
                 f"The key '{key.name}' has a limit on tokens, which Triton's own protocol does not count."
             )
-        ticket = Ticket(limits, key.name, await limits.admit(key.name, key.limit))
+        ticket = await self._guard.admit(key)
         self.answer_headers |= ticket.headers
         if ticket.refusal is not None:
             raise ticket.refusal

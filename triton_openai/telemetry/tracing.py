@@ -59,7 +59,7 @@ def trace_context(observation: Observation) -> Context:
     headers = observation.request.headers
     # Several headers of one name count as one with a list (RFC 9110, section 5.3).
     found = {name: ",".join(headers.getall(name)) for name in _propagator.fields if name in headers}
-    return _propagator.extract(found, Context())
+    return _propagator.extract(found, Context()) if found else Context()
 
 
 class Tracing(Observer):
