@@ -172,10 +172,11 @@ async def test_a_client_that_goes_with_the_last_event(
 
     monkeypatch.setattr(web.StreamResponse, "write_eof", slowly)
     body = request("chat", "vllm_model", steered(text="one two three", **orders), stream=True, n=2)
-    async with fresh.client.post("/v1/chat/completions", json=body) as response:
+    url = fresh.client.make_url("/v1/chat/completions")
+    # Its connection ends with the session.
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
         async for line in response.content:
             if line.startswith(last):
-                response.close()
                 break
 
     found = await settled(fresh)
