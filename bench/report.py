@@ -87,10 +87,9 @@ def aims(
 ) -> list[Aim]:
     """Return the project's aims with what these rows say about them."""
 
-    def cpu(subject: str, limit: float) -> Aim:
-        name = _PROTOCOLS[subject]
-        ours, nginx = find(rows, "paced", 128, subject), find(rows, "paced", 128, "nginx")
-        text = f"{name}, 128 paced streams: CPU per token / nginx's"
+    def cpu(subject: str, streams: int, limit: float) -> Aim:
+        ours, nginx = find(rows, "paced", streams, subject), find(rows, "paced", streams, "nginx")
+        text = f"{_PROTOCOLS[subject]}, {streams} paced streams: CPU per token / nginx's"
         if ours is None or nginx is None:
             return Aim(text, limit, None)
         value = ratio(ours.cpu_us_per_token, nginx.cpu_us_per_token)
@@ -115,11 +114,12 @@ def aims(
 
     stalls = [row.stalls for row in rows if row.case == "burst" and row.subject.startswith("ours")]
     return [
-        cpu("ours-http", 2.2),
-        cpu("ours-grpc", 5.0),
+        cpu("ours-http", 32, 1.7),
+        *(cpu("ours-http", streams, 1.5) for streams in (128, 256)),
+        *(cpu("ours-grpc", streams, 2.0) for streams in (128, 256)),
         flood(),
-        Aim("HTTP, 1 stream: added time to first token, p50, ms", 3.0, added("ours-http", "triton-http")),
-        Aim("gRPC, 1 stream: added time to first token, p50, ms", 3.0, added("ours-grpc", "triton-grpc")),
+        Aim("HTTP, 1 stream: added time to first token, p50, ms", 1.0, added("ours-http", "triton-http")),
+        Aim("gRPC, 1 stream: added time to first token, p50, ms", 1.0, added("ours-grpc", "triton-grpc")),
         Aim("256 clients at once: first tokens after a second or more", 0.0, float(sum(stalls)) if stalls else None),
         *(_beside_text(rows, "tools", COMPARED, subject, 1.5) for subject in ("ours-http", "ours-grpc")),
         *(_beside_text(rows, "choices", COMPARED // CHOICES, subject, 1.1) for subject in ("ours-http", "ours-grpc")),
