@@ -33,7 +33,6 @@ PATIENT = {
     "first_token_timeout": 30,
     "idle_timeout": 30,
     "request_timeout": 40,
-    "connect_timeout": 3,
 }
 #: Where the service has to find out for itself, for all requests, that nothing comes any more.
 QUICK = {**PATIENT, "first_token_timeout": 5, "idle_timeout": 4, "request_timeout": 6}

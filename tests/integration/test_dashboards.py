@@ -123,7 +123,7 @@ async def after_traffic(triton: TestTriton) -> Scrape:
         await ask(proxy, "chat", "ensemble", "x", no_such_field=1)
         assert proxy.client.app is not None
         relayed = proxy.client.app[RELAY_GUARD].begin("http", "GET", "/", CIMultiDictProxy(CIMultiDict()))
-        await relayed.enter(None)
+        await relayed.authorize(None)
         relayed.end("404")
         return await scrape(proxy)
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, changed, serving
+from tests.triton_fixture import frozen
 from triton_openai.cli.inspect import inspect_models
 from triton_openai.config import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
@@ -265,13 +266,10 @@ async def has_status(proxy: Proxy, status: int) -> bool:
 
 async def test_a_frozen_triton_is_not_waited_for_for_ever(server):
     """A Triton that accepts connections and says nothing keeps nobody from asking whether this service lives."""
-    await asyncio.to_thread(server.pause)
-    try:
+    with frozen(server):
         async with serving(settings_of(server.http_url)) as proxy:
             assert 200 == (await proxy.get("/health/live")).status
             assert 503 == await ready(proxy)
-    finally:
-        await asyncio.to_thread(server.resume)
 
 
 async def test_names_with_slashes():

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from triton_openai.adapters._common.base import Adapter, Rule, check_range
 from triton_openai.answer.logprobs import Scoring
-from triton_openai.api.bodies import ModelRequest
+from triton_openai.api.bodies import ModelRequest, explain
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
@@ -172,6 +172,11 @@ _LONGEST_WORDS = 10_000
 
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _TokenId = Annotated[int, Meta(ge=0, lt=10**9)]
+# The values are untyped at first: msgspec takes up to 20 us for a float that is typed, and asks us for one that is not.
+_LogitBias = Annotated[
+    dict[_TokenId, Any],
+    Meta(extra_json_schema={"additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -255,7 +260,7 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[_TokenId, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: _LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -312,6 +317,19 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Every field of a sampling that an adapter has to carry, in one way or another.
 _MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "logprobs", "logit_bias")
+
+
+class _Biases(msgspec.Struct):
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]]
+
+
+def _biases(given: Mapping[int, Any]) -> tuple[tuple[int, float], ...]:
+    """Return the tokens of *given* with their biases, without those of 0. Raises :class:`InvalidRequest`."""
+    try:
+        checked = msgspec.convert({"logit_bias": given}, _Biases)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
+    return tuple(sorted((token, bias) for token, bias in checked.logit_bias.items() if bias))
 
 
 def stop_strings(stop: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -383,7 +401,7 @@ def sampling(
         stop_token_ids=tuple(request.stop_token_ids or ()),
         bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
         logprobs=logprobs,
-        logit_bias=tuple(sorted((token, bias) for token, bias in (request.logit_bias or {}).items() if bias)),
+        logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
         **values,
     )
     for name, neutral, why in _refused(adapter):

@@ -355,7 +355,9 @@ def _content(
     if images is not None and len(texts) < len(found):
         if images.part is not None:
             return [dict(images.part) if text is None else _text_part(text) for text in found]
-        texts = [*images.missing(texts, len(found) - len(texts), place), *texts]
+        # A line each, as in vLLM's server, whatever a template puts between parts.
+        marks = images.missing(texts, len(found) - len(texts), place)
+        texts = [_BETWEEN_PARTS.join([*marks, *texts])] if marks else texts
     # One part says no more than a string, and templates that take both treat strings with more care.
     if template.wants_parts or (template.takes_parts and len(texts) > 1):
         return [_text_part(text) for text in texts]
