@@ -119,6 +119,7 @@ async def after_traffic(triton: TestTriton) -> Scrape:
     async with serving(settings) as proxy:
         await proxy.ready()
         await ask(proxy, "chat", "ensemble", steered(text="one two three"))
+        await ask(proxy, "chat", "vllm_model", steered(text="one two three"), stream=True)
         await ask(proxy, "chat", "ensemble", "x", n=0)
         await ask(proxy, "chat", "ensemble", "x", no_such_field=1)
         assert proxy.client.app is not None

@@ -105,7 +105,7 @@ def test_placeholders() -> None:
     first, second = [text("a"), IMAGE, IMAGE], [IMAGE, text("b"), text("c")]
 
     assert "be brief|<1>\n<2>\na|<3>\nb\nc|" == rendered(STRING, "<{n}>", first, second)
-    assert "be brief,|<1>,<2>,a,|<3>,b,c,|" == rendered(PARTS, "<{n}>", first, second)
+    assert "be brief,|<1>\n<2>\na,|<3>\nb\nc,|" == rendered(PARTS, "<{n}>", first, second)
     assert "be brief|a|b\nc|" == rendered(STRING, "none", first, second)
     assert "be brief|<I>|" == rendered(STRING, "<I>", [IMAGE])
     assert "be brief||" == rendered(STRING, "none", [IMAGE])
@@ -115,7 +115,7 @@ def test_a_placeholder_wins_over_the_template() -> None:
     """What the operator says goes."""
     template = ChatTemplate(SEEING["by type (Llama, Gemma)"][0], name="t")
 
-    assert "be brief|<img>a|" == rendered(template, "<img>", [text("a"), IMAGE])
+    assert "be brief|<img>\na|" == rendered(template, "<img>", [text("a"), IMAGE])
 
 
 def test_placeholders_that_the_client_wrote() -> None:
