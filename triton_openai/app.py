@@ -27,8 +27,7 @@ from triton_openai.models.control import ModelControl
 from triton_openai.models.draining import DRAINING, Draining, ModelDraining, first_of
 from triton_openai.models.served import Models, ServedModel, keep_loaded
 from triton_openai.parsers.choose import AUTO, NONE
-from triton_openai.parsers.reasoning import registry as reasoning_parsers
-from triton_openai.parsers.tools import registry as tool_parsers
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import history, infill
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.middleware import add_middleware
@@ -203,9 +202,9 @@ def _check_names(settings: Settings) -> None:
         if entry.fim_template is not None:
             infill.parse(entry.fim_template)
         if entry.tool_call_parser not in (None, AUTO, NONE):
-            tool_parsers.load(entry.tool_call_parser)
+            TOOL_PARSERS.load(entry.tool_call_parser)
         if entry.reasoning_parser not in (None, AUTO, NONE):
-            reasoning_parsers.load(entry.reasoning_parser)
+            REASONING_PARSERS.load(entry.reasoning_parser)
 
 
 async def take_over(app: web.Application, settings: Settings, renew: bool) -> None:

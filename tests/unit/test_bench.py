@@ -25,7 +25,7 @@ from bench.repository import TICK_MS, build_repository
 from bench.tally import Tally
 from bench.wire import AnswerReader, http_request
 from tests.cases import every_case
-from triton_openai.parsers.tools.registry import BUILT_IN
+from triton_openai.parsers.registry import TOOL_PARSERS
 
 _ROOT = Path(__file__).parents[2]
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
@@ -196,7 +196,7 @@ def test_a_chat_that_is_not_streamed_says_so():
 
 def test_every_parser_has_a_call():
     """A parser without a text of its own would be missing in the table."""
-    assert BUILT_IN.keys() <= parsers.CALLS.keys()
+    assert TOOL_PARSERS.built_in.keys() <= parsers.CALLS.keys()
 
 
 def test_parsers_are_measured(monkeypatch):
@@ -204,7 +204,7 @@ def test_parsers_are_measured(monkeypatch):
     monkeypatch.setattr(parsers, "SIZES", (400, 4000))
     rows = list(measure_parsers(quick=False))
 
-    assert list(BUILT_IN) == [row.parser for row in rows]
+    assert list(TOOL_PARSERS.built_in) == [row.parser for row in rows]
     assert all((400, 4000) == tuple(row.characters) and min(row.ns_per_character) > 0 for row in rows)
 
 

@@ -19,8 +19,7 @@ from triton_openai.access.keys import read_keys
 from triton_openai.adapters._common import registry
 from triton_openai.api.routes import add_routes
 from triton_openai.config import AccessSettings, ModelSettings, Settings, TritonSettings, load_settings
-from triton_openai.parsers.reasoning import registry as reasoning_parsers
-from triton_openai.parsers.tools import registry as tool_parsers
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import prompter
 
 ROOT = generate.ROOT
@@ -84,8 +83,8 @@ def test_every_parser_is_listed() -> None:
         for part in read("docs/tools-and-reasoning.md").split("| Reasoning |")
     )
 
-    assert list(tool_parsers.BUILT_IN) == calls
-    assert list(reasoning_parsers.BUILT_IN) == reasoning
+    assert list(TOOL_PARSERS.built_in) == calls
+    assert list(REASONING_PARSERS.built_in) == reasoning
     counts = re.search(r"There are (\d+)\s+formats of calls and (\d+) of reasoning", read("README.md"))
     assert counts is not None
     assert (len(calls), len(reasoning)) == tuple(map(int, counts.groups()))
@@ -162,7 +161,7 @@ async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp
     parser.read_string(metadata)
     name, _, value = parser["options.entry_points"]["triton_openai.tool_parsers"].strip().partition(" = ")
     point = EntryPoint(name, value, "triton_openai.tool_parsers")
-    monkeypatch.setattr("triton_openai.parsers.tools.registry.entry_points", lambda group: [point])
+    monkeypatch.setattr("triton_openai.parsers.registry.entry_points", lambda group: [point])
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{{ tools }}")
     settings = Settings(defaults=ModelSettings(chat_template=str(template), tool_call_parser=name))

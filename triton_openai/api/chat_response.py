@@ -20,7 +20,7 @@ from triton_openai.api.tools import ToolPlan
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
-from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 _encode = msgspec.json.Encoder().encode
 

@@ -1,1 +1,12 @@
-"""Text to content, reasoning and tool calls."""
+"""
+Text to content, reasoning and tool calls: the formats stand in ``tools`` and ``reasoning``.
+
+A parser of another package subclasses :class:`ToolParser` or :class:`ReasoningParser`; see
+``docs/tools-and-reasoning.md``.
+"""
+
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.reasoning.base import ReasoningParser
+from triton_openai.parsers.tools.base import ToolParser
+
+__all__ = ["Content", "Event", "Reasoning", "ReasoningParser", "ToolCallArguments", "ToolCallStart", "ToolParser"]

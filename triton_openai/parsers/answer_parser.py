@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.output import Output
 from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.tools.base import NewId, ToolParser
-from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from triton_openai.parsers.tools.output import Output
 
 
 class ForcedCall:

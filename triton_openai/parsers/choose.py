@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from triton_openai.parsers.reasoning import registry as reasoning_parsers
+from triton_openai.parsers.detect import detect
 from triton_openai.parsers.reasoning.base import ReasoningParser
-from triton_openai.parsers.tools import registry as tool_parsers
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.parsers.tools.base import ToolParser
-from triton_openai.parsers.tools.detect import detect
 
 AUTO = "auto"
 NONE = "none"
@@ -37,6 +36,6 @@ def choose(template: str, *, tools: str | None, reasoning: str | None) -> Parser
     tool_name = found_tools if tools in (None, AUTO) else tools
     reasoning_name = found_reasoning if reasoning in (None, AUTO) else reasoning
     return Parsers(
-        tools=None if tool_name in (None, NONE) else tool_parsers.load(tool_name),
-        reasoning=None if reasoning_name in (None, NONE) else reasoning_parsers.load(reasoning_name),
+        tools=None if tool_name in (None, NONE) else TOOL_PARSERS.load(tool_name),
+        reasoning=None if reasoning_name in (None, NONE) else REASONING_PARSERS.load(reasoning_name),
     )

@@ -14,8 +14,8 @@ from triton_openai.api.chat_response import message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.choose import Parsers
+from triton_openai.parsers.events import Content, Event, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.tools.base import ToolParser
-from triton_openai.parsers.tools.events import Content, Event, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.tools.hermes import Hermes
 from triton_openai.parsers.tools.llama3_json import Llama3Json
 from triton_openai.parsers.tools.mistral import Mistral

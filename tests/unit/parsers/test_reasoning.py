@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.unit.parsers.tool_parser_cases import CASES, LOOKS, TOOLS
-from triton_openai.parsers.reasoning.registry import BUILT_IN, load
-from triton_openai.parsers.tools.base import Grammar
-from triton_openai.parsers.tools.events import Content, Event, Reasoning
-from triton_openai.parsers.tools.registry import load as load_tools
+from triton_openai.parsers.events import Content, Event, Reasoning
+from triton_openai.parsers.grammar import Grammar
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -114,7 +113,7 @@ CASES_OF_REASONING = (
 
 def run(name: str, inside: bool | None, pieces: Iterable[str]) -> tuple[str, str]:
     """Return the reasoning and the content of *pieces*."""
-    parser = load(name)(inside=inside)
+    parser = REASONING_PARSERS.load(name)(inside=inside)
     events: list[Event] = []
     for piece in pieces:
         events += parser.feed(piece)
@@ -185,25 +184,25 @@ def test_any_text(words: list[str], borders: list[int]) -> None:
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
 
     @every_case("inside", [None, True, False])
-    @every_case("name", BUILT_IN)
+    @every_case("name", REASONING_PARSERS.built_in)
     def check(name: str, inside: bool | None) -> None:
         whole = run(name, inside, [text])
 
         assert whole == run(name, inside, pieces)
         assert whole == run(name, inside, text)
-        openings = getattr(load(name), "openings", ("<|",))
-        framed = getattr(load(name), "frame", None) is not None and "answer>" in text
+        openings = getattr(REASONING_PARSERS.load(name), "openings", ("<|",))
+        framed = getattr(REASONING_PARSERS.load(name), "frame", None) is not None and "answer>" in text
         if inside is False and not framed and not any(opening in text for opening in openings):
             assert ("", text) == whole
 
     check()
 
 
-@every_case("name", BUILT_IN)
+@every_case("name", REASONING_PARSERS.built_in)
 def test_cost_is_linear(name: str) -> None:
     """A character is looked at a bounded number of times, in thinking and in the answer."""
     front, middle = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
-    parser_class = load(name)
+    parser_class = REASONING_PARSERS.load(name)
     if name != "openai_gptoss":
         front, middle = parser_class.openings[0], parser_class.closings[0]  # type: ignore[attr-defined]
     for body in ("lorem ipsum ", "</thin [/THIN Here's m ◁/th <|en ", "<[◁H", "\n"):
@@ -219,7 +218,7 @@ def test_cost_is_linear(name: str) -> None:
 
 def test_thinking_streams() -> None:
     """Thinking and answer come out with the piece that brings them, but for white space that may end the thinking."""
-    parser = load("qwen3")()
+    parser = REASONING_PARSERS.load("qwen3")()
     parser.feed("<think>\n")
     out = [parser.feed(piece) for piece in ("Hm", " so", ".\n", "</thi", "nk>\n\n", "Yes", "!")]
 
@@ -240,7 +239,7 @@ def test_thinking_streams() -> None:
 )
 def test_what_the_prompt_says(name: str, prompt: str, expected: bool | None) -> None:
     """Only the end of the prompt tells whether the answer begins inside of thinking."""
-    assert expected is load(name).inside_after(prompt)
+    assert expected is REASONING_PARSERS.load(name).inside_after(prompt)
 
 
 @every_case("case", [case for case in CASES if case.parser == "openai"], ids=lambda case: case.name)
@@ -250,10 +249,10 @@ def test_harmony_in_two_stages(case: object) -> None:
 
     def events(*, both: bool) -> list[Event]:
         numbers = itertools.count()
-        tools = load_tools("openai")(TOOLS, new_id=lambda: str(next(numbers)))
+        tools = TOOL_PARSERS.load("openai")(TOOLS, new_id=lambda: str(next(numbers)))
         if not both:
             return tools.feed(text) + tools.flush()
-        first = load("openai_gptoss")()
+        first = REASONING_PARSERS.load("openai_gptoss")()
         found: list[Event] = []
         for event in first.feed(text) + first.flush():
             found += tools.feed(event.text) if isinstance(event, Content) else [event]

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.unit.parsers.tool_parser_cases import ALL, CASES, LOOKS, TOOLS, Case
-from triton_openai.parsers.tools.base import CallGrammar, Grammar, ToolParser
-from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from triton_openai.parsers.tools.registry import load
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.grammar import Grammar
+from triton_openai.parsers.registry import TOOL_PARSERS
+from triton_openai.parsers.tools.base import CallGrammar, ToolParser
 
 #: What of a closing tag came before the end of a text counts as text of the parameter.
 TAGGED = {
@@ -36,7 +37,7 @@ class Merged(msgspec.Struct, frozen=True):
 def make(name: str) -> ToolParser:
     """Return a new parser whose own ids are counted."""
     numbers = itertools.count()
-    return load(name)(TOOLS, new_id=lambda: f"id{next(numbers)}")
+    return TOOL_PARSERS.load(name)(TOOLS, new_id=lambda: f"id{next(numbers)}")
 
 
 def merge(events: Iterable[Event]) -> Merged:
@@ -334,7 +335,7 @@ def test_ids() -> None:
     """Ids are OpenAI's in style, but Mistral's own nine characters and Kimi's own count."""
     for name in ALL:
         front, behind = LONG[name]
-        start = next(e for e in load(name)(TOOLS).feed(front + behind) if isinstance(e, ToolCallStart))
+        start = next(e for e in TOOL_PARSERS.load(name)(TOOLS).feed(front + behind) if isinstance(e, ToolCallStart))
         pattern = {"mistral": r"[A-Za-z0-9]{9}", "kimi_k2": r"functions\.f:0"}.get(name, r"call_[A-Za-z0-9]{24}")
         assert re.fullmatch(pattern, start.id)
 

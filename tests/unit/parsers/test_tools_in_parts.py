@@ -7,6 +7,7 @@ import ast
 import json
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,36 +15,34 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.errors import ConfigurationError
-from triton_openai.parsers.reasoning import registry as reasoning_registry
-from triton_openai.parsers.tools import json_text, python_text, registry
+from triton_openai.parsers.detect import detect
+from triton_openai.parsers.events import Event
+from triton_openai.parsers.markers import Found, Markers
+from triton_openai.parsers.reader import Ended, Malformed, Reader
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry
+from triton_openai.parsers.tools import json_text, python_text
 from triton_openai.parsers.tools.base import ToolParser, Tools
-from triton_openai.parsers.tools.detect import detect
-from triton_openai.parsers.tools.events import Event
 from triton_openai.parsers.tools.hermes import Hermes
-from triton_openai.parsers.tools.markers import Found, Markers
-from triton_openai.parsers.tools.reader import Ended, Malformed, Reader
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.prompts import prompter
 
-REGISTRIES = (registry, reasoning_registry)
 
-
-@every_case("module", REGISTRIES)
-def test_every_name_loads(module: object) -> None:
+@every_case("registry", (TOOL_PARSERS, REASONING_PARSERS))
+def test_every_name_loads(registry: Registry[Any]) -> None:
     """Every built-in name and every alias is a parser; an alias hides no name."""
-    built_in, aliases = module.BUILT_IN, module.ALIASES  # type: ignore[attr-defined]
+    built_in, aliases = registry.built_in, registry.aliases
 
     for name in [*built_in, *aliases]:
-        assert isinstance(module.load(name), type)  # type: ignore[attr-defined]
+        assert isinstance(registry.load(name), type)
     assert not set(built_in) & set(aliases)
-    assert list(built_in) == module.names()[: len(built_in)]  # type: ignore[attr-defined]
+    assert list(built_in) == registry.names()[: len(built_in)]
 
 
 def test_names_are_lenient() -> None:
     """SGLang's hyphens and a capital letter are no obstacle."""
-    assert registry.load("GPT-OSS") is registry.load("openai")
-    assert registry.load("minimax-m2") is registry.load("minimax_m2")
-    assert reasoning_registry.load("deepseek-r1") is reasoning_registry.load("deepseek_r1")
+    assert TOOL_PARSERS.load("GPT-OSS") is TOOL_PARSERS.load("openai")
+    assert TOOL_PARSERS.load("minimax-m2") is TOOL_PARSERS.load("minimax_m2")
+    assert REASONING_PARSERS.load("deepseek-r1") is REASONING_PARSERS.load("deepseek_r1")
 
 
 def test_an_unknown_name() -> None:
@@ -51,20 +50,20 @@ def test_an_unknown_name() -> None:
     with pytest.raises(
         ConfigurationError, match=r"There is no tool parser 'nonesuch'. Known names: hermes, llama3_json"
     ):
-        registry.load("nonesuch")
+        TOOL_PARSERS.load("nonesuch")
 
 
 def _points(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     points = [EntryPoint(name, value, "triton_openai.tool_parsers") for name, value in values.items()]
-    monkeypatch.setattr("triton_openai.parsers.tools.registry.entry_points", lambda group: points)
+    monkeypatch.setattr("triton_openai.parsers.registry.entry_points", lambda group: points)
 
 
 def test_a_third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point's class loads as a built-in one does."""
     _points(monkeypatch, mine="triton_openai.parsers.tools.hermes:Hermes")
 
-    assert Hermes is registry.load("mine")
-    assert registry.names()[-1] == "mine"
+    assert Hermes is TOOL_PARSERS.load("mine")
+    assert TOOL_PARSERS.names()[-1] == "mine"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_a_broken_third_party(monkeypatch: pytest.MonkeyPatch, name: str, value:
     _points(monkeypatch, **{name: value})
 
     with pytest.raises(ConfigurationError, match=message):
-        registry.load(name)
+        TOOL_PARSERS.load(name)
 
 
 class Unfinished(ToolParser):
@@ -103,10 +102,10 @@ class Stubborn(Unfinished):
 def test_a_broken_reasoning_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told by the same registry, with the base of its own kind."""
     points = [EntryPoint("mine", "tests.unit.parsers.test_tools_in_parts:Stubborn", "triton_openai.reasoning_parsers")]
-    monkeypatch.setattr("triton_openai.parsers.tools.registry.entry_points", lambda group: points)
+    monkeypatch.setattr("triton_openai.parsers.registry.entry_points", lambda group: points)
 
     with pytest.raises(ConfigurationError, match=r"reasoning.base.ReasoningParser"):
-        reasoning_registry.load("mine")
+        REASONING_PARSERS.load("mine")
 
 
 def test_a_doubled_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +113,7 @@ def test_a_doubled_name(monkeypatch: pytest.MonkeyPatch) -> None:
     _points(monkeypatch, hermes="json:loads")
 
     with pytest.raises(ConfigurationError, match="taken twice"):
-        registry.load("mine")
+        TOOL_PARSERS.load("mine")
 
 
 @every_case(
@@ -175,8 +174,8 @@ def test_the_built_in_templates(name: str, expected: tuple[str | None, str | Non
 def test_marks_of_published_templates(family: str, marks: str, expected: tuple[str | None, str | None]) -> None:
     """The marks by which the families' own templates differ lead to their parsers."""
     assert expected == detect(marks)
-    for parser, module in zip(expected, REGISTRIES, strict=True):
-        assert parser is None or module.load(parser)
+    for parser, registry in zip(expected, (TOOL_PARSERS, REASONING_PARSERS), strict=True):
+        assert parser is None or registry.load(parser)
 
 
 def test_markers_that_begin_others() -> None:

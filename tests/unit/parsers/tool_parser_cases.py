@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.parsers.tools.registry import BUILT_IN
+from triton_openai.parsers.registry import TOOL_PARSERS
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -47,7 +47,7 @@ def _same(name: str, content: str, *parsers: str) -> tuple[Case, ...]:
 LOOKS = 6
 
 #: Every built-in parser.
-ALL = tuple(BUILT_IN)
+ALL = tuple(TOOL_PARSERS.built_in)
 
 PLAIN = (
     *_same("empty", "", *ALL),

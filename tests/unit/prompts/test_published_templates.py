@@ -16,9 +16,8 @@ import msgspec
 
 from tests.cases import every_case
 from triton_openai.parsers.answer_parser import AnswerParser
-from triton_openai.parsers.reasoning import registry as reasoning
-from triton_openai.parsers.tools import registry as tools
-from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import prompter
 from triton_openai.prompts.messages import Message, prepare
 from triton_openai.prompts.template import ChatTemplate
@@ -67,10 +66,10 @@ RENDERINGS = msgspec.json.decode(
 
 def read(turn: Turn, pieces: list[str]) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
     """Return content, reasoning and calls of a turn."""
-    thinking = None if turn.reasoning_parser is None else reasoning.load(turn.reasoning_parser)
+    thinking = None if turn.reasoning_parser is None else REASONING_PARSERS.load(turn.reasoning_parser)
     parser = AnswerParser(
         None if thinking is None else thinking(inside=thinking.inside_after(turn.prompt_end)),
-        tools.load(turn.tool_parser)(SCHEMAS),
+        TOOL_PARSERS.load(turn.tool_parser)(SCHEMAS),
     )
     events: list[Event] = [event for piece in pieces for event in parser.feed(piece)] + parser.flush()
     calls: list[list[str]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from triton_openai.parsers.tools.events import Event
+from triton_openai.parsers.events import Event
 
 
 class ReasoningParser(ABC):

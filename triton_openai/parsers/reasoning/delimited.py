@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from triton_openai.parsers.grammar import Grammar
+from triton_openai.parsers.markers import markers
+from triton_openai.parsers.reader import Ended, Malformed, Step
 from triton_openai.parsers.reasoning.base import ReasoningParser
-from triton_openai.parsers.tools.base import Grammar
-from triton_openai.parsers.tools.markers import markers
-from triton_openai.parsers.tools.reader import Ended, Malformed, Step
 
 _ANYTHING = re.compile(r"(?s:.*)")
 

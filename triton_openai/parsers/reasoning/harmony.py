@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from triton_openai.parsers.reader import Step
 from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.tools.harmony import BODY_END, Harmony
-from triton_openai.parsers.tools.reader import Step
 
 
 class HarmonyReasoning(Harmony, ReasoningParser):

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from triton_openai.parsers.tools.events import Event
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.output import Output
-from triton_openai.parsers.tools.reader import SPACE, Ended, Malformed, Reader, Step
+from triton_openai.parsers.events import Event
+from triton_openai.parsers.grammar import Grammar
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import SPACE, Ended, Malformed, Step
 
 #: The tools of a request: name → JSON schema of the parameters (empty where the tool has none).
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -62,38 +62,6 @@ class ToolParser(ABC):
     def flush(self) -> list[Event]:
         """Return what was held back: the text has ended."""
         return []
-
-
-class Grammar(ABC):
-    """``feed`` and ``flush`` over a generator that reads the whole text."""
-
-    def __init__(self) -> None:
-        self._reader = Reader()
-        self._output = Output()
-        self._reading = self._text()
-
-    @property
-    def examined(self) -> int:
-        """How many characters were copied or looked at so far: the cost of the stream, for those who measure it."""
-        return self._reader.examined
-
-    def feed(self, text: str) -> list[Event]:
-        """Return what *text*, following on all text before, adds."""
-        self._reader.add(text)
-        next(self._reading)
-        return self._output.take()
-
-    def flush(self) -> list[Event]:
-        """Return what was held back: the text has ended."""
-        self._reader.end()
-        for _ in self._reading:
-            pass
-        self._output.finish()
-        return self._output.take()
-
-    @abstractmethod
-    def _text(self) -> Step[None]:
-        """Read the text to its end."""
 
 
 class CallGrammar(Grammar, ToolParser):

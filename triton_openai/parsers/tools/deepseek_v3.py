@@ -12,10 +12,10 @@ and V3.1, which writes ``f<｜tool▁sep｜>{…}`` between begin and end of a c
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Malformed, Step
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import SectionCalls
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Malformed, Step
 
 _CALL = "<｜tool▁call▁begin｜>"
 

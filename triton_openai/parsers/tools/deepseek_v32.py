@@ -13,8 +13,8 @@ V4 calls the outer tag ``tool_calls``.
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.tools.invokes import Invokes
-from triton_openai.parsers.tools.markers import Markers
 
 
 class DeepSeekV32(Invokes):

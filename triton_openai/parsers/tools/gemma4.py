@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from triton_openai.parsers.markers import Markers, markers
+from triton_openai.parsers.reader import Ended, Malformed, Sink, Step
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import escape, quote
-from triton_openai.parsers.tools.markers import Markers, markers
-from triton_openai.parsers.tools.reader import Ended, Malformed, Sink, Step
 
 _KEY = re.compile(r"[^\s:,{}\[\]<>\"]*")
 _BARE = re.compile(r"[^,{}\[\]<>\"]*")

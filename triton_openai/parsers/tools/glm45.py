@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Step
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Step
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
 
 _KEY = re.compile(r"[^<]*")

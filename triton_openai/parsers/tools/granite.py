@@ -6,10 +6,10 @@ Granite 4 writes calls as Hermes does, Granite 20B Function Calling as ``<functi
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Step
 from triton_openai.parsers.tools.hermes import Hermes
 from triton_openai.parsers.tools.json_calls import JsonCalls
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Step
 
 
 class Granite(JsonCalls):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from triton_openai.parsers.reader import SPACE, Step
 from triton_openai.parsers.tools.json_calls import JsonCalls
-from triton_openai.parsers.tools.reader import SPACE, Step
 
 _REST = re.compile(r".*", re.DOTALL)
 

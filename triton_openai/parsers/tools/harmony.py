@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Ended, Malformed, Step
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import CallGrammar, NewId, Tools
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Ended, Malformed, Step
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BETWEEN = Markers(*_ALL)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.tools.json_calls import JsonCalls
-from triton_openai.parsers.tools.markers import Markers
 
 
 class Hermes(JsonCalls):

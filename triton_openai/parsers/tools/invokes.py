@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from triton_openai.parsers.markers import markers
+from triton_openai.parsers.reader import SPACE, Malformed, Step, discard
 from triton_openai.parsers.tools.base import SectionCalls
-from triton_openai.parsers.tools.markers import markers
-from triton_openai.parsers.tools.reader import SPACE, Malformed, Step, discard
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
 
 _ATTRIBUTE_NAME = re.compile(r"[a-z]*")

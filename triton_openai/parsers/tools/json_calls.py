@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import ClassVar
 
+from triton_openai.parsers.reader import SPACE, Malformed, Sink, Step, discard
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import MarkedCalls
-from triton_openai.parsers.tools.reader import SPACE, Malformed, Sink, Step, discard
 
 #: Llama writes the second.
 _ARGUMENTS = frozenset({"arguments", "parameters"})

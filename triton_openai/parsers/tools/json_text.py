@@ -12,7 +12,7 @@ import re
 
 import msgspec
 
-from triton_openai.parsers.tools.reader import Malformed, Reader, Sink, Step
+from triton_openai.parsers.reader import Malformed, Reader, Sink, Step
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')

@@ -7,10 +7,10 @@ Kimi K2, K2 Thinking and K2.5::
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Malformed, Step
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import SectionCalls
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Malformed, Step
 
 
 class KimiK2(SectionCalls):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.tools.json_calls import JsonCalls
-from triton_openai.parsers.tools.markers import Markers
 
 
 class Llama3Json(JsonCalls):

@@ -10,8 +10,8 @@ MiniMax M2::
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.tools.invokes import Invokes
-from triton_openai.parsers.tools.markers import Markers
 
 
 class MiniMaxM2(Invokes):

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 import uuid
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Malformed, Step
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.json_calls import JsonCalls
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Malformed, Step
 
 _ID = re.compile(r"[A-Za-z0-9]*")
 

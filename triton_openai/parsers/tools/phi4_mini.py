@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Step
 from triton_openai.parsers.tools.json_calls import JsonCalls
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Step
 
 
 class Phi4Mini(JsonCalls):

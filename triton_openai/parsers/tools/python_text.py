@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import re
 
+from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
 from triton_openai.parsers.tools.json_text import escape, quote
-from triton_openai.parsers.tools.reader import Ended, Malformed, Reader, Sink, Step
 
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Malformed, Step
 from triton_openai.parsers.tools import python_text
 from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import quote
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Malformed, Step
 
 _KEY = re.compile(r"\w*")
 _LONGEST_KEY = 256

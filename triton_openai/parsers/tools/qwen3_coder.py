@@ -15,8 +15,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from triton_openai.parsers.tools.markers import Markers, markers
-from triton_openai.parsers.tools.reader import Step, discard
+from triton_openai.parsers.markers import Markers, markers
+from triton_openai.parsers.reader import Step, discard
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
 
 _KEY = re.compile(r"[^<>\n]*")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triton_openai.parsers.tools.markers import Markers
+from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.tools.qwen3_coder import Qwen3Coder
 
 

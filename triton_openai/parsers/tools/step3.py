@@ -11,9 +11,9 @@ Step 3::
 
 from __future__ import annotations
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Step
 from triton_openai.parsers.tools.invokes import Invokes
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Step
 
 _CALL = "<｜tool_call_begin｜>"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from triton_openai.parsers.markers import Markers
+from triton_openai.parsers.reader import Ended, Malformed, Sink, Step
 from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import escape, quote
-from triton_openai.parsers.tools.markers import Markers
-from triton_openai.parsers.tools.reader import Ended, Malformed, Sink, Step
 from triton_openai.parsers.tools.schema import Parameters
 
 #: A parameter's name is held back until its end.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeAlias, TypeVar
 
-from triton_openai.parsers.tools.markers import Markers
+from triton_openai.parsers.markers import Markers
 
 _Result = TypeVar("_Result")
 

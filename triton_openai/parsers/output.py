@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triton_openai.parsers.tools.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 
 class Output:

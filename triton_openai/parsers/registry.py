@@ -1,4 +1,4 @@
-"""Finds parsers: built-in ones in a literal table, a third party's under an entry-point group, both by one ``load``."""
+"""The parsers by name: built-in ones in two tables, those of other packages under two entry-point groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
 from triton_openai.errors import ConfigurationError
+from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.tools.base import ToolParser
 
 _Parser = TypeVar("_Parser")
@@ -36,12 +37,12 @@ class Registry(Generic[_Parser]):
         self._base = base
         self._make = make
         self._group = group
-        self._built_in = built_in
-        self._aliases = aliases
+        self.built_in = built_in
+        self.aliases = aliases
 
     def names(self) -> list[str]:
         """Return the names of all parsers, built-in ones first, without their aliases."""
-        return [*self._built_in, *sorted({point.name for point in entry_points(group=self._group)})]
+        return [*self.built_in, *sorted({point.name for point in entry_points(group=self._group)})]
 
     def load(self, name: str) -> type[_Parser]:
         """
@@ -51,7 +52,7 @@ class Registry(Generic[_Parser]):
         """
         built_in = self._resolve(name)
         if built_in is not None:
-            module, _, attribute = self._built_in[built_in].partition(":")
+            module, _, attribute = self.built_in[built_in].partition(":")
             found: type[_Parser] = getattr(importlib.import_module(module), attribute)
             return found
         point = self._third_party().get(name)
@@ -76,8 +77,8 @@ class Registry(Generic[_Parser]):
 
     def _resolve(self, name: str) -> str | None:
         plain = name.lower().replace("-", "_")
-        plain = self._aliases.get(plain, plain)
-        return plain if plain in self._built_in else None
+        plain = self.aliases.get(plain, plain)
+        return plain if plain in self.built_in else None
 
     def _third_party(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
@@ -92,7 +93,7 @@ class Registry(Generic[_Parser]):
         return found
 
 
-BUILT_IN: Mapping[str, str] = {
+_TOOLS: Mapping[str, str] = {
     "hermes": "triton_openai.parsers.tools.hermes:Hermes",
     "llama3_json": "triton_openai.parsers.tools.llama3_json:Llama3Json",
     "mistral": "triton_openai.parsers.tools.mistral:Mistral",
@@ -122,8 +123,8 @@ BUILT_IN: Mapping[str, str] = {
     "xlam": "triton_openai.parsers.tools.xlam:Xlam",
 }
 
-#: The names under which other servers know the same formats.
-ALIASES: Mapping[str, str] = {
+# The names under which other servers know the same formats.
+_TOOL_ALIASES: Mapping[str, str] = {
     "qwen": "hermes",
     "qwen25": "hermes",
     "qwen3": "hermes",
@@ -162,21 +163,67 @@ ALIASES: Mapping[str, str] = {
     "phi4_mini": "phi4_mini_json",
 }
 
+_REASONING: Mapping[str, str] = {
+    "qwen3": "triton_openai.parsers.reasoning.think:Think",
+    "deepseek_r1": "triton_openai.parsers.reasoning.think:DeepSeekR1",
+    "deepseek_v3": "triton_openai.parsers.reasoning.think:Think",
+    "openai_gptoss": "triton_openai.parsers.reasoning.harmony:HarmonyReasoning",
+    "mistral": "triton_openai.parsers.reasoning.think:Mistral",
+    "glm45": "triton_openai.parsers.reasoning.think:Think",
+    "granite": "triton_openai.parsers.reasoning.think:Granite",
+    "nemotron_v3": "triton_openai.parsers.reasoning.think:Think",
+    "kimi_k2": "triton_openai.parsers.reasoning.think:KimiK2",
+    "kimi": "triton_openai.parsers.reasoning.think:Kimi",
+    "minimax_m2": "triton_openai.parsers.reasoning.think:MiniMaxM2",
+    "seed_oss": "triton_openai.parsers.reasoning.think:SeedOss",
+    "gemma4": "triton_openai.parsers.reasoning.think:Gemma4",
+    "cohere_command3": "triton_openai.parsers.reasoning.think:Cohere",
+    "hunyuan_a13b": "triton_openai.parsers.reasoning.think:Hunyuan",
+    "ernie45": "triton_openai.parsers.reasoning.think:Ernie45",
+}
+
+_REASONING_ALIASES: Mapping[str, str] = {
+    "think": "qwen3",
+    "basic": "qwen3",
+    "qwen3_thinking": "deepseek_r1",
+    "qwq": "deepseek_r1",
+    "step3": "deepseek_r1",
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "deepseek_v4": "deepseek_v3",
+    "openai": "openai_gptoss",
+    "gpt_oss": "openai_gptoss",
+    "harmony": "openai_gptoss",
+    "glm47": "glm45",
+    "glm": "glm45",
+    "mimo": "qwen3",
+    "step3p5": "qwen3",
+    "nemotron": "nemotron_v3",
+    "nemotron3": "nemotron_v3",
+    "nemotron_3": "nemotron_v3",
+    "nemotron_nano": "nemotron_v3",
+    "nemotron_deci": "nemotron_v3",
+    "kimi_k25": "kimi_k2",
+    "minimax": "minimax_m2",
+    "granite_thinking_parser": "granite",
+    "cohere": "cohere_command3",
+    "hunyuan": "hunyuan_a13b",
+    "olmo3": "qwen3",
+}
+
 TOOL_PARSERS: Registry[ToolParser] = Registry(
     "tool parser",
     "triton_openai.tool_parsers",
-    BUILT_IN,
-    ALIASES,
+    _TOOLS,
+    _TOOL_ALIASES,
     base=ToolParser,
     make=lambda parser: parser({}, new_id=ToolParser.new_id),
 )
-
-
-def load(name: str) -> type[ToolParser]:
-    """Return the tool parser called *name*. Raises :class:`ConfigurationError` listing the known names."""
-    return TOOL_PARSERS.load(name)
-
-
-def names() -> list[str]:
-    """Return the names of all tool parsers, without their aliases."""
-    return TOOL_PARSERS.names()
+REASONING_PARSERS: Registry[ReasoningParser] = Registry(
+    "reasoning parser",
+    "triton_openai.reasoning_parsers",
+    _REASONING,
+    _REASONING_ALIASES,
+    base=ReasoningParser,
+    make=lambda parser: parser(inside=None),
+)
