@@ -13,7 +13,22 @@ from triton_openai.adapters._common.base import (
     Parameter,
     Rule,
     bind,
+    requires_only,
     values_of,
 )
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
 
-__all__ = ["Adapter", "BoundParameter", "Capabilities", "Hints", "Parameter", "Rule", "bind", "values_of"]
+__all__ = [
+    "Adapter",
+    "BoundParameter",
+    "Capabilities",
+    "CumulativeText",
+    "Hints",
+    "Parameter",
+    "PromptEcho",
+    "Rule",
+    "TextDecoder",
+    "bind",
+    "requires_only",
+    "values_of",
+]

@@ -14,13 +14,14 @@ from itertools import accumulate
 
 import msgspec
 
-from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused
+from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused, requires_only
 from triton_openai.adapters._common.decoding import Reader
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.adapters._common.trtllm import (
     CUMULATIVE,
     ENGINE_INPUTS,
     LOGPROBS,
+    SHARED_PARAMETERS,
     TrtllmAdapter,
     newest,
     stop_request,
@@ -35,12 +36,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("temperature", ("temperature",), note="0 is sent as top_k 1", special=True),
     Parameter("top_p", ("runtime_top_p",), note="0 is sent as top_k 1", special=True),
     Parameter("top_k", ("runtime_top_k",), note="-1 (off) is sent as 0", special=True),
-    # The names before and after TensorRT-LLM 0.20.
-    Parameter("min_tokens", ("min_tokens", "min_length")),
-    Parameter("seed", ("seed", "random_seed")),
-    Parameter("frequency_penalty", ("frequency_penalty",)),
-    Parameter("presence_penalty", ("presence_penalty",)),
-    Parameter("repetition_penalty", ("repetition_penalty",)),
+    *SHARED_PARAMETERS,
     Parameter("length_penalty", ("len_penalty",), note="beam search only"),
     Parameter("bad_words", ("bad_words_list",), note="as token ids", special=True),
     Parameter("logit_bias", ("embedding_bias",), note="one value per token of the vocabulary", special=True),
@@ -50,7 +46,6 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("stop_token_ids", otherwise=Rule.PROXY),
     Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
     Parameter("skip_special_tokens", otherwise=Rule.PROXY),
-    Parameter("min_p"),
 )
 
 _SUPPLIED = frozenset({*ENGINE_INPUTS, "end_id", "pad_id", "streaming"})
@@ -81,9 +76,7 @@ class Trtllm(TrtllmAdapter):
         own = config.parameter("tokenizer_dir")
         self.hints = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
         logprobs = "return_log_probs" in config.inputs and LOGPROBS in config.outputs
-        self.parameters = tuple(
-            refused("logprobs") if row.name == "logprobs" and not logprobs else row for row in bind(PARAMETERS, config)
-        )
+        self.parameters = bind(PARAMETERS, config, *([] if logprobs else [refused("logprobs")]))
         self._alternatives = logprobs and _sends(config, GENERATION)
         self.capabilities = self.capabilities_with(
             usage=True,
@@ -98,12 +91,8 @@ class Trtllm(TrtllmAdapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with the engine's tensors that require nothing else, and no second prompt for a decoder."""
-        inputs = config.inputs
-        if config.parameter("encoder_model_path") is not None:
-            return None
-        if not inputs.keys() >= ENGINE_INPUTS or "output_ids" not in config.outputs:
-            return None
-        if not all(spec.optional or name in _SUPPLIED for name, spec in inputs.items()):
+        claimed = config.inputs.keys() >= ENGINE_INPUTS and "output_ids" in config.outputs
+        if not claimed or not requires_only(config, _SUPPLIED) or config.parameter("encoder_model_path") is not None:
             return None
         kind = "disaggregated, " if config.parameter("generation_model_name") is not None else ""
         return f"{kind}inputs input_ids, input_lengths and request_output_len and output output_ids"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused
+from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused, requires_only
 from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
 from triton_openai.adapters._common.trtllm import (
     CUMULATIVE,
     ENGINE_INPUTS,
     LOGPROBS,
+    SHARED_PARAMETERS,
     TrtllmAdapter,
     newest,
     stop_request,
@@ -31,19 +32,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("temperature", ("temperature",), note="0 is sent as top_k 1", special=True),
     Parameter("top_p", ("top_p",), note="0 is sent as top_k 1", special=True),
     Parameter("top_k", ("top_k",), note="-1 (off) is sent as 0", special=True),
-    # The names before and after TensorRT-LLM 0.20.
-    Parameter("min_tokens", ("min_tokens", "min_length")),
-    Parameter("seed", ("seed", "random_seed")),
-    Parameter("frequency_penalty", ("frequency_penalty",)),
-    Parameter("presence_penalty", ("presence_penalty",)),
-    Parameter("repetition_penalty", ("repetition_penalty",)),
+    *SHARED_PARAMETERS,
     Parameter("length_penalty", ("length_penalty",), note="beam search only"),
     Parameter("bad_words", ("bad_words",)),
     Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
     Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
-    Parameter("min_p"),
-    Parameter("stop_token_ids"),
-    Parameter("skip_special_tokens"),
     Parameter("logprobs", ("return_log_probs",), note="of the chosen tokens, where it streams", special=True),
     Parameter("logit_bias", ("embedding_bias_words",), note="as texts, with embedding_bias_weights", special=True),
     # The backend matches token ids and leaves the match in the text, so its stop words only end the work earlier.
@@ -89,10 +82,8 @@ class TrtllmText(TrtllmAdapter):
         biases = {"embedding_bias_words", "embedding_bias_weights"} <= inputs.keys()
         missing = {name: _TOKEN_BY_TOKEN for name, there in (("logprobs", steps), ("logit_bias", biases)) if not there}
         missing |= self.unread
-        self.parameters = tuple(
-            refused(row.name, missing[row.name], neutral=_NEUTRAL.get(row.name, ())) if row.name in missing else row
-            for row in bind(PARAMETERS, config)
-        )
+        lacking = (refused(name, why, neutral=_NEUTRAL.get(name, ())) for name, why in missing.items())
+        self.parameters = bind(PARAMETERS, config, *lacking)
         self._counts = all(name in inputs and name.removeprefix("return_") in outputs for name in _COUNTS)
         excludes = self.engine is not None and truthy(self.engine.parameter("exclude_input_in_output"))
         image = inputs.get(_IMAGE)
@@ -113,8 +104,7 @@ class TrtllmText(TrtllmAdapter):
         inputs = config.inputs
         if (config.platform == "ensemble") != cls.is_ensemble or not {"text_input", "max_tokens"} <= inputs.keys():
             return None
-        given = all(spec.optional or name in _SUPPLIED for name, spec in inputs.items())
-        if not given or "text_output" not in config.outputs:
+        if not requires_only(config, _SUPPLIED) or "text_output" not in config.outputs:
             return None
         kind = "an ensemble" if cls.is_ensemble else "not an ensemble,"
         return f"{kind} with inputs text_input and max_tokens and output text_output"

@@ -11,7 +11,15 @@ from collections.abc import Mapping
 import structlog
 import yaml
 
-from triton_openai.adapters._common.base import Hints, ModelFiles, Parameter, Rule, bind, with_engine_arguments
+from triton_openai.adapters._common.base import (
+    Hints,
+    ModelFiles,
+    Parameter,
+    Rule,
+    bind,
+    requires_only,
+    with_engine_arguments,
+)
 from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
 from triton_openai.adapters._common.trtllm import TrtllmAdapter
 from triton_openai.generation import Generation
@@ -31,16 +39,6 @@ PARAMETERS: tuple[Parameter, ...] = (
     # The backend hands its stop strings to the tokenizer as bytes, which fails the request.
     Parameter("stop", otherwise=Rule.PROXY),
     Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
-    Parameter("min_tokens"),
-    Parameter("repetition_penalty"),
-    Parameter("length_penalty"),
-    Parameter("bad_words"),
-    Parameter("logit_bias"),
-    Parameter("stop_token_ids"),
-    Parameter("ignore_eos"),
-    Parameter("skip_special_tokens"),
-    Parameter("min_p"),
-    Parameter("logprobs"),
 )
 _EXCLUDE = f"{_PREFIX}exclude_input_from_output"
 _SUPPLIED = frozenset({"text_input", "streaming", "return_finish_reason", _EXCLUDE, f"{_PREFIX}max_tokens"})
@@ -69,10 +67,8 @@ class TrtllmLlmapi(TrtllmAdapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with the LLM API's sampling inputs that require nothing else."""
-        inputs = config.inputs
-        if not {"text_input", f"{_PREFIX}max_tokens"} <= inputs.keys() or "text_output" not in config.outputs:
-            return None
-        if not all(spec.optional or name in _SUPPLIED for name, spec in inputs.items()):
+        claimed = {"text_input", f"{_PREFIX}max_tokens"} <= config.inputs.keys() and "text_output" in config.outputs
+        if not claimed or not requires_only(config, _SUPPLIED):
             return None
         return f"inputs text_input and {_PREFIX}max_tokens and output text_output"
 

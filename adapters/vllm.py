@@ -23,6 +23,7 @@ from triton_openai.adapters._common.base import (
     Rule,
     check_range,
     refused,
+    requires_only,
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, cumulative_logprob
@@ -125,14 +126,12 @@ class Vllm(Adapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with vLLM's tensors (also when wrapped in an ensemble), then any model of the backend vLLM."""
-        inputs = config.inputs
-        if not all(spec.optional or name in _SUPPLIED for name, spec in inputs.items()):
+        claimed = "text_input" in config.inputs and "text_output" in config.outputs
+        if not claimed or not requires_only(config, _SUPPLIED):
             return None
-        if {"text_input", _KEYS} <= inputs.keys() and "text_output" in config.outputs:
+        if _KEYS in config.inputs:
             return "inputs text_input and sampling_parameters and output text_output"
-        if config.backend == "vllm" and "text_input" in inputs and "text_output" in config.outputs:
-            return "backend vllm"
-        return None
+        return "backend vllm" if config.backend == "vllm" else None
 
     def hints_with(self, files: ModelFiles) -> Hints:
         """Return what ``model.json`` says: that of the model, or of the step that an ensemble is made around."""

@@ -8,7 +8,7 @@ per *request* and holds that stream's state. See ``docs/adapters.md``.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -71,22 +71,37 @@ class BoundParameter(Parameter, frozen=True, kw_only=True):
     neutral: tuple[Any, ...] = ()
 
 
-def bind(table: Sequence[Parameter], config: ModelConfig) -> tuple[BoundParameter, ...]:
-    """Resolve *table* against the inputs that *config* declares."""
-    bound = []
+def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: BoundParameter) -> tuple[BoundParameter, ...]:
+    """
+    Resolve *table* against the inputs that *config* declares. A parameter without a row is refused.
+
+    *overrides* stand in place of the rows of the same names.
+    """
+    bound: dict[str, BoundParameter] = {}
     for row in table:
         specs = [config.inputs[name] for name in row.inputs if name in config.inputs]
         spec = next((each for each in specs if not (row.signed and each.datatype.startswith("UINT"))), None)
         found: dict[str, Any] = {"rule": row.otherwise}
         if spec is not None:
             found = {"rule": Rule.MAPPED, "target": spec.name, "datatype": spec.datatype}
-        bound.append(BoundParameter(**msgspec.structs.asdict(row), **found))
-    return tuple(bound)
+        bound[row.name] = BoundParameter(**msgspec.structs.asdict(row), **found)
+    bound |= {row.name: row for row in overrides}
+    missing = [name for name in Sampling.__struct_fields__ if name not in {*bound, *_NEVER_REFUSED}]
+    return (*bound.values(), *map(refused, missing))
+
+
+# The service cuts stop strings out itself, and every request has a limit.
+_NEVER_REFUSED = ("stop", "max_tokens")
 
 
 def refused(name: str, why: str = "", *, neutral: tuple[Any, ...] = ()) -> BoundParameter:
     """Return the row of a parameter that the model cannot honour, *why*, and the *neutral* values that it can."""
     return BoundParameter(name=name, rule=Rule.REFUSED, why=why, neutral=neutral)
+
+
+def requires_only(config: ModelConfig, names: Collection[str]) -> bool:
+    """Return whether every input that the model requires is one of *names*."""
+    return all(spec.optional or name in names for name, spec in config.inputs.items())
 
 
 def values_of(parameter: BoundParameter, sampling: Sampling) -> Sequence[Any]:

@@ -14,12 +14,21 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, check_range
+from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, Parameter, check_range
 from triton_openai.adapters._common.decoding import Reader, cumulative_logprob
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat, Sampling
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
+#: What the engine and the models of text in front of it call the same.
+SHARED_PARAMETERS: tuple[Parameter, ...] = (
+    # The names before and after TensorRT-LLM 0.20.
+    Parameter("min_tokens", ("min_tokens", "min_length")),
+    Parameter("seed", ("seed", "random_seed")),
+    Parameter("frequency_penalty", ("frequency_penalty",)),
+    Parameter("presence_penalty", ("presence_penalty",)),
+    Parameter("repetition_penalty", ("repetition_penalty",)),
+)
 #: What every model that takes token ids takes.
 ENGINE_INPUTS = frozenset({"input_ids", "input_lengths", "request_output_len"})
 LOGPROBS = "output_log_probs"

@@ -12,7 +12,7 @@ from triton_openai.api.bodies import MAX_ITEMS, explain
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.infill import choose, recognise
+from triton_openai.prompts.infill import choose, fill, recognise
 from triton_openai.prompts.messages import ContentPart, Message, Rendering, is_image, marks
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
@@ -91,7 +91,7 @@ async def filled(
     texts = [item for item in items if isinstance(item, str)]
     if len(texts) < len(items):
         raise UnsupportedParameter("'suffix' cannot be used with prompts as token ids.", param="suffix")
-    return await prompts_of(model, [form.render(text, suffix) for text in texts], special=special)
+    return await prompts_of(model, [fill(form, text, suffix) for text in texts], special=special)
 
 
 async def _alone(model: ServedModel, text: str) -> Prompt:

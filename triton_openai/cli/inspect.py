@@ -196,7 +196,7 @@ def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
     """Return how a suffix is written. Raises :class:`ConfigurationError`."""
     form = choose(model.settings.fim_template, tokenizer)
     if form is not None:
-        return form.render("{prefix}", "{suffix}")
+        return form
     known = None if tokenizer is None else recognise(tokenizer)
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"
 

@@ -13,7 +13,7 @@ from tests.unit.prompts.test_template_support import make_backend, save
 from triton_openai.app import create_app
 from triton_openai.config import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.prompts.infill import FORMS, choose, parse, recognise
+from triton_openai.prompts.infill import FORMS, choose, fill, parse, recognise, tokens_of
 from triton_openai.prompts.tokenizer import Tokenizer
 
 
@@ -35,10 +35,10 @@ def tokenizer(folder: Path, *tokens: str) -> Tokenizer:
 def test_known_forms(tmp_path: Path, name: str, expected: str) -> None:
     """Each form is what its authors publish, is found by its tokens, and needs them."""
     form = FORMS[name]
-    having = tokenizer(tmp_path / "having", *form.tokens)
-    lacking = tokenizer(tmp_path / "lacking", *form.tokens[1:])
+    having = tokenizer(tmp_path / "having", *tokens_of(form))
+    lacking = tokenizer(tmp_path / "lacking", *tokens_of(form)[1:])
 
-    assert expected == form.render("a", "b")
+    assert expected == fill(form, "a", "b")
     assert name == recognise(having)
     assert form == choose(name, having) == choose(name, None)
     assert recognise(lacking) is None
@@ -48,12 +48,12 @@ def test_known_forms(tmp_path: Path, name: str, expected: str) -> None:
 
 def test_nothing_is_done_unasked(tmp_path: Path) -> None:
     """The tokens alone do not show that a model was trained on them."""
-    assert choose(None, tokenizer(tmp_path, *FORMS["qwen"].tokens)) is None
+    assert choose(None, tokenizer(tmp_path, *tokens_of(FORMS["qwen"]))) is None
 
 
 def test_two_forms_are_none(tmp_path: Path) -> None:
     """A vocabulary with the tokens of two forms does not say which."""
-    both = tokenizer(tmp_path, *FORMS["qwen"].tokens, *FORMS["starcoder"].tokens)
+    both = tokenizer(tmp_path, *tokens_of(FORMS["qwen"]), *tokens_of(FORMS["starcoder"]))
 
     assert recognise(both) is None
     assert FORMS["qwen"] == choose("qwen", both)
@@ -69,7 +69,7 @@ def test_own_forms(before: str, between: str, after: str, prefix: str, suffix: s
     form = parse(f"{before}{first}{between}{second}{after}")
 
     ordered = (suffix, prefix) if suffix_first else (prefix, suffix)
-    assert f"{before}{ordered[0]}{between}{ordered[1]}{after}" == form.render(prefix, suffix)
+    assert f"{before}{ordered[0]}{between}{ordered[1]}{after}" == fill(form, prefix, suffix)
     assert form == choose(f"{before}{first}{between}{second}{after}", None)
 
 
