@@ -118,24 +118,16 @@ def fetch_from_hub(source: str) -> Path:
         if isinstance(error, GatedRepoError):
             why = "is gated on the Hugging Face hub: accept its terms there and set HF_TOKEN"
         elif isinstance(error, RepositoryNotFoundError):
-            why = (
-                "is neither a local folder nor a model on the Hugging Face hub: check --tokenizer (a private model "
-                "needs HF_TOKEN)"
-            )
+            why = "is neither a local folder nor a model on the Hugging Face hub: check --tokenizer (a private model "
+            why += "needs HF_TOKEN)"
         elif isinstance(error, RevisionNotFoundError):
             why = f"has no revision '{revision}' on the Hugging Face hub: check --tokenizer"
         elif constants.HF_HUB_OFFLINE:
             # A cache that another program filled may lack files that are not needed here.
             cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
-            why = (
-                "is not a local folder, HF_HUB_OFFLINE is set, and the hub's cache does not hold it. Download it there "
-                "first"
-            )
+            why = "is not a local folder, HF_HUB_OFFLINE is set, and the hub's cache does not hold it. Download it first"
         else:
-            why = (
-                "is not a local folder, and the Hugging Face hub could not be reached for it. Check the name and the "
-                "network"
-            )
+            why = "is not a local folder, and the Hugging Face hub could not be reached. Check the name and the network"
         if not isinstance(cached, str):
             raise ConfigurationError(
                 f"The tokenizer '{source}' {why}, or give --tokenizer a local folder.",

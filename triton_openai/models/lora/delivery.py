@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import copy_context
+from functools import partial
 
 import msgspec
 import structlog
@@ -63,26 +64,25 @@ class LoraDelivery:
         try:
             lora = await self._load()
         except BaseException:
-            self._settle(sending)
+            self.settle(sending)
             raise
         self._known = msgspec.structs.replace(lora, weights=None, config=None)
         return LoraLease(self, lora, self._losses, sending)
 
-    def _settle(self, sending: asyncio.Future[None] | None) -> None:
+    def settle(self, sending: asyncio.Future[None] | None, *, arrived: bool = False, lost_after: int = -1) -> None:
+        """
+        Learn how the request that holds *sending* ended.
+
+        *arrived*: the engine has the weights. *lost_after*: it has none, and the request knew of so many losses: of many
+        requests that find the weights gone only the first says something new.
+        """
+        if lost_after == self._losses and self._there:
+            self._there = False
+            self._losses += 1
+        self._there = self._there or arrived
         if sending is not None and self._sending is sending:
             self._sending = None
             sending.set_result(None)
-
-    def _arrived(self, sending: asyncio.Future[None] | None) -> None:
-        self._there = True
-        self._settle(sending)
-
-    def _lost(self, losses: int, sending: asyncio.Future[None] | None) -> None:
-        # Of many requests that find the weights gone only the first says something new.
-        if losses == self._losses and self._there:
-            self._there = False
-            self._losses += 1
-        self._settle(sending)
 
 
 class LoraLease:
@@ -90,21 +90,12 @@ class LoraLease:
 
     def __init__(self, delivery: LoraDelivery, lora: Lora, losses: int, sending: asyncio.Future[None] | None) -> None:
         self.lora = lora
-        self._delivery = delivery
-        self._losses = losses
-        self._sending = sending
-
-    def arrived(self) -> None:
-        """Tell that the engine has answered: it has the weights."""
-        self._delivery._arrived(self._sending)
-
-    def lost(self) -> None:
-        """Tell that the engine has no weights for the number."""
-        self._delivery._lost(self._losses, self._sending)
-
-    def close(self) -> None:
-        """Tell that nothing is known: the request ended without an answer. Does nothing after the others."""
-        self._delivery._settle(self._sending)
+        #: Tells that the engine has answered: it has the weights.
+        self.arrived = partial(delivery.settle, sending, arrived=True)
+        #: Tells that the engine has no weights for the number.
+        self.lost = partial(delivery.settle, sending, lost_after=losses)
+        #: Tells that nothing is known: the request ended without an answer. Does nothing after the others.
+        self.close = partial(delivery.settle, sending)
 
 
 _log = structlog.get_logger(__name__)
