@@ -42,10 +42,10 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("logit_bias", ("embedding_bias",), note="one value per token of the vocabulary", special=True),
     Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
     Parameter("logprobs", ("return_log_probs",), note="alternatives by return_generation_logits", special=True),
-    Parameter("stop", otherwise=Rule.PROXY),
-    Parameter("stop_token_ids", otherwise=Rule.PROXY),
-    Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
-    Parameter("skip_special_tokens", otherwise=Rule.PROXY),
+    Parameter("stop", otherwise=Rule.SERVICE),
+    Parameter("stop_token_ids", otherwise=Rule.SERVICE),
+    Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
+    Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
 )
 
 _SUPPLIED = frozenset({*ENGINE_INPUTS, "end_id", "pad_id", "streaming"})

@@ -36,11 +36,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("length_penalty", ("length_penalty",), note="beam search only"),
     Parameter("bad_words", ("bad_words",)),
     Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
-    Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
+    Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
     Parameter("logprobs", ("return_log_probs",), note="of the chosen tokens, where it streams", special=True),
     Parameter("logit_bias", ("embedding_bias_words",), note="as texts, with embedding_bias_weights", special=True),
     # The backend matches token ids and leaves the match in the text, so its stop words only end the work earlier.
-    Parameter("stop", ("stop_words",), Rule.PROXY, note="matched and removed here"),
+    Parameter("stop", ("stop_words",), Rule.SERVICE, note="matched and removed here"),
 )
 
 # What has its effect without the input: 0 is sent as top_k, and 1 is the default.

@@ -37,8 +37,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("frequency_penalty", (f"{_PREFIX}frequency_penalty",)),
     Parameter("presence_penalty", (f"{_PREFIX}presence_penalty",)),
     # The backend hands its stop strings to the tokenizer as bytes, which fails the request.
-    Parameter("stop", otherwise=Rule.PROXY),
-    Parameter("include_stop_str_in_output", otherwise=Rule.PROXY),
+    Parameter("stop", otherwise=Rule.SERVICE),
+    Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
 )
 _EXCLUDE = f"{_PREFIX}exclude_input_from_output"
 _SUPPLIED = frozenset({"text_input", "streaming", "return_finish_reason", _EXCLUDE, f"{_PREFIX}max_tokens"})

@@ -34,7 +34,7 @@ class Rule(enum.StrEnum):
 
     MAPPED = "mapped"
     """Sent to the backend."""
-    PROXY = "done here"
+    SERVICE = "done here"
     """Done by this service, exactly as the backend would."""
     REFUSED = "refused"
     """A request that uses it is refused with 400 and the parameter's name."""

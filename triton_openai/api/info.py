@@ -62,7 +62,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 async def list_models(request: web.Request) -> web.Response:
     """List what is served now, and open to who asks."""
     models = service_of(request).models
-    data = [describe(models, name) for name in models.listed() if may_use(request, name)]
+    data = [describe(models, name) for name in models.served if may_use(request, name)]
     return json_response(ModelList(data=data))
 
 
@@ -70,7 +70,7 @@ async def get_model(request: web.Request) -> web.Response:
     """Describe one model; its name may hold slashes."""
     name = request.match_info["model"]
     models = service_of(request).models
-    if name not in models.listed() or not may_use(request, name):
+    if name not in models.served or not may_use(request, name):
         await find_model(request, name)
     return json_response(describe(models, name))
 

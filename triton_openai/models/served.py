@@ -222,10 +222,6 @@ class Models:
                 return model.on_text_level("its engine could answer, but the tokenizer is unusable")
         return model
 
-    def listed(self) -> Sequence[str]:
-        """Return the public names for the list of models."""
-        return [model.name for model in self.served.values()]
-
     async def take_over(self, settings: Settings, *, renew: bool) -> None:
         """
         Serve by *settings* from now on; running requests keep the model that they began with.

@@ -26,31 +26,29 @@ class HistoryTemplate(PromptTemplate):
     """
     A history template, compiled. Immutable; safe in threads.
 
-    *origin* is the setting it comes from, for errors. Raises :class:`ConfigurationError` for a text that is no Liquid,
-    or that fails on an ordinary chat, and where the package that reads Liquid is not installed.
+    Raises :class:`ConfigurationError` for a text that is no Liquid, or that fails on an ordinary chat, and where the
+    package that reads Liquid is not installed.
     """
 
-    def __init__(self, source: str, *, origin: str) -> None:
+    def __init__(self, source: str) -> None:
         # An extra: who needs no Liquid need not install it.
         try:
             from liquid import Environment, FalsyStrictUndefined
             from liquid.exceptions import LiquidError
         except ImportError as error:
             raise ConfigurationError(
-                f"{origin} needs a package that is not installed: pip install 'triton-openai[liquid]'."
+                "history_template needs a package that is not installed: pip install 'triton-openai[liquid]'."
             ) from error
         try:
             self._template = Environment(undefined=FalsyStrictUndefined).from_string(source)
         except (LiquidError, RecursionError) as error:
-            raise ConfigurationError(
-                f"The history template given by {origin} is no Liquid: {_words(error)}."
-            ) from error
-        self.name = origin
+            raise ConfigurationError(f"The text of history_template is no Liquid: {_words(error)}.") from error
+        self.name = "history_template"
         self.source = source
         try:
             self.render(_SAMPLE)
         except InvalidRequest as error:
-            raise ConfigurationError(f"The history template given by {origin} fails: {error.message}") from error
+            raise ConfigurationError(f"The text of history_template fails: {error.message}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
         """
@@ -79,7 +77,7 @@ class HistoryTemplate(PromptTemplate):
 
 def load(text: str | None) -> HistoryTemplate | None:
     """Return the template of ``history_template``. Raises :class:`ConfigurationError`."""
-    return None if text is None else HistoryTemplate(text, origin="history_template")
+    return None if text is None else HistoryTemplate(text)
 
 
 def _item(message: Mapping[str, Any], index: int) -> dict[str, Any]:

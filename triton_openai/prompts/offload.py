@@ -11,22 +11,23 @@ import asyncio
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import msgspec
 
 _T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
 
 
-async def run(function: Callable[[], _T], *, size: int, threshold: int) -> _T:
+async def run(function: Callable[[*_Args], _T], *arguments: *_Args, size: int, threshold: int) -> _T:
     """
-    Call *function* here when *size* is at most *threshold*, else in a thread.
+    Call *function* with *arguments*, here when *size* is at most *threshold*, else in a thread.
 
     Raises whatever *function* raises. A cancelled caller returns at once; the thread then finishes unheard.
     """
     if size <= threshold:
-        return function()
-    return await asyncio.to_thread(function)
+        return function(*arguments)
+    return await asyncio.to_thread(function, *arguments)
 
 
 def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:

@@ -320,6 +320,8 @@ class LazyPrompter:
         self._settings = settings
         self.hint = hint
         self.named = named
+        #: What decides how prompts are made and answers are read.
+        self.key = _prompting(settings), hint, named
         #: The prompter, once it is resolved.
         self.resolved: Prompter | None = None
         self._task: asyncio.Task[Prompter] | None = None
@@ -328,10 +330,6 @@ class LazyPrompter:
         self.checked = asyncio.Event()
         #: What :meth:`check` found to stand in the way of chats.
         self.problem: ConfigurationError | None = None
-
-    def fits(self, settings: ModelSettings, hint: str | None, named: str | None = None) -> bool:
-        """Return whether it is what a model with *settings*, *hint* and *named* has."""
-        return (self.hint, self.named) == (hint, named) and _prompting(self._settings) == _prompting(settings)
 
     async def get(self) -> Prompter:
         """Return it. Raises :class:`ConfigurationError` where that cannot be; the next call tries again."""
@@ -415,14 +413,8 @@ class LazyPrompter:
         return self._parsers[1]
 
 
-#: What decides how prompts are made and answers are read.
 _prompting = attrgetter(
-    "tokenizer",
-    "generation_config",
-    "chat_template",
-    "history_template",
-    "tool_call_parser",
-    "reasoning_parser",
+    *("tokenizer", "generation_config", "chat_template", "history_template", "tool_call_parser", "reasoning_parser")
 )
 
 
@@ -434,9 +426,9 @@ class Prompters:
 
     def of(self, name: str, settings: ModelSettings, hint: str | None, named: str | None = None) -> LazyPrompter:
         """Return that of the model *name*: a new one where its *settings*, *hint* or *named* were others before."""
-        known = self._known.get(name)
-        if known is None or not known.fits(settings, hint, named):
-            known = self._known[name] = LazyPrompter(settings, hint, named)
+        known, new = self._known.get(name), LazyPrompter(settings, hint, named)
+        if known is None or known.key != new.key:
+            known = self._known[name] = new
         return known
 
     def keep(self, names: Collection[str]) -> None:
@@ -452,11 +444,10 @@ class Prompters:
         """
         fresh = dict(self._known)
         for name, old in self._known.items():
-            wanted = settings.model(name)
-            same = old.fits(wanted, old.hint, old.named)
+            new = LazyPrompter(settings.model(name), old.hint, old.named)
+            same = new.key == old.key
             if same and not (renew and old.resolved is not None):
                 continue
-            new = LazyPrompter(wanted, old.hint, old.named)
             try:
                 new.parsers(await new.get())
             except ConfigurationError as error:

@@ -156,19 +156,15 @@ class Tokenizer:
     async def encode_pairs_async(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
         """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises the same."""
         size = sum(len(query) + len(document) for query, document in pairs)
-        return await offload.run(lambda: self.encode_pairs(pairs, limit), size=size, threshold=INLINE_CHARACTERS)
+        return await offload.run(self.encode_pairs, pairs, limit, size=size, threshold=INLINE_CHARACTERS)
 
     async def encode_async(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Do :meth:`encode` without holding the event loop for long texts. Raises the same."""
-        return await offload.run(
-            lambda: self.encode(text, add_special_tokens), size=len(text), threshold=INLINE_CHARACTERS
-        )
+        return await offload.run(self.encode, text, add_special_tokens, size=len(text), threshold=INLINE_CHARACTERS)
 
     async def decode_async(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Do :meth:`decode` without holding the event loop for many ids. Raises the same."""
-        return await offload.run(
-            lambda: self.decode(ids, skip_special_tokens), size=len(ids), threshold=INLINE_CHARACTERS
-        )
+        return await offload.run(self.decode, ids, skip_special_tokens, size=len(ids), threshold=INLINE_CHARACTERS)
 
     async def count_async(self, text: str | Sequence[str], add_special_tokens: bool = False) -> int:
         """Do :meth:`count` for one or several texts without holding the event loop. Raises the same."""

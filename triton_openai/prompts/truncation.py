@@ -79,9 +79,7 @@ async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, s
     Return what is left of *text*; *special* is whether the backend adds the tokenizer's special tokens to it. Raises
     :class:`InvalidRequest` when nothing is.
     """
-    return await offload.run(
-        lambda: _cut(tokenizer, text, truncation, special), size=len(text), threshold=INLINE_CHARACTERS
-    )
+    return await offload.run(_cut, tokenizer, text, truncation, special, size=len(text), threshold=INLINE_CHARACTERS)
 
 
 def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool) -> str:

@@ -196,7 +196,7 @@ def test_every_parameter_that_is_mapped_is_sent(name):
         if parameter.target is not None and getattr(MAXIMAL, parameter.name) not in (None, ()):
             assert parameter.target.partition(".")[0] in names
     assert bound["max_tokens"].rule is Rule.MAPPED
-    assert bound["stop"].rule in (Rule.MAPPED, Rule.PROXY)
+    assert bound["stop"].rule in (Rule.MAPPED, Rule.SERVICE)
 
 
 @every_case(

@@ -42,7 +42,7 @@ TABLE = (
     Parameter(name="max_tokens", inputs=("max_tokens",)),
     Parameter(name="seed", inputs=("seed", "random_seed"), note="a note"),
     Parameter(name="top_p", inputs=("top_p",)),
-    Parameter(name="stop", inputs=("stop_words",), otherwise=Rule.PROXY),
+    Parameter(name="stop", inputs=("stop_words",), otherwise=Rule.SERVICE),
 )
 
 
@@ -81,7 +81,7 @@ def test_a_table_is_bound_to_what_the_model_declares():
         ("max_tokens", Rule.MAPPED, "max_tokens", "INT32", ""),
         ("seed", Rule.MAPPED, "random_seed", "UINT64", "a note"),
         ("top_p", Rule.REFUSED, None, None, ""),
-        ("stop", Rule.PROXY, None, None, ""),
+        ("stop", Rule.SERVICE, None, None, ""),
     ] == [(row.name, row.rule, row.target, row.datatype, row.note) for row in bind(TABLE, CONFIG)[: len(TABLE)]]
 
 

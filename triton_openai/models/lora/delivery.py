@@ -73,8 +73,8 @@ class LoraDelivery:
         """
         Learn how the request that holds *sending* ended.
 
-        *arrived*: the engine has the weights. *lost_after*: it has none, and the request knew of so many losses: of many
-        requests that find the weights gone only the first says something new.
+        *arrived*: the engine has the weights. *lost_after*: it has none, and the request knew of so many losses. Of
+        many requests that find the weights gone only the first says something new.
         """
         if lost_after == self._losses and self._there:
             self._there = False
