@@ -192,14 +192,10 @@ class WindowDetokenizer:
 
     def _one(self, number: int) -> str:
         self._ids.append(number)
-        text = self._decode(self._ids)
-        waiting = len(self._ids) - self._behind
-        if len(text) <= len(self._before) or (text.endswith(_REPLACEMENT) and waiting < _LONGEST_WAIT):
-            # Tokens without a text of their own must not make the window grow.
-            if len(text) <= len(self._before) and waiting >= _LONGEST_WAIT:
-                self._move()
+        new = self._decode(self._ids)[len(self._before) :]
+        incomplete = not new or new.endswith(_REPLACEMENT)
+        if incomplete and len(self._ids) - self._behind < _LONGEST_WAIT:
             return ""
-        new = text[len(self._before) :]
         self._move()
         return new
 
@@ -210,8 +206,7 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         """Return what was held back, now that nothing follows."""
-        text = self._decode(self._ids)
-        new = text[len(self._before) :]
+        new = self._decode(self._ids)[len(self._before) :]
         self._move()
         return new
 

@@ -174,8 +174,9 @@ def test_the_built_in_templates(name: str, expected: tuple[str | None, str | Non
 def test_marks_of_published_templates(family: str, marks: str, expected: tuple[str | None, str | None]) -> None:
     """The marks by which the families' own templates differ lead to their parsers."""
     assert expected == detect(marks)
-    for parser, registry in zip(expected, (TOOL_PARSERS, REASONING_PARSERS), strict=True):
-        assert parser is None or registry.load(parser)
+    tools, reasoning = expected
+    assert tools is None or TOOL_PARSERS.load(tools)
+    assert reasoning is None or REASONING_PARSERS.load(reasoning)
 
 
 def test_markers_that_begin_others() -> None:
