@@ -127,7 +127,7 @@ def fetch_from_hub(source: str) -> Path:
             cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
             why = "is not a local folder, HF_HUB_OFFLINE is set, and the hub's cache lacks it. Download it there first"
         else:
-            why = "is not a local folder, and the Hugging Face hub cannot be reached. Check the name and the network"
+            why = "is no local folder, and the Hugging Face hub could not be reached. Check the name and the network"
         if not isinstance(cached, str):
             raise ConfigurationError(
                 f"The tokenizer '{source}' {why}, or give --tokenizer a local folder.",
