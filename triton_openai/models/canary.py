@@ -2,8 +2,8 @@
 Finds models that do not answer although Triton calls them ready: its state is that of their loading, not of an engine
 that died or hangs.
 
-What clients see comes first, and costs nothing: after :data:`FAILURES` requests in a row that got nothing from a model,
-small requests of the service's own are sent to it until one is answered. Each process has its own view.
+Clients' requests show it first: after :data:`FAILURES` in a row that got nothing from a model, the service sends small
+requests of its own until one is answered. Each process has its own view.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ SPACE = re.compile(r"\s*")
 
 
 class Malformed(Exception):
-    """The text is not what the grammar expects here: a turn that reading takes. What is at fault is not consumed."""
+    """The text is not what the grammar expects here. It is not consumed."""
 
 
 class Ended(Exception):

@@ -18,7 +18,7 @@ from triton_openai.prompts.offload import decoder
 
 _IMAGE_PROPERTIES = {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high", "original", None]}}
 _IMAGE = {"type": "object", "required": ["url"], "properties": _IMAGE_PROPERTIES}
-#: What is read by hand, as it should be; see ``api.fields``.
+#: Not checked here: ``api/prompts.py`` reads it, and names the place of what is wrong. The schema is for OpenAPI.
 ImageUrl: TypeAlias = Annotated[Any, Meta(extra_json_schema={"anyOf": [{"type": "string"}, _IMAGE, {"type": "null"}]})]
 
 
@@ -28,8 +28,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
-    #: Read by ``images``: an object with a ``url``, or the URL itself, which is how some clients and the Responses API
-    #: write it.
+    #: An object with a ``url``; or the URL itself, as some clients and the Responses API write it.
     image_url: ImageUrl = None
 
 
@@ -79,7 +78,7 @@ class AssistantMessage(_Message, frozen=True, kw_only=True, tag="assistant"):
     tool_calls: list[MessageToolCall] | None = None
     #: Deprecated by OpenAI in favour of ``tool_calls``.
     function_call: MessageFunctionCall | None = None
-    #: Refused: only text can be told again.
+    #: Refused: a prompt holds text only.
     audio: Annotated[dict[str, Any] | None, Meta(extra_json_schema={"anyOf": [{"type": "null"}]})] = None
 
 

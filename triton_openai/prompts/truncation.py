@@ -1,8 +1,8 @@
 """
 Prompts cut to a number of tokens: vLLM's ``truncate_prompt_tokens``.
 
-A text is cut at the border of a token and handed on as text, which its backend tokenizes again: what counts is that the
-rest has no more tokens than were allowed. Special tokens that a backend puts around every text stay, and count.
+A text is cut at the border of a token and handed on as text. Its backend tokenizes it again, so the rest is cut until
+it has no more tokens than are allowed. Special tokens that a backend puts around every text stay, and count.
 """
 
 from __future__ import annotations
