@@ -12,12 +12,13 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.parsers import CALLS
 from tests.cases import every_case
 from tests.unit.parsers.tool_parser_cases import ALL, CASES, LOOKS, TOOLS, Case
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.grammar import Grammar
 from triton_openai.parsers.registry import TOOL_PARSERS
-from triton_openai.parsers.tools.base import CallGrammar, ToolParser
+from triton_openai.parsers.tools.base import CallGrammar, ToolParser, Tools
 
 #: What of a closing tag came before the end of a text counts as text of the parameter.
 TAGGED = {
@@ -34,10 +35,10 @@ class Merged(msgspec.Struct, frozen=True):
     calls: tuple[tuple[str, str, str], ...]
 
 
-def make(name: str) -> ToolParser:
+def make(name: str, tools: Tools = TOOLS) -> ToolParser:
     """Return a new parser whose own ids are counted."""
     numbers = itertools.count()
-    return TOOL_PARSERS.load(name)(TOOLS, new_id=lambda: f"id{next(numbers)}")
+    return TOOL_PARSERS.load(name)(tools, new_id=lambda: f"id{next(numbers)}")
 
 
 def merge(events: Iterable[Event]) -> Merged:
@@ -189,49 +190,8 @@ def test_damaged_calls(start: float, size: int, inserted: str, borders: list[flo
     check()
 
 
-#: For each parser: a call whose one argument is as long as wanted, in front, and behind.
-LONG = {
-    "hermes": ('<tool_call>{"name": "f", "arguments": {"s": "', '"}}</tool_call>'),
-    "llama3_json": ('{"name": "now", "parameters": {"s": "', '"}}'),
-    "mistral": ('[TOOL_CALLS]f[ARGS]{"s": "', '"}'),
-    "qwen3_coder": ("<tool_call><function=get_weather><parameter=city>", "</parameter></function></tool_call>"),
-    "openai": ('<|channel|>commentary to=functions.f<|message|>{"s": "', '"}<|call|>'),
-    "deepseek_v3": ('<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"s": "', '"}<｜tool▁call▁end｜>'),  # noqa: RUF001
-    "deepseek_v32": (
-        '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="s" string="true">',  # noqa: RUF001
-        "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>",  # noqa: RUF001
-    ),
-    "glm45": ("<tool_call>get_weather\n<arg_key>city</arg_key><arg_value>", "</arg_value></tool_call>"),
-    "kimi_k2": (
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"s": "',
-        '"}<|tool_call_end|>',
-    ),
-    "minimax_m2": ('<minimax:tool_call><invoke name="get_weather"><parameter name="city">', "</parameter></invoke>"),
-    "pythonic": ("[now(s='", "')]"),
-    "lfm2": ("<|tool_call_start|>[f(s='", "')]"),
-    "olmo3": ("<function_calls>f(s='", "')</function_calls>"),
-    "nemotron_json": ('<TOOLCALL>[{"name": "f", "arguments": {"s": "', '"}}]</TOOLCALL>'),
-    "granite": ('<|tool_call|>[{"name": "f", "arguments": {"s": "', '"}}]'),
-    "phi4_mini_json": ('functools[{"name": "f", "arguments": {"s": "', '"}}]'),
-    "granite4": ('<tool_call>{"name": "f", "arguments": {"s": "', '"}}</tool_call>'),
-    "granite_20b_fc": ('<function_call> {"name": "f", "arguments": {"s": "', '"}}'),
-    "gemma4": ('<|tool_call>call:f{s:<|"|>', '<|"|>}<tool_call|>'),
-    "functiongemma": ("<start_function_call>call:f{s:<escape>", "<escape>}<end_function_call>"),
-    "seed_oss": (
-        "<seed:tool_call><function=get_weather><parameter=city>",
-        "</parameter></function></seed:tool_call>",
-    ),
-    "cohere_command3": ('<|START_ACTION|>[{"tool_name": "f", "parameters": {"s": "', '"}}]<|END_ACTION|>'),
-    "jamba": ('<tool_calls>[{"name": "f", "arguments": {"s": "', '"}}]</tool_calls>'),
-    "step3": (
-        "<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜>"  # noqa: RUF001
-        '<steptml:invoke name="get_weather"><steptml:parameter name="city">',
-        "</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>",  # noqa: RUF001
-    ),
-    "internlm": ('<|action_start|><|plugin|>{"name": "f", "parameters": {"s": "', '"}}<|action_end|>'),
-    "longcat": ('<longcat_tool_call>{"name": "f", "arguments": {"s": "', '"}}</longcat_tool_call>'),
-    "xlam": ('[{"name": "now", "arguments": {"s": "', '"}}]'),
-}
+#: The tool that the `CALLS` of the bench call: for each parser, what stands before and behind one long argument.
+ONE_TOOL = {"f": {"type": "object", "properties": {"city": {"type": "string"}}}}
 BODIES = {
     "letters": "lorem ipsum ",
     "half markers": "</tool_cal </param <｜DS [TOOL </arg_ <|en ",  # noqa: RUF001
@@ -242,7 +202,7 @@ BODIES = {
 
 def cost(name: str, pieces: Sequence[str]) -> tuple[int, Merged]:
     """Return how many characters a parser looked at, and its result."""
-    parser = make(name)
+    parser = make(name, ONE_TOOL)
     assert isinstance(parser, Grammar)
     events: list[Event] = []
     for piece in pieces:
@@ -251,16 +211,11 @@ def cost(name: str, pieces: Sequence[str]) -> tuple[int, Merged]:
     return parser.examined, merge(events)
 
 
-def test_every_parser_is_measured() -> None:
-    """A parser that is added to the table is in the tests of cost and of streaming too."""
-    assert set(ALL) == set(LONG)
-
-
 @every_case("body", BODIES)
-@every_case("name", LONG)
+@every_case("name", CALLS)
 def test_cost_is_linear(name: str, body: str) -> None:
     """Looking at a character costs a bounded number of looks, in content and in arguments, whole or one by one."""
-    front, behind = LONG[name]
+    front, behind = CALLS[name]
     for before, after in (("", ""), (front, behind)):
         text = before + BODIES[body] * (4_000 // len(BODIES[body])) + after
         for pieces in ([text], list(text), [text[at : at + 7] for at in range(0, len(text), 7)]):
@@ -279,23 +234,23 @@ def test_many_values_cost_little(item: str) -> None:
         assert isinstance(json.loads(merged.calls[0][2]), dict)
 
 
-@every_case("name", LONG)
+@every_case("name", CALLS)
 def test_a_text_that_ends_within_a_call(name: str) -> None:
     """A parser knows after the end of the text whether it ended in the middle of a call."""
-    front, behind = LONG[name]
+    front, behind = CALLS[name]
     for text, unfinished in ((front, True), (front + "x" + behind, False), ("x", False)):
-        parser = make(name)
+        parser = make(name, ONE_TOOL)
         assert isinstance(parser, CallGrammar)
         parser.feed(text)
         parser.flush()
         assert unfinished is parser.unfinished
 
 
-@every_case("name", LONG)
+@every_case("name", CALLS)
 def test_arguments_stream(name: str) -> None:
     """Each piece of a long argument comes out as soon as it came in; the name comes first, without arguments."""
-    front, behind = LONG[name]
-    parser = make(name)
+    front, behind = CALLS[name]
+    parser = make(name, ONE_TOOL)
     first = parser.feed(front)
 
     assert ToolCallStart in [type(event) for event in first]
@@ -311,7 +266,7 @@ def test_arguments_stream(name: str) -> None:
 @every_case("name", ALL)
 def test_text_passes_without_delay(name: str) -> None:
     """Text without markup comes out with the piece that brings it, but for white space that a call might follow."""
-    parser = make(name)
+    parser = make(name, ONE_TOOL)
     fed = ""
     seen = ""
     for word in ["It", "is", "5", "<", "6,", "so", "{a}", "and", "[b]", "hold.\nBye", "now"]:
@@ -325,8 +280,8 @@ def test_text_passes_without_delay(name: str) -> None:
 @every_case("name", ALL)
 def test_partial_markers_are_held_back(name: str) -> None:
     """Nothing of a marker is shown while it may still become one."""
-    front, _ = LONG[name]
-    parser = make(name)
+    front, _ = CALLS[name]
+    parser = make(name, ONE_TOOL)
     for character in front:
         assert not [event for event in parser.feed(character) if isinstance(event, Content)]
 
@@ -334,8 +289,8 @@ def test_partial_markers_are_held_back(name: str) -> None:
 def test_ids() -> None:
     """Ids are OpenAI's in style, but Mistral's own nine characters and Kimi's own count."""
     for name in ALL:
-        front, behind = LONG[name]
-        start = next(e for e in TOOL_PARSERS.load(name)(TOOLS).feed(front + behind) if isinstance(e, ToolCallStart))
+        front, behind = CALLS[name]
+        start = next(e for e in TOOL_PARSERS.load(name)(ONE_TOOL).feed(front + behind) if isinstance(e, ToolCallStart))
         pattern = {"mistral": r"[A-Za-z0-9]{9}", "kimi_k2": r"functions\.f:0"}.get(name, r"call_[A-Za-z0-9]{24}")
         assert re.fullmatch(pattern, start.id)
 
