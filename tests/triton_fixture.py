@@ -146,7 +146,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ends = {}
     for outcome in ("passed", "skipped", "failed", "error"):
         for report in terminalreporter.getreports(outcome):
-            count = dict(report.user_properties).get(_ENDED)
+            # The report of a test module that cannot be imported has none.
+            count = dict(getattr(report, "user_properties", ())).get(_ENDED)
             if count is not None:
                 ends[report.nodeid] = count, outcome
     if ends:

@@ -47,7 +47,7 @@ def test_one():
 """
 
 
-def run(folder: Path, ends: tuple[int, ...], passes: int) -> str:
+def run(folder: Path, ends: tuple[int, ...] | str, passes: int) -> str:
     """Return what a run prints in which Triton ends in the runs *ends* of a test that passes in the run *passes*."""
     file = folder / "test_it.py"
     file.write_text(TESTS.format(ends=ends, passes=passes))
@@ -80,3 +80,12 @@ def test_other_failures_stand(tmp_path: Path) -> None:
 
     assert "1 failed" in output
     assert "ended by itself" not in output
+
+
+def test_a_module_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
+    """Its error is what the run prints."""
+    output = run(tmp_path, ends="unknown_name", passes=1)
+
+    assert "1 error" in output
+    assert "unknown_name" in output
+    assert "AttributeError" not in output

@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -188,18 +188,6 @@ def notice(transport: asyncio.BaseTransport) -> None:
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None:
         return
-    _watch(connection)
-
-
-def watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket for *address* (as ``getaddrinfo`` has them) whose connection ends in the same way."""
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    _watch(made)
-    return made
-
-
-def _watch(connection: socket.socket) -> None:
     # A connection that cannot be watched is still one.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

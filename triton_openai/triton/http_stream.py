@@ -1,9 +1,8 @@
 """
-Streams of HTTP's generate extension over pooled connections, on asyncio's protocols and llhttp (through httptools).
+Calls and streams of Triton's HTTP protocol over pooled connections, on asyncio's protocols and llhttp (httptools).
 
 This is the hot path of the product: once per token a packet is parsed here. A raw protocol takes about two thirds of
-the CPU time that aiohttp's client takes for the same stream (`make bench` measures it), so streams do not go through
-aiohttp; all other calls do.
+the CPU time that aiohttp's client takes for the same stream (`make bench` measures it).
 
 Source of the facts: Triton's ``extension_generate.md`` and http_server.cc: each response is one ``data: {json}``
 event ended by an empty line, the end of the body is the end of the answers, and a failure is a JSON object with the
@@ -117,7 +116,7 @@ def _unreadable(data: bytes) -> UpstreamError:
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection that carries one stream at a time."""
+    """One HTTP/1.1 connection that carries one stream, or one call, at a time."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -125,14 +124,14 @@ class Connection(asyncio.Protocol):
         # From the first request until the connection is lost: it holds this object's methods, a cycle.
         self._parser: httptools.HttpResponseParser | None = None
         self._parse: Callable[[bytes], None] | None = None
-        self._stream: HttpStream | None = None
+        self._stream: HttpStream | HttpCall | None = None
+        self._sent = 0.0
         self._parts: list[bytes] = []
         #: Called by llhttp with each piece of a body.
         self.on_body = self._parts.append
         self._complete = self._reusable = False
-        #: Whether it has served a request before.
-        self.used = False
-        self.encrypted = False
+        # Whether it has served a request before.
+        self._used = self._encrypted = False
 
     # What asyncio calls.
 
@@ -140,7 +139,7 @@ class Connection(asyncio.Protocol):
         """Keep the transport."""
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        self.encrypted = transport.get_extra_info("sslcontext") is not None
+        self._encrypted = transport.get_extra_info("sslcontext") is not None
 
     def data_received(self, data: bytes) -> None:
         """Parse *data*, and hand what it brings to the stream."""
@@ -172,9 +171,14 @@ class Connection(asyncio.Protocol):
     # What llhttp calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Look at the one header that matters."""
-        if self._stream is not None and name.lower() == b"content-type":
-            self._stream.events = value.lower().startswith(b"text/event-stream")
+        """Look at the headers that matter."""
+        stream, name = self._stream, name.lower()
+        if stream is None:
+            return
+        if name == b"content-type":
+            stream.events = value.lower().startswith(b"text/event-stream")
+        elif name == b"inference-header-content-length":
+            stream.json_length = value
 
     def on_headers_complete(self) -> None:
         """Keep the status."""
@@ -195,7 +199,7 @@ class Connection(asyncio.Protocol):
         """Whether a request can be sent on it."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, message: bytes, stream: HttpStream) -> None:
+    def send(self, message: bytes, stream: HttpStream | HttpCall) -> None:
         """Send a whole request, whose answer goes to *stream*."""
         assert self._transport is not None
         if self._parser is None:
@@ -203,6 +207,7 @@ class Connection(asyncio.Protocol):
             self._parse = self._parser.feed_data
         self._stream = stream
         self._complete = False
+        self._sent = monotonic()
         self._transport.write(message)
 
     def pause(self) -> None:
@@ -219,7 +224,7 @@ class Connection(asyncio.Protocol):
         """Give the connection back, whose answer has been read to the end."""
         self._stream = None
         if self._reusable and self.usable:
-            self.used = True
+            self._used = True
             self._pool.keep(self)
         else:
             self.close()
@@ -232,16 +237,18 @@ class Connection(asyncio.Protocol):
 
     def _lose(self, error: Exception | None) -> None:
         stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.lose(error)
+        if stream is None:
+            return
+        if self._used and not stream.status and monotonic() - self._sent < STALE_SECONDS:
+            stream.lose(None)
+        elif self._encrypted and not self._used and not stream.status:
+            stream.lose(unreachable(words(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
+        else:
+            stream.lose(cut_off())
 
 
 class ConnectionPool:
-    """
-    Keep-alive connections to one address. Not bounded: admission is decided elsewhere, a stream must never wait here.
-
-    *doubted* is called when there is reason to think that the way to that address is cut; see :meth:`distrust`.
-    """
+    """Keep-alive connections to one address. Not bounded: admission is decided elsewhere, nothing ever waits here."""
 
     def __init__(
         self,
@@ -251,9 +258,7 @@ class ConnectionPool:
         ssl_context: ssl.SSLContext | None,
         connect_timeout: float,
         server_name: str | None = None,
-        doubted: Callable[[], None] | None = None,
     ) -> None:
-        self._doubted = doubted
         self._host = host
         self._port = port
         self._ssl = ssl_context
@@ -303,18 +308,61 @@ class ConnectionPool:
 
     def distrust(self) -> None:
         """Close every idle connection: one was silent, and the way that they all take may be cut."""
-        self._close_idle()
-        if self._doubted is not None:
-            self._doubted()
+        while self._idle:
+            self._idle.pop()[1].close()
 
     def close(self) -> None:
         """Close every idle connection; those in use close when they are given back."""
         self._closed = True
-        self._close_idle()
+        self.distrust()
 
-    def _close_idle(self) -> None:
-        while self._idle:
-            self._idle.pop()[1].close()
+
+class HttpCall:
+    """The whole answer to one request: its *status*, its body in *parts*, and the length of the JSON before tensors."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.events = False
+        self.json_length = b""
+        self.parts: list[bytes] = []
+        # Whether the answer is complete; if not, the connection was stale.
+        self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def send(cls, pool: ConnectionPool, message: bytes) -> HttpCall:
+        """Send a whole request and return its answer. Raises :class:`ServiceError` where none comes."""
+        connection = pool.idle() or await pool.connect()
+        while True:
+            call = cls()
+            connection.send(message, call)
+            try:
+                complete = await call._ended
+            except BaseException:
+                connection.close()
+                raise
+            if complete:
+                connection.release()
+                return call
+            # Others may be stale too.
+            connection = await pool.connect()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the body."""
+        self.parts.append(data)
+
+    def finish(self) -> None:
+        """Take the end of the body."""
+        if not self._ended.done():
+            self._ended.set_result(True)
+
+    def lose(self, error: ServiceError | None) -> None:
+        """Take the loss of the connection; without an *error* the request is sent again."""
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(False)
+        else:
+            self._ended.set_exception(error)
 
 
 class HttpStream:
@@ -343,11 +391,11 @@ class HttpStream:
         self._message = b""
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._sent = 0.0
         self._paused = False
         # Of the answer: what has come of an event, or of a body that is none of events
         self.status = 0
         self.events = False
+        self.json_length = b""
         self._parts: list[bytes] = []
         self._size = 0
         if not large:
@@ -358,19 +406,18 @@ class HttpStream:
                 return
         self._connecting = asyncio.create_task(self._connect())
 
-    async def _connect(self) -> None:
+    async def _connect(self, *, again: bool = False) -> None:
         try:
             if not self._message:
                 self._message = await asyncio.to_thread(self._make)
-            # The second time the first connection was stale, as others may be.
-            idle = None if self._sent else self._pool.idle()
+            # The first connection was stale, and others may be.
+            idle = None if again else self._pool.idle()
             self._send(idle or await self._pool.connect())
         except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
             self._end(error)
 
     def _send(self, connection: Connection) -> None:
         self._connection = connection
-        self._sent = monotonic()
         connection.send(self._message, self)
         if self._paused:
             connection.pause()
@@ -450,16 +497,12 @@ class HttpStream:
         else:
             self._end(cut_off() if b"".join(self._parts).strip() else None, whole=True)
 
-    def lose(self, error: Exception | None) -> None:
-        """Take the loss of the connection before the end of the body."""
-        connection = self._connection
-        assert connection is not None
-        if connection.used and not self.status and monotonic() - self._sent < STALE_SECONDS:
-            self._connecting = asyncio.create_task(self._connect())
-        elif connection.encrypted and not connection.used and not self.status:
-            self._end(unreachable(words(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
+    def lose(self, error: ServiceError | None) -> None:
+        """Take the loss of the connection before the end of the body; without an *error* the request is sent again."""
+        if error is None:
+            self._connecting = asyncio.create_task(self._connect(again=True))
         else:
-            self._end(cut_off())
+            self._end(error)
 
     def _refuse(self) -> None:
         text = error_text(b"".join(self._parts))
