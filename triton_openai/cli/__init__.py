@@ -20,12 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     Run the command that *arguments* (by default the process's own) ask for, and return its exit status.
 
-    0 after a clean end, 1 when what was asked for failed, 2 with one sentence on stderr when it was asked for wrongly.
+    0 after a clean end, 1 when the command failed, 2 with one sentence on stderr for wrong arguments or settings.
     """
     try:
         parsed = parse(sys.argv[1:] if arguments is None else arguments)
         if parsed.command == "serve":
-            # Until it can be answered: whoever asks a service that starts to read its settings is not to end it.
+            # Ignored until the service can reload its settings: the default action would end the process.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         source = Source(
             lambda: load_settings(parsed.settings, os.environ, DEFAULTS.get(parsed.command)),
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         settings = source.load()
         configure_logging(settings.server)
-        # Imported when it is needed: `--help` and a mistyped flag should not wait for the whole service to load.
+        # Imported only when needed, so that `--help` and errors in flags are fast.
         if parsed.command == "inspect":
             from triton_openai.cli.inspect import inspect
 

@@ -29,10 +29,10 @@ _EPILOG = (
 )
 _MORE = "More options: --help-all. All settings: docs/configuration.md. "
 
-# Where a command's defaults are not the general ones: these two say in their own words what happens.
+# Defaults that differ by command: these two print their own messages instead of log lines.
 DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
 
-# What a command has no use for, by group or by name: the demo brings its own Triton, and inspecting serves nothing.
+# Settings that a command does not use, by group or by name: the demo starts its own Triton, and inspect does not serve.
 _LEFT_OUT: Mapping[str, frozenset[str]] = {
     "serve": frozenset(),
     "demo": frozenset({"tls", "triton_access", "triton-url", "model-repository", "workers", "load-model"}),
@@ -52,7 +52,7 @@ _TITLES = {
 
 
 class Parsed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked for: the *command*, its own switches, and the *settings* as they were written."""
+    """The *command*, its own switches, and the *settings* as they were written."""
 
     command: str
     settings: dict[str, Any]
@@ -61,7 +61,7 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports mistakes like any other wrong setting: one sentence, no page of usage."""
+    """A parser that reports errors in one sentence, like other wrong settings, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message[0].upper()}{message[1:].rstrip('.')}. See {self.prog} --help.")
@@ -103,7 +103,7 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
             help=purpose,
             epilog=_EPILOG if everything else _MORE + _EPILOG,
             allow_abbrev=False,
-            # Room for a flag and its value on the line of the explanation.
+            # Wide enough to put a flag, its value and its help on one line.
             formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
         )
         command.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show every option and exit.")
@@ -160,8 +160,8 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
             keywords["metavar"] = f"[MODEL=]{metavar}" if option.per_model else metavar
         if option.is_list or option.per_model:
             keywords["action"] = "append"
-        if option.words:
-            keywords["nargs"] = len(option.words)
+        if option.fields:
+            keywords["nargs"] = len(option.fields)
         groups[section].add_argument(option.flag, dest=option.name, **keywords)
     if everything:
         keys = ", ".join(option.key for option in options() if option.file_only)

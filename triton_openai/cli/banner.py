@@ -1,4 +1,4 @@
-"""What is served and where, said once when the service has had its first look at Triton."""
+"""The banner: what is served and where, printed after the first discovery of models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triton_openai.models.served import ServedModel
 from triton_openai.triton.relay.frontends import FRONTENDS
 
 _log = structlog.get_logger(__name__)
-# Tenths of a second that a Triton which says it is ready gets to show its models.
+# Tenths of a second that a Triton that is ready has to show its models.
 _LOOKS = 100
 # Longest time that the banner waits for tokenizers and templates, which are loaded in the background.
 _CHECK_SECONDS = 10.0
@@ -93,8 +93,8 @@ def show(banner: str) -> None:
     """
     Print a rendered *banner*.
 
-    A disk that is full, a reader that has left and a terminal without the letters of a model's name cost the banner and
-    not the service; the log says so.
+    If it cannot be printed (a full disk, a closed pipe, a terminal that lacks the letters of a model's name), the log
+    says so, and the service goes on.
     """
     try:
         print(banner, flush=True)
@@ -102,7 +102,7 @@ def show(banner: str) -> None:
         _log.warning("what is served cannot be printed", reason=str(error))
     except OSError as error:
         _log.warning("what is served cannot be printed", reason=str(error))
-        # What is left in the buffer would be tried once more at the end, and make an exit status of its own.
+        # Python would try to flush the rest of the buffer at exit, and exit with status 120.
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
@@ -156,7 +156,7 @@ async def banner_of(settings: Settings, app: web.Application, address: str, *, l
         for name, model in sorted(models.served.items())
         if name not in aliases or name in snapshot.configs
     ]
-    # Which adapter claims them shows when they are ready.
+    # Their adapters are known when they are ready.
     lines += [
         ModelLine(name=name, state=f"not ready: {why}" if why else "not loaded")
         for name, why in sorted(snapshot.waiting.items())

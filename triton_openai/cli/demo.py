@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from triton_openai.cli.banner import Banner
-from triton_openai.cli.serve import Talk, serve_and_talk
+from triton_openai.cli.serve import OnReady, serve_demo
 from triton_openai.config import AccessSettings, Settings, TlsSettings, TritonAccess
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import ConfigurationError
@@ -40,7 +40,7 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
         replace = msgspec.structs.replace
         # In explicit mode all models are there at first, and can be unloaded.
         load = ("*",) if settings.triton.model_control_mode == "explicit" else ()
-        # It asks itself, at an address that is in no certificate, and its Triton asks for nothing.
+        # The demo sends a request to itself, at an address that is in no certificate. Its Triton needs no credentials.
         settings = replace(
             settings,
             access=_with_own_key(settings.access),
@@ -50,18 +50,18 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
             triton_access=TritonAccess(),
         )
         triton = triton_for(settings, environ, backends=repository.backends)
-        return serve_and_talk(settings, sockets, triton, _ask_one_question(_headers(settings.access), once=once))
+        return serve_demo(settings, sockets, triton, _ask_one_question(_headers(settings.access), once=once))
 
 
 def _with_own_key(access: AccessSettings) -> AccessSettings:
-    """Return *access* with a key for the demo's own question, where those that there are stand in a file alone."""
+    """Return *access* with a key for the demo's own question if all other keys are in a file."""
     if access.api_keys_file is None or access.api_key:
         return access
     return msgspec.structs.replace(access, api_key=(f"demo question:{secrets.token_hex(32)}",))
 
 
 def _headers(access: AccessSettings) -> dict[str, str]:
-    """Return what the demo's own question needs, where the settings close the service and say with what."""
+    """Return the headers that authorize the demo's own question."""
     headers = {entry.header: entry.value for entry in access.openai_restricted_api if "inference" in entry.apis}
     if access.api_key:
         _, _, key = access.api_key[0].rpartition(":")
@@ -69,8 +69,8 @@ def _headers(access: AccessSettings) -> dict[str, str]:
     return headers
 
 
-def _ask_one_question(headers: Mapping[str, str], *, once: bool) -> Talk:
-    async def talk(banner: Banner) -> int | None:
+def _ask_one_question(headers: Mapping[str, str], *, once: bool) -> OnReady:
+    async def on_ready(banner: Banner) -> int | None:
         names = [model.name for model in banner.models if model.adapter]
         if not names:
             raise ConfigurationError("The demo's models did not become ready.")
@@ -83,11 +83,11 @@ def _ask_one_question(headers: Mapping[str, str], *, once: bool) -> Talk:
         print(_snippets(banner.base_url, model), flush=True)
         return None
 
-    return talk
+    return on_ready
 
 
 async def _ask(base_url: str, model: str, headers: Mapping[str, str]) -> str | None:
-    """Ask as any client would, print the answer while it comes, and return what went wrong, if anything did."""
+    """Ask as a client, print the answer as it arrives, and return the error, if any."""
     body = {"model": model, "messages": [{"role": "user", "content": _QUESTION}], "stream": True, "max_tokens": 64}
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
     try:

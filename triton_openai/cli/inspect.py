@@ -127,7 +127,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     if capabilities.splits_characters:
         notes.append(_LOSES)
     if not capabilities.generate:
-        # Of one that is given token ids, what is said of the tokenizer; it comes first.
+        # Only the note about the tokenizer, which comes first, for a model that takes token ids.
         notes = notes[:1] if capabilities.token_pairs and not tokenizer else []
     counted = "from the responses and the tokenizer" if tokenizer else "left out (nobody counts)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
@@ -171,7 +171,7 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
 
 
 def _sampling(model: ServedModel, defaults: DefaultParameters, source: str | None) -> str:
-    """Return how a request that says nothing of it is sampled."""
+    """Return how requests without sampling parameters are sampled."""
     own = model.settings.default_parameters.given()
     found = {name: value for name, value in defaults.given().items() if name not in own}
     parts = [

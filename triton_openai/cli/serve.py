@@ -2,7 +2,7 @@
 ``triton-openai serve``: the service as a process, from its sockets to its signals.
 
 With several workers this process answers no request itself: it has the listening sockets, which outlive any worker,
-and the Triton if one is started; it starts the workers, replaces them, and passes on what it is asked.
+and the Triton if one is started; it starts the workers, replaces them, and passes signals and new settings on.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from triton_openai.tritonserver.embedded import EmbeddedTriton
 from triton_openai.tritonserver.supervisor import Supervisor, triton_for
 
 log = structlog.get_logger(__name__)
-# Enough for every stream that one process can carry. Not more: some programs walk over all that there might be.
+# Enough for every stream of one process. Not more, because some programs loop over all possible descriptors.
 _ENOUGH_FILES = 65_536
-# How long clients that connected last have for their request, and how often it is looked whether one has not sent it.
+# How long the last clients that connected have to send a request, and how often the connections are checked.
 _LAST_REQUESTS_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
 
-#: What happens after the banner, and what the process's exit status then is; None: go on serving.
-Talk = Callable[[Banner], Awaitable[int | None]]
+#: Called after the banner is shown. Returns the exit status, or ``None`` to go on serving.
+OnReady = Callable[[Banner], Awaitable[int | None]]
 
 
 class Running(msgspec.Struct, frozen=True):
-    """What serves: how it takes new settings, how it says what is served, and the tasks whose end is its own."""
+    """A running service: how to give it new settings, how to show its banner, and the tasks that end with it."""
 
     take_over: TakeOver
-    greet: Callable[[], Awaitable[int | None]]
+    show_banner: Callable[[], Awaitable[int | None]]
     tasks: tuple[asyncio.Task[Any], ...] = ()
 
 
 class Stop:
     """
-    Whether the service has been *asked* to end, and whether whoever asked is in a hurry (*hurried*).
+    Whether the service has been *asked* to stop, and whether it has to stop without waiting (*hurried*).
 
-    *notice* is whether load balancers get time to notice: a person at a terminal has none to wait for.
+    With *notice*, load balancers get time to notice. After a Ctrl-C there is none to wait for.
     """
 
     def __init__(self) -> None:
@@ -75,25 +75,25 @@ class Stop:
         self.notice = False
 
     def ask(self, why: str, *, notice: bool) -> None:
-        """Begin the end, unless it has begun."""
+        """Begin to stop, unless that has begun."""
         if not self.asked.is_set():
             log.info("stopping", why=why)
             self.notice = notice
             self.asked.set()
 
     def hurry(self) -> None:
-        """Cut waiting short."""
+        """Stop without waiting."""
         self.asked.set()
         self.hurried.set()
 
 
-#: Makes a service of settings, and ends it as a :class:`Stop` says.
+#: Runs a service with these settings, and ends it as the :class:`Stop` asks.
 Service = Callable[[Settings, Stop], AbstractAsyncContextManager[Running]]
 
 
 def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
     """Serve until a signal ends it, and keep up with the *source* of the settings."""
-    # Workers inherit it.
+    # The workers inherit the limit.
     raise_limit()
     with contextlib.ExitStack() as opened:
         sockets = opened.enter_context(listening_sockets(settings.server))
@@ -114,17 +114,17 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
         return run_loop(_serve(settings, service, triton, source))
 
 
-def serve_and_talk(settings: Settings, sockets: Sequence[socket.socket], triton: EmbeddedTriton, talk: Talk) -> int:
-    """Start *triton*, and then serve on *sockets* until a signal ends it, or *talk* returns an exit status."""
-    service = partial(_one_process, sockets=sockets, launched=True, talk=talk)
+def serve_demo(settings: Settings, sockets: Sequence[socket.socket], triton: EmbeddedTriton, on_ready: OnReady) -> int:
+    """Start *triton*, then serve on *sockets* until a signal, or an exit status of *on_ready*."""
+    service = partial(_one_process, sockets=sockets, launched=True, on_ready=on_ready)
     return run_loop(_serve(settings, service, triton))
 
 
 def raise_limit() -> None:
     """
-    Raise this process's limit of open files, which is 1024 on most systems, to as many as it may have.
+    Raise this process's limit of open files, which is 1024 on most systems, as far as allowed and useful.
 
-    The lower one is kept by systems for programs that wait with ``select``, which this one does not.
+    Systems keep the low default for programs that use ``select``, which this one does not.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
@@ -135,7 +135,7 @@ def raise_limit() -> None:
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
     """Run *main* on uvloop where that is installed, otherwise on asyncio's own loop."""
     try:
-        import uvloop  # there is none for some platforms
+        import uvloop  # not available on every platform
     except ImportError:
         run: Callable[[Coroutine[Any, Any, int]], int] = asyncio.run
     else:
@@ -143,17 +143,17 @@ def run_loop(main: Coroutine[Any, Any, int]) -> int:
     try:
         return run(main)
     except asyncio.CancelledError:
-        # A third signal: whoever sent it did not want to wait for anything.
+        # After the third signal.
         return 130
 
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Stop, *, insist: bool = True) -> Iterator[None]:
     """
-    Let SIGTERM and SIGINT begin the end; a second one hurries it, a third one breaks it off.
+    Stop at SIGTERM and SIGINT: the first asks, the second one stops the waiting, the third one cancels the main task.
 
-    A worker lets nobody *insist*: service managers send their signals to every process, and what its parent passes on
-    would be the second.
+    Without *insist*, further signals are ignored. So workers do: service managers send a signal to every process, and
+    the one that the parent passes on would count as the second.
     """
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
@@ -181,11 +181,10 @@ async def _serve(
     """
     Run what *service* makes of *settings* until a signal ends it, or it ends by itself; return the exit status.
 
-    *triton* is started, supervised, and stopped at the end. Settings are read again from *source*, and the service
-    answers while Triton starts, and says that it is not ready. Without *source* somebody looks on: then one thing comes
-    after the other, without complaints about a Triton that is not there yet.
+    *triton* is started, supervised, and stopped at the end. Settings are read again from *source*. The service answers,
+    as not ready, while Triton starts. Without *source*, as in the demo, the service starts after Triton.
     """
-    # Before Triton is started: files that cannot be used are to be reported at once.
+    # Before Triton starts, so that wrong files are reported at once.
     server_context(settings.tls)
     stop = Stop()
 
@@ -194,7 +193,7 @@ async def _serve(
             return settings
         return settings.with_triton(triton.http_url, triton.grpc_url, metrics_url=triton.metrics_url)
 
-    # Left in the opposite order: requests in flight still have their Triton while the service drains.
+    # Triton stops last, so that requests in flight can finish.
     with stopped_by_signals(stop):
         async with _supervised(settings, triton) as (ends, started):
             ends.append(asyncio.create_task(stop.asked.wait()))
@@ -204,30 +203,30 @@ async def _serve(
                 starting.cancel()
             async with service(adapted(settings), stop) as running:
 
-                async def greet() -> int | None:
+                async def show_banner() -> int | None:
                     await started.wait()
-                    return await running.greet()
+                    return await running.show_banner()
 
                 async def take(new: Settings, renew: bool) -> None:
                     await running.take_over(adapted(new), renew)
 
-                greeting = asyncio.create_task(greet())
+                banner = asyncio.create_task(show_banner())
                 try:
                     async with reloading(None if source is None else Reloader(settings, source, take)):
-                        return await _first_end([*ends, *running.tasks], greeting)
+                        return await _first_end([*ends, *running.tasks], banner)
                 finally:
-                    greeting.cancel()
-                    await asyncio.gather(greeting, return_exceptions=True)
+                    banner.cancel()
+                    await asyncio.gather(banner, return_exceptions=True)
 
 
-async def _first_end(ends: Sequence[asyncio.Task[Any]], greeting: asyncio.Task[int | None]) -> int:
-    """Wait for the first of *ends*, or for a *greeting* that ends with an exit status; return the exit status."""
-    waiting: set[asyncio.Task[Any]] = {*ends, greeting}
+async def _first_end(ends: Sequence[asyncio.Task[Any]], banner: asyncio.Task[int | None]) -> int:
+    """Wait for the first of *ends*, or for an exit status of *banner*; return the exit status."""
+    waiting: set[asyncio.Task[Any]] = {*ends, banner}
     while True:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             result = task.result()
-            if task is not greeting:
+            if task is not banner:
                 return 0
             if result is not None:
                 return int(result)
@@ -237,7 +236,7 @@ async def _first_end(ends: Sequence[asyncio.Task[Any]], greeting: asyncio.Task[i
 async def _supervised(
     settings: Settings, triton: EmbeddedTriton | None
 ) -> AsyncIterator[tuple[list[asyncio.Task[Any]], asyncio.Event]]:
-    """Keep *triton* running, if there is one. Yield the tasks whose end is that of the service, and Triton's start."""
+    """Keep *triton* running, if there is one. Yield the tasks whose end ends the service, and Triton's start."""
     started = asyncio.Event()
     if triton is None:
         started.set()
@@ -259,16 +258,16 @@ async def _supervised(
 
 @contextlib.asynccontextmanager
 async def _one_process(
-    settings: Settings, stop: Stop, *, sockets: Sequence[socket.socket], launched: bool, talk: Talk | None = None
+    settings: Settings, stop: Stop, *, sockets: Sequence[socket.socket], launched: bool, on_ready: OnReady | None = None
 ) -> AsyncIterator[Running]:
     async with listening(settings, sockets, stop) as app:
 
-        async def greet() -> int | None:
+        async def show_banner() -> int | None:
             banner = await banner_of(settings, app, address_of(settings, sockets[0]), launched=launched)
             show(render_banner(banner, settings.server.log_format))
-            return None if talk is None else await talk(banner)
+            return None if on_ready is None else await on_ready(banner)
 
-        yield Running(partial(take_over, app), greet)
+        yield Running(partial(take_over, app), show_banner)
 
 
 @contextlib.asynccontextmanager
@@ -279,7 +278,7 @@ async def listening(
     worker: Worker | None = None,
     shared: SharedClient | None = None,
 ) -> AsyncIterator[web.Application]:
-    """Yield the application, running and listening; end it in order, as *stop* says."""
+    """Yield the application, running and listening; shut it down as *stop* asks."""
     app = create_app(settings, worker=worker, shared=shared)
     frontends = app[FRONTENDS] = []
     server = HttpServer(app, settings.limits, tls=server_context(settings.tls))
@@ -293,19 +292,19 @@ async def listening(
         )
         for one in sockets:
             await server.listen(one)
-        # What is there by now stays: without it, the longest pauses of the garbage collector are a tenth as long.
+        # What exists now stays. Without it, the longest pauses of the garbage collector are a tenth as long.
         gc.collect()
         gc.freeze()
         yield app
     finally:
-        await _end(server, app, stop)
+        await _shut_down(server, app, stop)
 
 
-async def _end(http: HttpServer, app: web.Application, stop: Stop) -> None:
+async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None:
     """
-    End the service without losing a request, as far as that is in its hands.
+    Shut the service down without losing a request, as far as possible.
 
-    First load balancers notice that it is not ready any more; then nobody can connect; then what runs may finish.
+    First readiness turns false, for load balancers; then the sockets close; then running requests may finish.
     """
     server, draining = app[SERVICE].settings.server, app[DRAINING]
     draining.begin()
@@ -342,8 +341,8 @@ async def _workers(
     count, address = settings.server.workers, address_of(settings, sockets[0])
 
     def with_ports(settings: Settings) -> Settings:
-        held = {"kserve_http_port": ports.kserve_http_port, "kserve_grpc_port": ports.kserve_grpc_port}
-        return msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, **held))
+        bound = {"kserve_http_port": ports.kserve_http_port, "kserve_grpc_port": ports.kserve_grpc_port}
+        return msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, **bound))
 
     async def start(index: int, settings: Settings) -> WorkerProcess:
         worker = Worker(index=index, count=count, directory=directory)
@@ -361,16 +360,16 @@ async def _workers(
     async def take(new: Settings, renew: bool) -> None:
         await pool.take_over(with_ports(new), renew)
 
-    async def greet() -> None:
-        pool.greet(launched=launched)
-        show(await pool.greeting)
+    async def show_banner() -> None:
+        pool.ask_for_banner(launched=launched)
+        show(await pool.banner)
 
     pool = Pool(with_ports(settings), count, start, listens=listens, forget=forget)
     serving = asyncio.create_task(pool.run())
     try:
-        yield Running(take, greet, (serving,))
+        yield Running(take, show_banner, (serving,))
     finally:
-        # While the workers have them, nobody is turned away; when the last lets go, nobody is kept waiting.
+        # The workers still accept connections. When the last one has closed its sockets, clients are refused at once.
         for one in sockets:
             one.close()
         await pool.end(notice=stop.notice, hurried=stop.hurried)

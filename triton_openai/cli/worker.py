@@ -1,8 +1,8 @@
 """
 The command of one worker process, started by :mod:`triton_openai.serving.workers.pool` only.
 
-Its one argument is the number of the socket over which its parent talks to it. It reads from its standard input what it
-is to serve.
+Its one argument is the file descriptor of the socket to its parent. It reads a
+:class:`~triton_openai.serving.workers.pool.Start` from its standard input.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from triton_openai.telemetry.logging import configure_logging
 
 log = structlog.get_logger(__name__)
 
-# How often the parent hears that the event loop turns.
-_ALIVE_SECONDS = 0.5
+# Interval of the heartbeats, which come from the event loop.
+_HEARTBEAT_SECONDS = 0.5
 
 
 def main() -> int:
-    """Serve until the parent says that it is enough, or is gone; return the exit status."""
-    # New settings come from the parent, whoever else of the group is told of them too.
+    """Serve until the parent asks for the end, or is gone; return the exit status."""
+    # New settings come from the parent, also if the signal goes to the whole process group.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    # Where it hangs, for the parent to ask before it makes an end of it; and for operators.
+    # Prints the stacks of all threads: the parent asks a process that hangs before it kills it.
     faulthandler.register(signal.SIGQUIT, all_threads=True)
     try:
         start: Start = pickle.load(sys.stdin.buffer)
@@ -50,7 +50,7 @@ def main() -> int:
     try:
         return run_loop(_serve(start, sockets, connection))
     except ConfigurationError as error:
-        # The parent says it, once and not for every worker.
+        # The parent reports it, once for all workers.
         connection.setblocking(True)
         connection.sendall(encode(0, "refuse", (error.message,)))
         return 2
@@ -67,14 +67,14 @@ async def _serve(start: Start, sockets: list[socket.socket], connection: socket.
     control.cancel()
     await asyncio.gather(control, return_exceptions=True)
     if orphaned and start.worker.directory is not None:
-        # Nobody else is there to do it.
+        # The parent, which would do it, is gone.
         shutil.rmtree(start.worker.directory, ignore_errors=True)
     return 0
 
 
 async def _controlled(start: Start, app: web.Application, stop: Stop, channel: Channel) -> None:
-    """Do what the parent says until it has gone."""
-    # Settings are taken over one after the other: the last that were sent hold in the end.
+    """Handle the messages of the parent until it has gone."""
+    # One after the other, so that the last settings win.
     taking_over = asyncio.Lock()
 
     async def take(settings: Settings, renew: bool) -> str | None:
@@ -88,25 +88,25 @@ async def _controlled(start: Start, app: web.Application, stop: Stop, channel: C
             return "A worker failed to take the settings over; its log says why."
         return None
 
-    async def greet(launched: bool) -> str:
+    async def make_banner(launched: bool) -> str:
         banner = await banner_of(start.settings, app, start.address, launched=launched)
         return render_banner(banner, start.settings.server.log_format)
 
-    async def show_life() -> None:
+    async def send_heartbeats() -> None:
         while True:
-            await asyncio.sleep(_ALIVE_SECONDS)
-            channel.notify("alive")
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
+            channel.notify("heartbeat")
 
     def end(notice: bool) -> None:
-        stop.ask("the parent process says so", notice=notice)
+        stop.ask("the parent process asks for it", notice=notice)
 
-    channel.methods |= {"take_over": take, "greet": greet, "end": end, "hurry": stop.hurry}
+    channel.methods |= {"take_over": take, "banner": make_banner, "end": end, "hurry": stop.hurry}
     channel.notify("listening")
-    living = asyncio.create_task(show_life())
+    heartbeats = asyncio.create_task(send_heartbeats())
     try:
         await channel.run()
     finally:
-        living.cancel()
+        heartbeats.cancel()
     stop.ask("the parent process is gone", notice=False)
 
 

@@ -1,8 +1,8 @@
 """
 Settings: one typed tree, fed by flags, the environment, a YAML file and defaults, in that order of precedence.
 
-``tree`` says what can be set and explains it, ``options`` derives flags and variables from the tree, ``sources`` reads
-them, and ``reload`` reads them again and tells what of new settings a running service can take over.
+``tree`` declares and documents the settings, ``options`` derives flags and variables from the tree, ``sources`` reads
+them, and ``reload`` reads them again and finds what a running service can take over.
 """
 
 from __future__ import annotations

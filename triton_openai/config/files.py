@@ -25,8 +25,8 @@ class FileWatch:
     """
     Tells when *paths* are to be read again: after each change, and until a reading succeeds.
 
-    Who reads says how that went, with :meth:`used` or :meth:`failed`. *problem* is the event that the log gets for a
-    failure, with *fields*. Make a watch before the first reading: a change in between is seen then.
+    The reader reports its result with :meth:`used` or :meth:`failed`. *problem* is the event that the log gets for a
+    failure, with *fields*. Make a watch before the first reading, so that no change in between is missed.
     """
 
     def __init__(self, paths: Sequence[Path | None], *, problem: str, **fields: Any) -> None:
@@ -40,7 +40,7 @@ class FileWatch:
         """
         Look at the files, and return whether to read them.
 
-        With *settled*, a change counts when the files have looked the same twice: whoever writes has finished then.
+        With *settled*, a change counts when the files have looked the same twice: the writer has finished then.
         """
         found = self._signatures()
         steady, self._looked = found == self._looked, found
@@ -65,9 +65,9 @@ class FileWatch:
 
     def check(self, what: str = "file") -> None:
         """
-        Raise :class:`ConfigurationError` where one of the files is a pipe; *what* says what it is.
+        Raise :class:`ConfigurationError` if one of the files is a pipe; *what* describes the file.
 
-        A pipe has no second content: whoever reads it again waits for ever.
+        A pipe can be read only once: a second reader waits for ever.
         """
         for path in self.paths:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What the tree's fields are called outside of it: flags, environment variables and keys of the YAML file."""
+"""The names of the settings outside of the tree: flags, environment variables and keys of the YAML file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     One setting with all its names.
 
     *path* leads to it in the tree and in the YAML file; a setting of a single model has ``models.NAME`` before it.
-    *type* is its type without limits. The flags are as ``tree`` describes them. A setting that is *file_only* has its
-    flag and its variable only to say so to whoever uses them.
+    *type* is its type without limits. The flags are as ``tree`` describes them. The flag and
+    the variable of a setting that is *file_only* only lead to an error message.
     """
 
     name: str
@@ -72,12 +72,12 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The accepted words, if there are only a few."""
+        """The accepted values, if there are only a few."""
         return get_args(self.item) if get_origin(self.item) is Literal else ()
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """The fields of one value, for a list of objects: its flag takes one word for each."""
+    def fields(self) -> tuple[str, ...]:
+        """The fields of one value, for a list of objects: its flag takes one argument for each."""
         return self.item.__struct_fields__ if is_struct(self.item) else ()
 
     @property
@@ -141,7 +141,7 @@ def _extra(annotation: Any) -> dict[str, Any]:
 
 
 def _metadata(annotation: Any) -> Iterator[msgspec.Meta]:
-    """Yield what is said about *annotation*, from the inside out."""
+    """Yield the metadata of *annotation*, from the inside out."""
     if get_origin(annotation) is Annotated:
         inner, *metas = get_args(annotation)
         yield from _metadata(inner)

@@ -49,7 +49,7 @@ def changes_between(current: Settings, new: Settings) -> Changes:
         values = {name: getattr(after, name) for name in taken}
         groups[group] = msgspec.structs.replace(getattr(current, group), **values)
     for model in sorted(current.models.keys() | new.models.keys()):
-        # A model that is not there says the same as one that leaves everything out.
+        # A model without an entry equals one whose entry is empty.
         pair = (settings.models.get(model, ModelSettings()) for settings in (current, new))
         live += [f"models.{model}.{name}" for name in _differences(*pair)]
     settings = msgspec.structs.replace(current, **groups, models=new.models)
@@ -118,12 +118,12 @@ class Reloader:
             read = True
             if changes.live or renew:
                 await self._take_over(changes.settings, renew)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+        except Exception as error:  # noqa: BLE001 - whatever it is, the watch goes on
             watch.failed(error)
             return
         finally:
             if read:
-                # Settings that are read but refused are tried again after the next change only: that may take long.
+                # Settings that were refused are tried again only after the next change: each attempt may take long.
                 watch.used()
         self.settings = changes.settings
         if changes.fixed:
@@ -134,9 +134,9 @@ class Reloader:
 
 def _check_guards(old: AccessSettings, new: AccessSettings) -> None:
     """
-    Raise :class:`ConfigurationError` where *new* lets everybody in and *old* did not.
+    Raise :class:`ConfigurationError` if *new* removes all keys or all restrictions of *old*.
 
-    A file that was emptied, or lost a line, has no mistake that could be noticed otherwise.
+    A file that was emptied, or has lost a line, is valid otherwise.
     """
     for what, before, after in (
         ("API keys", old.api_key or old.api_keys_file, new.api_key or new.api_keys_file),
@@ -152,7 +152,7 @@ async def reloading(reloader: Reloader | None) -> AsyncIterator[None]:
     if reloader is None:
         yield
         return
-    # Until the process ends: who asks while requests still run to their end asks too late, and must not cut them off.
+    # The handler stays until the process ends: without it, a SIGHUP during shutdown would kill the process.
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.request)
     running = asyncio.create_task(reloader.run())
     try:

@@ -16,26 +16,26 @@ from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, 
 from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, OTLP_PORTS, LoraSettings, Settings
 from triton_openai.errors import ConfigurationError
 
-#: Leads to a setting in the tree.
-Place = tuple[str, ...]
-#: What was found, by its place, each with where it was found for error messages.
-Layer = dict[Place, tuple[Any, str]]
+#: The path of a setting in the tree.
+Keys = tuple[str, ...]
+#: The settings of one source by their paths, each with its origin for error messages.
+Layer = dict[Keys, tuple[Any, str]]
 
-# Not part of the tree: it says where the rest of the tree is.
+# Names the YAML file, so it is not in the tree.
 _CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
 # The type of each group; of models, that of each model.
 _GROUPS = {
     field.name: kind if is_struct(kind := bare_type(field.type)) else get_args(kind)[1]
     for field in msgspec.structs.fields(Settings)
 }
-# Where one value is as good as a list of one.
+# Settings that are lists; a single value stands for a list of one.
 _LISTS = {
     field.name
     for group in _GROUPS.values()
     for field in msgspec.structs.fields(group)
     if get_origin(bare_type(field.type)) is tuple
 }
-# msgspec's words for types, as a person would say them.
+# msgspec's names of types, in plain English.
 _PLAIN_WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -51,7 +51,7 @@ def load_settings(
     """
     Return the settings that *flags*, *environ* and the YAML file named in either of them ask for.
 
-    *flags* holds what was given on the command line, as it was written, under the name of the flag without its dashes
+    *flags* has the values of the command line as they were written, by the name of the flag without its dashes
     (``config`` names the YAML file). An empty environment variable counts as one that is not set. *defaults*, written
     like *flags*, take the place of the tree's own. Raises :class:`ConfigurationError` for an unknown name or a value
     that is not accepted; the message names it.
@@ -112,7 +112,7 @@ def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> Layer:
         refuse_if_file_only(option, origin)
         if option.is_alias or option.per_model:
             _add_assignments(written, option, _split(value), origin)
-        elif option.words:
+        elif option.fields:
             written[option.path] = _objects(value, option, origin), origin
         elif option.is_list:
             written[option.path] = _split(value, "\n" if option.verbatim else ","), origin
@@ -122,12 +122,12 @@ def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> Layer:
 
 
 def _objects(value: Any, option: Option, origin: str) -> list[dict[str, Any]]:
-    """Return objects: a flag has the words of each apart, a variable has them as ``A B C; D E F``."""
-    first, *others = option.words
+    """Return objects: a flag has each field as an argument of its own, a variable is written ``A B C; D E F``."""
+    first, *others = option.fields
     if isinstance(value, str):
         value = [part.split(None, len(others)) for part in value.split(";") if part.strip()]
-    if any(len(words) != len(option.words) for words in value):
-        raise ConfigurationError(f"{origin}: write {' '.join(option.metavar or option.words)}.")
+    if any(len(words) != len(option.fields) for words in value):
+        raise ConfigurationError(f"{origin}: write {' '.join(option.metavar or option.fields)}.")
     # The first word may be several.
     return [{first: _split(words[0]), **dict(zip(others, words[1:], strict=True))} for words in value]
 
@@ -163,10 +163,10 @@ def _split(value: str | Iterable[str], separator: str = ",") -> list[str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its habit of letting the last of two equal keys win in silence."""
+    """A YAML loader that refuses a key that is there twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping, after a look for keys that are there twice."""
+        """Return the mapping. Raises ``ConstructorError`` for a key that is there twice."""
         seen = set[str]()
         for key, _ in node.value:
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
@@ -186,14 +186,14 @@ def _read_file(file: Path) -> Layer:
             f"The settings file {file} is not valid YAML: {' '.join(str(error).split())}."
         ) from error
 
-    def place(path: Place) -> str:
+    def place(path: Keys) -> str:
         return f"{'.'.join(path)} in {file}" if path else f"The settings file {file}"
 
-    return _convert(_given({} if content is None else content, place), place, strict=True)
+    return _convert(_normalized({} if content is None else content, place), place, strict=True)
 
 
-def _given(content: Any, place: Callable[[Place], str], at: Place = ()) -> dict[str, Any]:
-    """Return a mapping of the file without what is empty in it, and with lists where one value was written."""
+def _normalized(content: Any, place: Callable[[Keys], str], at: Keys = ()) -> dict[str, Any]:
+    """Return a mapping of the file without empty values, and with single values of list settings as lists."""
     if not isinstance(content, dict):
         raise ConfigurationError(f"{place(at)} has to be a mapping of names to values.")
     kept: dict[str, Any] = {}
@@ -202,7 +202,7 @@ def _given(content: Any, place: Callable[[Place], str], at: Place = ()) -> dict[
         if not isinstance(name, str):
             raise ConfigurationError(f"{place((*at, str(name)))} is not a name; put it in quotes.")
         if isinstance(value, dict) or not at or (path[0] == "models" and len(path) == 2):
-            kept[name] = {} if value is None else _given(value, place, path)
+            kept[name] = {} if value is None else _normalized(value, place, path)
         elif value is not None:
             kept[name] = [value] if name in _LISTS and isinstance(value, str) else value
     return kept
@@ -221,8 +221,8 @@ def _tree(found: Layer) -> dict[str, Any]:
     return tree
 
 
-def _convert(tree: Mapping[str, Any], place: Callable[[Place], str], *, strict: bool) -> Layer:
-    """Return what *tree* holds as values of the right types; *place* says where each was found."""
+def _convert(tree: Mapping[str, Any], place: Callable[[Keys], str], *, strict: bool) -> Layer:
+    """Return the settings in *tree* as values of their types; *place* returns the origin of a path."""
     found: Layer = {}
     for group, content in tree.items():
         if group not in _GROUPS:
@@ -233,12 +233,12 @@ def _convert(tree: Mapping[str, Any], place: Callable[[Place], str], *, strict: 
                 made = msgspec.convert(part, _GROUPS[group], strict=strict, dec_hook=_decode)
             except msgspec.ValidationError as error:
                 # Without the cause, whose traceback could show a secret.
-                raise ConfigurationError(_mistake(str(error), part, at, place)) from None
+                raise ConfigurationError(_message(str(error), part, at, place)) from None
             found.update((path, (value, place(path))) for path, value in _leaves(part, made, at))
     return found
 
 
-def _leaves(part: Mapping[str, Any], made: msgspec.Struct, at: Place) -> Iterator[tuple[Place, Any]]:
+def _leaves(part: Mapping[str, Any], made: msgspec.Struct, at: Keys) -> Iterator[tuple[Keys, Any]]:
     for name in part:
         value = getattr(made, name)
         if isinstance(value, msgspec.Struct):
@@ -247,8 +247,8 @@ def _leaves(part: Mapping[str, Any], made: msgspec.Struct, at: Place) -> Iterato
             yield (*at, name), value
 
 
-def _mistake(error: str, part: Any, at: Place, place: Callable[[Place], str]) -> str:
-    """Return what msgspec says of a value in *part*, which is *at* this place, in words for an operator."""
+def _message(error: str, part: Any, at: Keys, place: Callable[[Keys], str]) -> str:
+    """Return msgspec's *error* about a value in *part*, which is *at* this path, as a message for an operator."""
     error, _, where = error.partition(" - at `$")
     names = where.partition("[")[0].strip("`").split(".")[1:]
     kind: Any = _GROUPS[at[0]]
@@ -289,16 +289,18 @@ def _decode(target: type, value: Any) -> Any:
 
 # OpenTelemetry's own variables, and the addresses of collectors
 
-#: What the program says, before the SDK's own words, of variables that are read by nobody but the SDK.
+#: Begins the message about an environment variable that only OpenTelemetry's SDK reads.
 SDK_REFUSES = "OpenTelemetry's SDK does not accept one of its environment variables (OTEL_...)"
 _CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-# Characters of each text where that variable wants content, and no setting says how much.
+# Characters of each text if that variable asks for content, and no setting sets a limit.
 _CONTENT_CHARACTERS = 1024
 
 
 def _add_opentelemetry(found: Layer, environ: Mapping[str, str]) -> None:
     """
-    Let OpenTelemetry's variables say what no setting does, and switch everything off. An empty one is not set.
+    Add what OpenTelemetry's variables set and no setting of ours does; ``OTEL_SDK_DISABLED`` switches traces off.
+
+    An empty variable counts as one that is not set.
 
     Source: OpenTelemetry's specification, "Environment Variable Specification" and "OpenTelemetry Protocol Exporter".
     """
@@ -343,11 +345,11 @@ def _add_opentelemetry(found: Layer, environ: Mapping[str, str]) -> None:
         found.update({path: value for path, value in standard.items() if path not in found})
 
 
-# What has to fit together
+# Settings that depend on each other
 
 
 def _check(found: Layer) -> None:
-    """Raise :class:`ConfigurationError` for settings of which each is fine by itself, and for addresses."""
+    """Raise :class:`ConfigurationError` for settings that exclude or need each other, and for wrong addresses."""
 
     def get(group: str, name: str, default: Any = None) -> tuple[Any, str]:
         return found.get((group, name), (default, ""))

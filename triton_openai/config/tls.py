@@ -11,11 +11,11 @@ from triton_openai.config.files import FromFiles, read_file, read_secret
 from triton_openai.config.tree import TlsSettings
 from triton_openai.errors import ConfigurationError
 
-# For TLS 1.2, whose defaults hold more than these; TLS 1.3 has only good ones. All have forward secrecy and
+# For TLS 1.2, whose defaults include weaker ones; those of TLS 1.3 are all good. These have forward secrecy and
 # authenticated encryption (Mozilla's "intermediate" list without its finite-field groups).
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
-#: Since TLS 1.3 a server refuses a client's certificate when the handshake is over for the client; its word about that
-#: is lost where the connection is reset before it was read.
+#: With TLS 1.3 a server refuses a client's certificate after the client has finished the handshake. Its alert is lost
+#: if the connection is reset before the client reads it.
 PERHAPS_REFUSED = "TLS: closed without an answer; perhaps this service's certificate was not accepted"
 
 
@@ -61,7 +61,7 @@ def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_ciphers(_CIPHERS)
-        # Renegotiation is a way to make a server work for nothing.
+        # With renegotiation, a client can waste CPU time of the server.
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.set_alpn_protocols(["http/1.1"])
         load_identity(context, certificate, settings.key, passphrase, prefix="--tls")
@@ -78,7 +78,7 @@ def load_identity(
     context: ssl.SSLContext, certificate: Path, key: Path | None, passphrase: str | None = None, *, prefix: str
 ) -> None:
     """
-    Give *context* a certificate and its key; *prefix* is how the flags begin that name them.
+    Give *context* a certificate and its key; *prefix* begins the flags for both.
 
     Raises :class:`ConfigurationError`, with what is wrong with which file.
     """
@@ -91,7 +91,7 @@ def load_identity(
     def ask() -> str:
         nonlocal encrypted
         encrypted = True
-        # Without this the library would ask whoever sits at the terminal.
+        # Without this callback OpenSSL would ask at the terminal.
         if passphrase is None:
             hint = "--tls-key-passphrase-file" if prefix == "--tls" else "a key for Triton must not be"
             raise ConfigurationError(f"The key in {named} is encrypted: {hint}.")
@@ -110,7 +110,7 @@ def load_identity(
                 f"The file {named} must hold a certificate and its private key (PEM), or {prefix}-key name the key."
             )
         else:
-            # What else there is ("PEM lib", "no start line") does not say which of the two files it means.
+            # The other reasons ("PEM lib", "no start line") do not tell which of the two files is wrong.
             problem = f"{certificate} must be a certificate and {key} its private key, both PEM ({reason})."
         raise ConfigurationError(problem) from error
 
@@ -124,8 +124,8 @@ def load_authorities(context: ssl.SSLContext, path: Path, origin: str) -> None:
         raise ConfigurationError(f"The file {path} given by {origin} holds no certificate (PEM).") from error
 
 
-def words(error: BaseException) -> str:
-    """Return what went wrong in a handshake, for the log: what was wrong with the certificate, where it was that."""
+def failure_reason(error: BaseException) -> str:
+    """Return why a connection failed, for the log; for a certificate that is not accepted, why not."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"TLS: the certificate was not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

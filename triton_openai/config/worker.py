@@ -1,4 +1,4 @@
-"""The directory that the workers of one service share, and nobody else can look into."""
+"""A worker of a service, and the private directory that the workers of one service share."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
     place = environment.get("XDG_RUNTIME_DIR")
     usable = place and os.access(place, os.W_OK | os.X_OK) and Path(place).is_dir()
     try:
-        # mkdtemp lets nobody else in.
+        # mkdtemp gives access to this user only.
         directory = Path(tempfile.mkdtemp(prefix="triton-openai-", dir=place if usable else None))
     except OSError as error:
         raise ConfigurationError(

@@ -21,7 +21,7 @@ from triton_openai.errors import ModelUnloading, ServiceOverloaded
 from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.telemetry.observation import Observation, Observer
 
-# A process that is late by more than this many seconds, five times in a row, refuses new requests.
+# Event loop lag in seconds, five times in a row, above which the process refuses new requests.
 _MAX_LOOP_LAG = 1.0
 
 
@@ -48,7 +48,7 @@ class Admission:
         self._model_draining = model_draining or ModelDraining(Draining())
         self._model_draining.turn_away = self.turn_away
         self._observer = observer or Observer()
-        # Those that wait, in the order in which they came, with their models.
+        # The models of the waiting requests, in the order in which those came.
         self._queue: OrderedDict[asyncio.Future[None], str] = OrderedDict()
         self._running: Counter[str] = Counter()
         self.replace(settings)
@@ -88,7 +88,7 @@ class Admission:
         if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service has more to do than it can.", retry_after=1)
         if self._running.total() < self._limit and self._has_room(model):
-            # Nobody waits for this model: a request that leaves admits those that its place has room for.
+            # No request waits for this model: each one that ends admits those that have room.
             self._running[model] += 1
         else:
             await self._wait(model, observation, patience)
@@ -113,7 +113,7 @@ class Admission:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                # Admitted at the very moment of leaving: the place goes to the next one.
+                # Admitted while it gave up: its place goes to the next one.
                 self._leave(model)
             if isinstance(error, TimeoutError):
                 reason = f"The request waited {seconds:g} seconds for others to end."
@@ -138,18 +138,18 @@ class Admission:
         self._admit()
 
     def _admit(self) -> None:
-        """Admit those that wait and have room, longest wait first."""
+        """Admit waiting requests that have room, longest wait first."""
         while self._running.total() < self._limit:
             turn = next((one for one, model in self._queue.items() if self._has_room(model)), None)
             if turn is None:
                 return
             model = self._queue.pop(turn)
-            # One that has given up has had no turn yet to leave the queue.
+            # One that has given up may not have left the queue yet.
             if not turn.done():
-                # Counted here and not when it wakes up, so that nobody else takes the place meanwhile.
+                # Counted now and not when it wakes up, so that no other request takes the place.
                 self._running[model] += 1
                 turn.set_result(None)
 
     def _has_room(self, model: str) -> bool:
-        # Not by index, which would leave a zero behind for every model that was asked for.
+        # Not by index, which would leave a zero behind for every model.
         return self._running.get(model, 0) < self._model_limit

@@ -1,6 +1,6 @@
 """
 The HTTP server: an application on listening sockets, with a time limit for request heads, errors in the API's own form
-for what is not HTTP, and an orderly end.
+for what is not HTTP, and an orderly shutdown.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Connection(web.RequestHandler):
         super().__init__(
             manager,
             loop=asyncio.get_running_loop(),
-            # The service writes its own.
+            # The service writes its own access log.
             access_log=None,  # type: ignore[arg-type]
             keepalive_timeout=limits.keepalive_timeout,
             max_field_size=_MAX_HEADER_SIZE,
@@ -102,7 +102,7 @@ class Connection(web.RequestHandler):
         """
         Return the response to what is not HTTP, or to a request whose handler failed.
 
-        Raises *exc* where the handler failed because its client has left: there is nobody to answer, and no error.
+        Raises *exc* where the handler failed because its client has left: that is no error.
         """
         if isinstance(exc, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise exc
@@ -157,7 +157,7 @@ class HttpServer:
     ) -> None:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
         self._limits, self._body, self._tls = limits, body, tls
-        # The relays have none: they observe what passes through them.
+        # The relays have none.
         self._observer = app.get(OBSERVERS, Observer())
         self._listeners: list[asyncio.Server] = []
 
@@ -203,7 +203,7 @@ class HttpServer:
 
     @property
     def awaits_requests(self) -> bool:
-        """Whether somebody has connected and has not sent a request yet."""
+        """Whether a client has connected and has not sent a request yet."""
         return any(one.connected and not one.used for one in self._connections())
 
     async def stop_listening(self) -> None:

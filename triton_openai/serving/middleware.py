@@ -73,7 +73,7 @@ def _middleware(app: web.Application) -> Middleware:
             cut_short = True
             reason = draining.reason() if isinstance(error, asyncio.CancelledError) else None
             if reason is None:
-                # The client left while it was being answered: there is nobody to tell.
+                # The client has left: no response is needed.
                 observation.client_left = True
                 raise
             response = _error_response(observation, reason)
@@ -96,7 +96,7 @@ def _middleware(app: web.Application) -> Middleware:
 
 
 def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Mapping[str, str]]:
-    """Return what the client is told of *error*, and headers for it."""
+    """Return *error* as the client sees it, and headers for the response."""
     path = request.path[:200]
     match error:
         case ServiceError():
@@ -136,9 +136,9 @@ def _error_response(
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """
-    Add the headers that every answer has, streams and errors included; none tells the version of anything.
+    Add the headers of every answer, streams and errors included; none has a version.
 
-    While the service is ending, every connection closes after its answer, so that no client sends to one that is gone.
+    While the service is ending, every connection closes after its answer, so that no client sends to a closed one.
     """
     app, observation, headers = request.app, request[OBSERVATION], response.headers
     headers["Server"] = "triton-openai"

@@ -1,8 +1,7 @@
 """
 Decompresses request bodies, up to a size, in threads.
 
-The server hands bodies over as they arrive: only a request that is let in and reads its body can make the service
-decompress anything.
+The server does not decompress bodies by itself: only an authorized request makes the service decompress anything.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ EXPECTS_CONTINUE: web.RequestKey[bool] = web.RequestKey("expects_continue", bool
 
 def without_expectations(message: RawRequestMessage) -> tuple[RawRequestMessage, bool]:
     """
-    Return *message* without ``Expect``, so that aiohttp does not meet it, and whether it expects ``100-continue``.
+    Return *message* without ``Expect``, which aiohttp would answer itself, and whether it expects ``100-continue``.
 
     Other expectations are ignored (RFC 9110, section 10.1.1).
     """
@@ -38,7 +37,7 @@ def without_expectations(message: RawRequestMessage) -> tuple[RawRequestMessage,
 
 def ask_for_body(request: web.Request) -> None:
     """
-    Prepare to read the body of *request*, which is let in: send ``100 Continue`` to a client that waits for it.
+    Prepare to read the body of *request*, which is authorized: send ``100 Continue`` to a client that waits for it.
 
     Raises :class:`UnsupportedMediaType` for a transfer coding that nothing here decodes.
     """

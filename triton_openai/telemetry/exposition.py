@@ -119,7 +119,7 @@ def _gauge(one: Instrument, series: Mapping[tuple[str, ...], float]) -> Metric:
 
 
 def _state_metrics(state: State) -> list[Metric]:
-    # Nothing is served while Triton is away, though its models stay known.
+    # Nothing is served while Triton does not answer, though its models stay known.
     served = state.served if state.triton_up else ()
     return [
         _gauge(BUILD, {(__version__,): 1}),
@@ -171,14 +171,14 @@ def parse(text: str) -> Mapping[str, Sequence[str]]:
     Return the lines of each metric of an exposition in Prometheus's text format 0.0.4.
 
     They stay as Triton wrote them: its counters have no ``_total``, which every library would add. Raises
-    ``ValueError`` for a text that is no exposition: half of one, or a page that says something else.
+    ``ValueError`` for any other text, and for an exposition that is cut off.
     """
     families: dict[str, list[str]] = {}
     comments: set[str] = set()
     for line in filter(str.strip, text.split("\n")):
         if line.startswith("#"):
             comment = _COMMENT.match(line)
-            # Each may be said once only.
+            # Each may stand there once only.
             if comment is not None and comment[0] not in comments:
                 comments.add(comment[0])
                 families.setdefault(comment[1], []).append(line)
@@ -261,7 +261,7 @@ class Exposition:
         self._state = state
         self._relay, self._vllm_names = settings.relay_triton, settings.vllm_names
         self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
-        # Kept when a model goes: the counts of its aliases must not move to another series.
+        # Kept when a model is unloaded: the counts of its aliases must stay in the same series.
         self._owners: dict[str, str] = {}
         if metrics.folder is None:
             self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))

@@ -1,7 +1,7 @@
 """
 Log lines on stderr: readable ones for people, or one JSON object per line.
 
-No log line has prompts, answers or credentials. Whoever writes one sees to that; ``redact`` is a safety net.
+No log line has prompts, answers or credentials. The callers ensure that; ``redact`` is a safety net.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REDACTED = frozenset((
     "api_key", "authorization", "body", "completion", "content", "input", "messages", "password", "prompt", "text",
     "token", "tokens",
 ))  # fmt: skip
-# A value with one of these is quoted, so that it is seen where it ends.
+# A value with one of these is quoted, so that its end is visible.
 _QUOTED = frozenset(" =\"'")
 
 
@@ -84,7 +84,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
         cache_logger_on_first_use=True,
     )
     logging.getLogger("aiohttp.server").addFilter(_is_not_http_noise)
-    # They log clients' invalid trace headers, which may hold anything.
+    # They log clients' invalid trace headers, whatever is in them.
     for name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
         logging.getLogger(name).setLevel(logging.ERROR)
     handler = logging.StreamHandler(sys.stderr)

@@ -178,7 +178,7 @@ def share_between_workers(folder: Path, index: int) -> bool:
         mark_process_dead(index, str(folder))
         for path in files:
             with path.open("ab") as file:
-                # Enough for some hundred histograms. To write into a hole of a file on a full disk kills the process.
+                # Room for some hundred histograms. On a full disk, a write into a sparse file would kill the process.
                 os.posix_fallocate(file.fileno(), 0, 1024 * 1024)
     except OSError as error:
         raise ConfigurationError(f"Metrics cannot be kept in {folder}: {error.strerror or error}.") from error
@@ -234,7 +234,7 @@ class Metrics(Observer):
 
     def __init__(self, worker: Worker) -> None:
         self.folder = None if worker.directory is None else metrics_folder(worker.directory)
-        # Whatever the environment says: a folder in it may be meant for another program.
+        # Set always: PROMETHEUS_MULTIPROC_DIR in the environment may be meant for another program.
         values.ValueClass = MutexValue
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
         # Workers cannot sum up when their series began.

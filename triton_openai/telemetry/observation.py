@@ -226,7 +226,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
         self.log_fields = {"request_id": self.request_id}
 
     def identify(self, operation: str, *, model: str, adapter: str, stream: bool = False) -> None:
-        """Set the operation and who answers it."""
+        """Set the operation, and the model and the adapter that answer it."""
         self.operation, self.model, self.adapter, self.stream = operation, model, adapter, stream
 
     def stage(self, name: str) -> Stage:
@@ -285,29 +285,29 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Observer:
-    """Sees the requests of a service. Called in the event loop; must not block or raise."""
+    """Observes the requests of a service. Called in the event loop; must not block or raise."""
 
     def started(self, observation: Observation) -> None:
-        """See a request whose head has come."""
+        """Observe a request whose head has come."""
 
     def identified(self, observation: Observation) -> None:
-        """See the operation and the model."""
+        """Observe the operation and the model."""
 
     def queued(self, observation: Observation) -> None:
-        """See the request wait for others to end."""
+        """Observe the beginning of a wait in the queue."""
 
     def admitted(self, observation: Observation) -> None:
-        """See the end of the wait: the request runs, or gives up."""
+        """Observe the end of the wait: the request runs, or gives up."""
 
     def ended(self, observation: Observation) -> None:
-        """See the end: the last byte was sent, or the client left."""
+        """Observe the end: the last byte was sent, or the client left."""
 
 
 class Observers(Observer):
-    """Passes on to several observers what every request has: its start, its identity and its end."""
+    """Passes the events that every request has on to several observers."""
 
     def __init__(self, *observers: Observer) -> None:
-        # Only those that do anything there.
+        # Only the observers that override the method.
         self._started = [one.started for one in observers if type(one).started is not Observer.started]
         self._identified = [one.identified for one in observers if type(one).identified is not Observer.identified]
         self._ended = [one.ended for one in observers if type(one).ended is not Observer.ended]

@@ -60,16 +60,16 @@ async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIter
         exporter = exporter_class(settings)(endpoint=settings.exporter_url)  # type: ignore[call-arg]
         provider.add_span_processor(BatchSpanProcessor(exporter))
     except Exception as error:
-        # Of whatever kind: only the SDK's variables can still be wrong.
+        # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
     try:
         yield provider.get_tracer("triton_openai", __version__)
     finally:
-        # The SDK may take 30 seconds, for which nothing of the process waits.
+        # In a thread: the SDK may take 30 seconds.
         thread = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, flush_timeout)
         if thread.is_alive():
             _log.warning("the last spans were not sent", seconds=flush_timeout)
-            # Ends the attempts to reach a collector.
+            # Stops the attempts to reach a collector.
             threading.Thread(target=exporter.shutdown, daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a process is short of: time of the event loop, and file descriptors."""
+"""Signs of an overloaded process: event loop lag, and few file descriptors."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class LoopLag:
         self._report = report
         self._latest: deque[float] = deque(maxlen=samples)
         #: The lag, in seconds, that the last measurements agree on: it rises only when all are above it and falls only
-        #: when all are below, so one good moment does not admit everybody at once. 0 before there are enough.
+        #: when all are below, so one short lag does not end the overload. 0 before there are enough.
         self.sustained = 0.0
 
     def note(self, late: float) -> None:
-        """Take one measurement in."""
+        """Add one measurement."""
         late = max(0.0, late)
         self._latest.append(late)
         if len(self._latest) == self._latest.maxlen:

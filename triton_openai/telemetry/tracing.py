@@ -81,7 +81,7 @@ class Tracing(Observer):
         if observation.method != "POST":
             return
         parent = trace_context(observation)
-        # Triton records every request with a traceparent, whatever its flag says: what is not recorded gets none.
+        # Triton records every request with a traceparent, also if its flag is "not sampled": such a request gets none.
         if self.tracer is None:
             if get_current_span(parent).get_span_context().trace_flags.sampled:
                 headers = dict(observation.upstream.headers)

@@ -1,1 +1,1 @@
-"""The Triton face: tensors, transports, discovery, and the embedded server."""
+"""The side of Triton: tensors, transports, discovery, and the relay of Triton's own protocol."""

@@ -1,8 +1,8 @@
 """
 Discovery: which models Triton has ready, and their configurations.
 
-The repository index and the configs are read at start, every few seconds, and when somebody asks for a model that is
-not known. A Triton that does not answer leaves an empty snapshot and is asked again; nothing here ever gives up.
+The repository index and the configs are read at start, every few seconds, and when a request names an unknown
+model. A Triton that does not answer leaves an empty snapshot and is asked again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from triton_openai.triton.tensors import ModelConfig
 
 _log = structlog.get_logger(__name__)
 
-# An unchanged index saves reading the configs again, but a model reloaded between two looks at the index leaves no
-# trace in it: after this many seconds they are read all the same.
+# While the index is unchanged, the configs are not read again. But the index does not show a model that was reloaded in
+# between, so after this many seconds they are read anyway.
 _CONFIGS_FRESH = 10.0
 # Config calls in flight at a time, so that a repository of hundreds of models does not open hundreds of connections.
 _PARALLEL_CONFIGS = 16
@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     What Triton had at one moment.
 
     ``configs`` are those of ready models. ``waiting`` are models that exist and are not ready, with the server's
-    reason. ``complete`` is whether every config could be read. ``server`` is what Triton says of itself, where it does.
+    reason. ``complete`` is whether every config could be read. ``server`` is Triton's name and version, if known.
     ``error`` is why Triton could not be asked.
     """
 
@@ -71,7 +71,7 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
     configs: dict[str, ModelConfig] = {}
     server: ServerInfo | None = None
     with contextlib.suppress(ServiceError):
-        # Nice to know, and nothing depends on it.
+        # Nothing depends on it.
         server = await client.server_info()
 
     async def read(name: str) -> None:
@@ -94,9 +94,9 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
 
 class Catalog:
     """
-    Keeps the newest snapshot and tells *changed* when it differs from the one before.
+    Keeps the newest snapshot, and calls *changed* when it differs from the one before.
 
-    *changed* is awaited before the snapshot counts as current, so that whoever waits for a refresh sees its effect.
+    *changed* is awaited before the snapshot counts as current, so its effect is there when :meth:`refresh` returns.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Catalog:
         if not self._busy:
             self._refreshing = asyncio.create_task(self._refresh())
         assert self._refreshing is not None
-        # Shielded: one waiting request that is cancelled must not take the refresh from all others.
+        # Shielded: a cancelled request must not cancel the refresh for all others.
         await asyncio.shield(self._refreshing)
 
     @property
@@ -130,7 +130,7 @@ class Catalog:
         return self._refreshing is not None and not self._refreshing.done()
 
     async def renew(self) -> None:
-        """Take a snapshot that begins now, configs included: for who has just changed what Triton has."""
+        """Take a snapshot that begins now, configs included, after a change of Triton's models."""
         if self._busy:
             # It may have looked before the change.
             await self.refresh()
@@ -141,7 +141,7 @@ class Catalog:
         """
         Refresh because a model was not found; at most twice a second, so that made-up names cost Triton nothing.
 
-        A refresh that runs already is always waited for: whoever asks at the same moment must learn the same.
+        A refresh that runs already is always awaited, so that simultaneous requests get the same result.
         """
         now = asyncio.get_running_loop().time()
         if not self._busy:

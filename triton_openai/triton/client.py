@@ -1,5 +1,5 @@
 """
-The protocol that both transports answer: everything the service asks of a Triton.
+The interface of both transports: everything that the service asks of a Triton.
 
 Every method raises errors of :mod:`triton_openai.errors` only; what a transport's own library raises is translated in
 :mod:`triton_openai.triton.status`.
@@ -32,7 +32,7 @@ def check_name(name: str) -> None:
         raise InvalidRequest("The model's name is empty.", param="model", code="invalid_value")
     if name in (".", "..") or _FORBIDDEN.search(name):
         raise InvalidRequest(
-            "The model's name is none of a folder in a model repository.", param="model", code="invalid_value"
+            "The model's name cannot be that of a folder in a model repository.", param="model", code="invalid_value"
         )
     if len(name.encode()) > _LONGEST:
         raise InvalidRequest(f"The model's name is longer than {_LONGEST} bytes.", param="model", code="invalid_value")
@@ -53,7 +53,7 @@ class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says it is; of Triton, *name* is ``triton`` unless it was started with another ``--id``."""
+    """A server's name and version; the *name* is ``triton`` unless it was started with another ``--id``."""
 
     name: str
     version: str
@@ -61,7 +61,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class Receiver(Protocol):
     """
-    Takes the answers to one request, in the turn of the event loop in which their bytes arrive.
+    Takes the answers to one request as soon as their bytes arrive.
 
     It neither blocks nor raises. It is called in any context, so it reads no context variable.
     """
@@ -77,7 +77,7 @@ class Receiver(Protocol):
 
 class ResponseStream(Protocol):
     """
-    A request whose answers come one by one, as its sender holds it.
+    The sender's side of a request whose answers come one by one.
 
     The sender must call :meth:`close`. Each method may be called twice, at any time, also by the receiver.
     """
@@ -94,7 +94,7 @@ class ResponseStream(Protocol):
         """
         Cancel the work unless it has ended; nothing is received any more. Never raises.
 
-        *silent* is whether the backend said nothing for too long: what else goes the same way is not relied on either.
+        *silent* is whether the backend said nothing for too long: the connection to it is not reused then.
         """
         ...
 
@@ -107,7 +107,7 @@ class TritonClient(Protocol):
         ...
 
     async def server_info(self) -> ServerInfo:
-        """Return what the server says of itself."""
+        """Return the server's name and version."""
         ...
 
     async def repository_index(self) -> Sequence[IndexEntry]:
@@ -126,7 +126,7 @@ class TritonClient(Protocol):
         """
         Begin to unload a model, with *dependents* also the models that it is an ensemble of.
 
-        Triton answers at once, also for a model that it does not know: the repository index tells when it is gone.
+        Triton answers at once, also for a model that it does not know: the repository index shows when it is unloaded.
         """
         ...
 

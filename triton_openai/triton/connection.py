@@ -1,4 +1,4 @@
-"""How a Triton is connected to: timeouts, certificates, and what every request carries to be let in."""
+"""The connection to a Triton: timeouts, certificates, and the headers of every request."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _log = structlog.get_logger(__name__)
 
 Header = tuple[str, str]
 
-#: A Triton that lets everybody in.
+#: For a Triton that needs no credentials.
 OPEN_ACCESS = TritonAccess()
 
 # RFC 9110, 5.6.2. Values are kept to what gRPC takes as metadata too: printable ASCII.
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[ -~]+")
-# What the transports say themselves; "grpc-…" and ":…" belong to gRPC.
+# Set by the transports themselves; "grpc-…" and ":…" belong to gRPC.
 _RESERVED = frozenset(
     {"connection", "content-length", "content-type", "expect", "host", "inference-header-content-length", "te",
      "trailer", "transfer-encoding", "upgrade"}
@@ -52,7 +52,7 @@ class ConnectionSettings:
 
     *connect_timeout*, and *control_timeout* for calls that only ask for something, are in seconds. *grpc_client* is
     what carries streams over gRPC. Raises :class:`ConfigurationError` for files that cannot be used and headers that
-    cannot be sent. Values of headers and tokens come into no message.
+    cannot be sent. No message has the values of headers and tokens.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ConnectionSettings:
 
     def headers(self) -> tuple[Header, ...]:
         """
-        Return what every request carries, names in lower case.
+        Return the headers of every request, names in lower case.
 
-        The same object until it changes, so that what is made of it can be kept.
+        Returns the same object until they change, so that callers can cache what they make of it.
         """
         return self._token.current() if self._token is not None else self._fixed
 
@@ -120,7 +120,7 @@ class ConnectionSettings:
 
         def read() -> GrpcFiles:
             roots = certificate = key = None
-            # gRPC would report files that do not fit only as a connection that fails.
+            # gRPC would report wrong files only as a failed connection.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             if access.ca is not None:
                 load_authorities(context, access.ca, "--triton-ca")
@@ -134,7 +134,7 @@ class ConnectionSettings:
         return FromFiles(read, (access.ca, access.certificate, access.key), what="certificates for Triton over gRPC")
 
     def check(self, urls: Sequence[str]) -> None:
-        """Warn of what *urls* make of the settings: a token that anybody on the way can read."""
+        """Warn if the token is sent to one of *urls* without encryption."""
         for url in urls:
             parts = urlsplit(url)
             if self._token is not None and parts.scheme in ("http", "grpc") and parts.hostname not in _LOCAL:
@@ -149,7 +149,7 @@ def _parse(text: str, place: int) -> Header:
         raise ConfigurationError(f"{which} is not accepted: write NAME:VALUE.")
     lowered = name.lower()
     if lowered in _RESERVED or lowered.startswith("grpc-"):
-        raise ConfigurationError(f"{which} is not accepted: '{name}' is what the connection itself says.")
+        raise ConfigurationError(f"{which} is not accepted: '{name}' is set by the connection itself.")
     if lowered.endswith("-bin"):
         raise ConfigurationError(f"{which} is not accepted: '{name}' would be binary over gRPC.")
     if not _VALUE.fullmatch(value):
@@ -166,11 +166,11 @@ def _token(path: Path) -> str:
     return token
 
 
-# Silence after which the other side is asked for a sign of life, how often, and how many times in vain.
+# TCP keepalive: idle time, interval and number of probes.
 _IDLE_SECONDS = 15
 _INTERVAL_SECONDS = 5
 _PROBES = 3
-# What was sent has to be acknowledged within the same time.
+# Sent data has to be acknowledged within the same time.
 _UNACKNOWLEDGED_MS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 
 # Not every system has all of them.
@@ -182,13 +182,13 @@ _TCP_OPTIONS = {
 }
 
 
-def notice(transport: asyncio.BaseTransport) -> None:
-    """Have *transport* end within half a minute of the other side's disappearance, where the system can do that."""
-    # uvloop's is no socket, but takes options.
+def detect_dead_peer(transport: asyncio.BaseTransport) -> None:
+    """Let *transport* fail within half a minute after its peer disappears, if the system supports that."""
+    # With uvloop it is not a socket, but has its options.
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None:
         return
-    # A connection that cannot be watched is still one.
+    # The connection works without it.
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():

@@ -1,7 +1,7 @@
 """
 One Triton with an HTTP address, a gRPC address, or both, behind the same protocol as a single transport.
 
-Text streams take HTTP when the request can be said in it, because it costs a fraction of gRPC's CPU time per token,
+Text streams use HTTP if it can express the request, because it costs a fraction of gRPC's CPU time per token,
 and gRPC otherwise or when only gRPC is given.
 """
 
@@ -85,7 +85,7 @@ class Endpoint:
         return self._addresses[client]
 
     async def server_info(self) -> ServerInfo:
-        """Return what the server says of itself. The log tells if there is a gRPC address and it does not answer."""
+        """Return the server's name and version. Logs a gRPC address that does not answer."""
         info = await self._control.server_info()
         grpc = self._grpc
         if grpc is not None and grpc is not self._control and (self._checking is None or self._checking.done()):
@@ -111,7 +111,7 @@ class Endpoint:
         return error
 
     async def repository_index(self) -> Sequence[IndexEntry]:
-        """Return the repository index. An error's detail says what listens at the address, if that is no Triton."""
+        """Return the repository index. If another server listens at the address, the error's detail says which."""
         try:
             return await self._control.repository_index()
         except ServiceError as error:
@@ -133,7 +133,7 @@ class Endpoint:
                 await client.close()
 
 
-# Longest answer that is read: its head and a short body tell everything.
+# Longest answer that is read: the head and a short body are enough.
 _MOST = 16 * 1024
 
 
@@ -141,9 +141,9 @@ async def explain(url: str, *, timeout: float) -> str | None:
     """
     Return what seems to listen at *url*, an address of Triton, and what to write instead; ``None`` if nothing is wrong.
 
-    A person mixes up ports more often than anything else, and one plain connection of *timeout* seconds tells. A gRPC
-    server begins with its HTTP/2 settings whatever it is sent; a TLS server answers what is no handshake with an alert,
-    or hangs up; an HTTP server answers a request. No credentials are sent.
+    Mixed-up ports are the most common error, and one plain connection of at most *timeout* seconds shows them. A gRPC
+    server begins with its HTTP/2 settings; a TLS server sends an alert, or closes the connection; an HTTP server
+    answers a request. No credentials are sent.
     """
     parts = urlsplit(url)
     tls, grpc = parts.scheme in ("https", "grpcs"), parts.scheme.startswith("grpc")
@@ -191,7 +191,7 @@ async def _ask(host: str, port: int, parts: SplitResult) -> bytes:
         while len(answer) < _MOST and (more := await reader.read(_MOST)):
             answer += more
             if not answer.startswith(b"HTTP/"):
-                # Everything else shows in its first bytes, and gRPC servers may keep the connection.
+                # The first bytes of anything else are enough, and gRPC servers may keep the connection.
                 break
         return answer
     finally:
@@ -204,13 +204,13 @@ async def _speaks_tls(host: str, port: int, answer: bytes) -> bool:
         return True
     if answer:
         return False
-    # It has hung up: some servers do so without an alert.
+    # Some TLS servers close the connection without an alert.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         _, writer = await asyncio.open_connection(host, port, ssl=context)
     except ssl.SSLError as error:
-        # A server that wants to see a certificate is one, too.
+        # A server that requires a client certificate takes TLS, too.
         return "ALERT" in (error.reason or "")
     writer.close()
     return True

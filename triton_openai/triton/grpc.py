@@ -43,7 +43,7 @@ from triton_openai.triton.tensors import (
 )
 
 _SERVICE = "/inference.GRPCInferenceService"
-# Calls on a channel that was replaced may go on for as long as they like; this bounds what they like.
+# The longest time that calls on a replaced channel may go on.
 _OLD_CHANNEL_SECONDS = 24 * 3600.0
 _OPTIONS: tuple[tuple[str, Any], ...] = (
     # The default limit of 4 MiB is smaller than a long answer or a batch of embeddings.
@@ -232,7 +232,7 @@ class GrpcStream(Call):
     """
     One ``ModelStreamInfer`` call on *channel*. See :class:`triton_openai.triton.client.ResponseStream`.
 
-    *distrust* is called when there is reason to think that the way to Triton is cut.
+    *distrust* is called when the connection to Triton may be dead.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class GrpcChannel:
         self._distrusted = False
 
     def metadata(self) -> tuple[Header, ...]:
-        """Return what every call carries."""
+        """Return the metadata of every call."""
         return self._settings.headers()
 
     def stub(self) -> Any:
@@ -354,7 +354,7 @@ class GrpcChannel:
         return self._channel
 
     def distrust(self) -> None:
-        """Begin further calls on a new connection: nobody has answered on this one, and the way may be cut."""
+        """Begin further calls on a new connection: this one was silent, and may be dead."""
         self._distrusted = True
 
     def _replace(self, files: GrpcFiles | None) -> grpc.aio.Channel:
@@ -365,7 +365,7 @@ class GrpcChannel:
             task.add_done_callback(self._closing.discard)
         options = (
             *_OPTIONS,
-            # How long an attempt may take, until the server has greeted; the name is from its lesser use.
+            # The timeout of an attempt to connect, despite its name.
             ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000)),
         )
         self._used = files
@@ -492,12 +492,12 @@ class GrpcClient:
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """The connection, for calls of which nothing is known here; they carry :attr:`metadata`."""
+        """The channel, for the relay's calls; they need :attr:`metadata`."""
         return self._channel.channel()
 
     @property
     def metadata(self) -> tuple[Header, ...]:
-        """What every call carries to be let in."""
+        """The metadata of every call."""
         return self._channel.metadata()
 
     async def _unary(
@@ -517,7 +517,7 @@ class GrpcClient:
                 message, timeout=timeout, metadata=(*self._channel.metadata(), *headers.items())
             )
         except asyncio.CancelledError:
-            # Whoever gave up had reason to: further calls need not find out one by one that nobody is there.
+            # The caller gave up for a reason: further calls need not find out one by one that nobody answers.
             if loop.time() - began >= self._settings.connect_timeout:
                 self._distrust()
             raise
@@ -532,7 +532,7 @@ class GrpcClient:
         return True
 
     async def server_info(self) -> ServerInfo:
-        """Return what the server says of itself."""
+        """Return the server's name and version."""
         answer = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest())
         return ServerInfo(name=answer.name, version=answer.version)
 
@@ -561,11 +561,11 @@ class GrpcClient:
         await self._unary("RepositoryModelUnload", message, model=model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Run one request; how long it may take is the caller's business."""
+        """Run one request; the caller limits its time."""
         message = await message_of(request)
         answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
         if not answer.outputs:
-            # Triton says OK for a model that ended without a response.
+            # Triton's status is OK also for a model that ended without a response.
             raise no_answer(request.model)
         return decode_response(answer)
 

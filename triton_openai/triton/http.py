@@ -68,7 +68,7 @@ def generate_body(request: InferRequest) -> bytes:
         if len(values) == 1:
             value = msgspec.json.encode(values[0])
         elif tensor.datatype == "BYTES":
-            # One by one: they may be images of many megabytes, and encoding holds the interpreter lock.
+            # One by one: they may be images of many megabytes, and encoding keeps the interpreter lock.
             value = b"[%b]" % b",".join(map(msgspec.json.encode, values))
         else:
             value = msgspec.json.encode(list(values))
@@ -180,7 +180,7 @@ class HttpClient:
         return True
 
     async def server_info(self) -> ServerInfo:
-        """Return what the server says of itself."""
+        """Return the server's name and version."""
         return _decoded(_server_decoder, await self._call("GET", "/v2"), "server metadata")
 
     async def repository_index(self) -> Sequence[IndexEntry]:
@@ -205,7 +205,7 @@ class HttpClient:
         await self._call("POST", path, body, model=model, limited=limited)
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Run one request with binary tensors; how long it may take is the caller's business."""
+        """Run one request with binary tensors; the caller limits its time."""
         body, json_length = infer_body(request)
         headers = {
             _HEADER_LENGTH: str(json_length),

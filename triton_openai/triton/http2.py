@@ -22,8 +22,8 @@ import grpc
 import hpack
 
 from triton_openai import __version__
-from triton_openai.config.tls import PERHAPS_REFUSED, words
-from triton_openai.triton.connection import ConnectionSettings, Header, notice
+from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
+from triton_openai.triton.connection import ConnectionSettings, Header, detect_dead_peer
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # The upper and lower bits of the length, the type, the flags and the stream of a frame.
@@ -45,7 +45,7 @@ _UINT31 = 2**31 - 1
 _DEFAULT_WINDOW = 65_535
 # What we take, and what a server takes until it says otherwise.
 _FRAME_SIZE = 16_384
-# The most that a stream whose client is slow keeps in memory. The window of a connection holds no stream back.
+# The most that a stream with a slow client keeps in memory. The window of the connection limits no stream.
 WINDOW = 256 * 1024
 _MAX_HEADERS = 64 * 1024
 # More is no message that protobuf reads.
@@ -271,7 +271,7 @@ class Connection(asyncio.Protocol):
             if timer is not None:
                 timer.cancel()
         self._draining = True
-        reason = self._reason or ("the server closed the connection" if error is None else words(error))
+        reason = self._reason or ("the server closed the connection" if error is None else failure_reason(error))
         if not self.greeted.done():
             if self._transport.get_extra_info("sslcontext") and not (self._reason or isinstance(error, ssl.SSLError)):
                 reason = PERHAPS_REFUSED
@@ -426,7 +426,7 @@ class Connection(asyncio.Protocol):
             call.unacknowledged = 0
 
     def reset(self, call: Call) -> None:
-        """Tell the server that nobody wants the rest of the answer."""
+        """Tell the server to cancel the call."""
         self._write(frame(RST_STREAM, 0, call.stream_id, _UINT32.pack(CANCEL)))
         self._forget(call)
         self._end_if_unused()
@@ -622,7 +622,9 @@ class Channel:
                         await self._greet(connection)
                 except (TimeoutError, OSError) as error:
                     connection.close()
-                    self._fail_waiting(UNREACHABLE, str(error) if type(error) is ConnectionError else words(error))
+                    self._fail_waiting(
+                        UNREACHABLE, str(error) if type(error) is ConnectionError else failure_reason(error)
+                    )
                     continue
                 if self._current is not None:
                     self._current.drain()
@@ -637,7 +639,7 @@ class Channel:
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: connection, *self._address, ssl=self._context, server_hostname=self._settings.server_name
         )
-        notice(transport)
+        detect_dead_peer(transport)
         encrypted = transport.get_extra_info("ssl_object")
         if encrypted is not None and encrypted.selected_alpn_protocol() != "h2":
             raise ConnectionError("TLS: the server does not speak HTTP/2 (ALPN h2)")

@@ -24,16 +24,16 @@ from typing import Any, ClassVar, cast
 import httptools
 import msgspec
 
-from triton_openai.config.tls import PERHAPS_REFUSED, words
+from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import Receiver
-from triton_openai.triton.connection import notice
+from triton_openai.triton.connection import detect_dead_peer
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
 
 # More of a body that is an error, and none of Triton's, is not read.
 MAX_ERROR_BYTES = 256 * 1024
-# Idle connections are closed well before a server or a balancer between us would do it.
+# Idle connections are closed well before the server or a load balancer would do it.
 IDLE_SECONDS = 30.0
 MAX_IDLE = 512
 # A connection that the server had closed before it saw the request is lost within a round trip of sending it. Later on,
@@ -109,7 +109,7 @@ def decode_leniently(data: bytes) -> dict[str, Any]:
 
 
 def _unreadable(data: bytes) -> UpstreamError:
-    # Not what it is: it may well be a part of an answer, and those are not logged.
+    # Only its size: its content may be a part of an answer, and those are not logged.
     return UpstreamError(
         "Triton sent an answer that cannot be read.", detail=f"An event of {len(data)} bytes is no JSON object."
     )
@@ -145,7 +145,7 @@ class Connection(asyncio.Protocol):
         """Parse *data*, and hand what it brings to the stream."""
         stream, parts = self._stream, self._parts
         if stream is None or self._parse is None:
-            # Whoever speaks unasked does not speak HTTP.
+            # Data without a request is not HTTP.
             self.close()
             return
         broken = False
@@ -184,7 +184,7 @@ class Connection(asyncio.Protocol):
         """Keep the status."""
         if self._stream is not None and self._parser is not None:
             self._stream.status = self._parser.get_status_code()
-            # Those under a status that is an error are read as a body: it is one anyway.
+            # Under an error status the body is read as a whole.
             self._stream.events &= self._stream.status < 400
 
     def on_message_complete(self) -> None:
@@ -242,7 +242,7 @@ class Connection(asyncio.Protocol):
         if self._used and not stream.status and monotonic() - self._sent < STALE_SECONDS:
             stream.lose(None)
         elif self._encrypted and not self._used and not stream.status:
-            stream.lose(unreachable(words(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
+            stream.lose(unreachable(failure_reason(error) if isinstance(error, ssl.SSLError) else PERHAPS_REFUSED))
         else:
             stream.lose(cut_off())
 
@@ -288,8 +288,8 @@ class ConnectionPool:
                     server_hostname=self._server_name,
                 )
         except (TimeoutError, OSError) as error:
-            raise unreachable(words(error)) from error
-        notice(transport)
+            raise unreachable(failure_reason(error)) from error
+        detect_dead_peer(transport)
         if not connection.usable:
             # Lost again before there was time to use it, as happens while a server ends.
             raise unreachable("the connection was closed at once")
@@ -307,7 +307,7 @@ class ConnectionPool:
         self._idle.append((now, connection))
 
     def distrust(self) -> None:
-        """Close every idle connection: one was silent, and the way that they all take may be cut."""
+        """Close every idle connection: one was silent, and the others may be dead too."""
         while self._idle:
             self._idle.pop()[1].close()
 
@@ -392,7 +392,7 @@ class HttpStream:
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False
-        # Of the answer: what has come of an event, or of a body that is none of events
+        # The answer: the part of an event, or of another body, that has come
         self.status = 0
         self.events = False
         self.json_length = b""
@@ -515,7 +515,7 @@ class HttpStream:
             receiver.end(error)
 
     def _stop(self, *, whole: bool) -> None:
-        """Let go of the receiver, and of the connection, which can serve again where the body was read as a *whole*."""
+        """Release the receiver and the connection, which can be reused if the *whole* body was read."""
         self._receiver = None
         connection, self._connection = self._connection, None
         if connection is None:

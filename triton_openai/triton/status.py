@@ -2,7 +2,7 @@
 One table that turns Triton's and the backends' error texts into our errors; both transports use it.
 
 Triton reports a failed stream by text only (gRPC), or with an HTTP status that is unreliable for ``generate``, so the
-text decides first, the most specific rule first; the transport's status is only the last resort. The texts are listed
+text decides first, the most specific rule first; the transport's status comes last. The texts are listed
 in the backends' own sources; what may carry server paths, addresses or tracebacks goes to the log as ``detail``.
 """
 
@@ -36,7 +36,7 @@ _ENSEMBLE = re.compile(r"in ensemble '[^']*', ")
 _STACK = re.compile(r"Traceback|File \"|\bAt:\s*\n|^\s*\d+\s+0x[0-9a-fA-F]", re.MULTILINE)
 # A place in the sources, in parentheses or before a message, as TensorRT-LLM and xgrammar log it.
 _PLACE = re.compile(r" ?\(/[\w.-]+/[^()\s]*\)|\[\d\d:\d\d:\d\d\] /[^\s:]+:\d+:? ?")
-# What a server keeps to itself: addresses on the network and in memory, and paths.
+# Private to the server: network and memory addresses, and paths.
 _PRIVATE = re.compile(
     r"\w+://[^\s'\"<>]+|(['\"])/[^'\"]*/[^'\"]*\1|(?<![\w.])/[\w.-]+/[\w./-]+(?::\d+)?|0x[0-9a-fA-F]{4,}"
 )
@@ -142,7 +142,7 @@ RULES = (
         r"(?P<reason>.*(?:maximum (?:context|model) length|(?:[Pp]rompt|[Ii]nput)[^.]{0,40} is too long).*)",
         unsaid="The prompt is longer than the model takes.",
     ),
-    # Each of them, in its own words.
+    # Several backends, each in its own wording.
     _rule(
         PromptRefused, "The prompt is empty: there is nothing to continue.",
         r"!mInputTokenIds\.empty\(\)|[Pp]rompt(?: \w+)? (?:can ?not|can't|must not|should not) be empty"
@@ -152,7 +152,7 @@ RULES = (
         InvalidRequest, "The model's backend refused the sampling parameters.",
         r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
     ),
-    # Pillow, in whichever backend.
+    # Pillow, in several backends.
     _rule(
         InvalidRequest, "The model's backend cannot read an image of the request.",
         r"cannot identify image file|image file is truncated|broken data stream|decompression bomb",

@@ -1,5 +1,5 @@
 """
-Tensors, model configurations, inference requests and responses: what both transports and every adapter speak.
+Tensors, model configurations, inference requests and responses: the types that both transports and every adapter use.
 
 Source of the facts: the KServe v2 protocol with Triton's binary and generate extensions, and ``model_config.proto``.
 Raw contents are little-endian and row-major; a BYTES element is a 4-byte length and its bytes; BOOL is one byte.
@@ -32,11 +32,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One declared input or output: ``dims`` exclude the batch dimension, ``-1`` is a dynamic one.
-
-    ``reshape`` is what the backend sees; on the wire ``dims`` counts.
-    """
+    """One declared input or output: ``dims`` exclude the batch dimension, ``-1`` is a dynamic one."""
 
     name: str
     datatype: str
@@ -57,7 +53,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     A model's configuration as Triton serves it: the only thing that adapters may decide by.
 
     ``priority_levels`` are those of the dynamic batcher's queue; 0 where it has none. ``server_version`` is that of the
-    Triton that has the model ("2.53.0"), empty where it does not tell.
+    Triton that has the model ("2.53.0"), empty if unknown.
     """
 
     name: str

@@ -1,5 +1,5 @@
 """
-The keeper of one Triton process: it starts the server, watches over it, and never lets it outlive its owner.
+The guard of one Triton process: it starts the server, and kills it when its owner ends.
 
 Run as a script of its own, because only a separate process survives the owner's SIGKILL. The owner holds the write end
 of the pipe on this process's standard input; when that closes, or the owner is gone, the server and every process it
@@ -32,12 +32,12 @@ def _start(command: list[str]) -> int:
     """Start *command* as the leader of a process group of its own and return its pid."""
     pid = os.fork()
     if pid:
-        with contextlib.suppress(OSError):  # the child does the same; whoever comes first wins
+        with contextlib.suppress(OSError):  # the child does the same, and may be first
             os.setpgid(pid, pid)
         return pid
     try:
         os.setpgid(0, 0)
-        # This process has one thread, so here the parent-death signal means what its name says.
+        # The signal comes when the parent *thread* ends; this process has only one.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for number in _SIGNALS:

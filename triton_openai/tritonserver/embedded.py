@@ -32,11 +32,11 @@ _HOST = "127.0.0.1"
 _KINDS = ("http", "grpc", "metrics")
 _METRICS_SECONDS = 5.0
 _POLL_SECONDS = 0.03
-# Somebody else may take a port between our choosing it and Triton's binding it; then other ports are tried.
+# Another process may take a port before Triton binds it; then other ports are tried.
 _ATTEMPTS = 5
 _PORT_TAKEN = re.compile(rb"Socket '.*' already in use")
 _FAILED_TO_LOAD = re.compile(r"^E.*(failed to load|Poll failed|failed to start|Model '.*' loading failed)")
-# Triton waits this long for requests in flight; whoever asks for less time than that gets a kill at the deadline.
+# Triton waits this long for requests in flight; a stop with a shorter timeout kills it.
 _EXIT_SECONDS = 5
 
 
@@ -100,7 +100,7 @@ class EmbeddedTriton:
             if ready and self._wait_metrics(ports[2]):
                 self._ports = ports
                 return
-            # Triton goes on without its metrics when somebody has taken their port, and says nothing.
+            # Triton goes on without metrics, silently, if their port is in use.
             ended, taken = self.poll(), ready or self._port_taken(begin)
             self.kill()
             # Triton 2.51 now and then aborts while it starts many models at once on a busy machine.
@@ -158,7 +158,7 @@ class EmbeddedTriton:
         return f"http://{_HOST}:{self._known_ports()[2]}/metrics"
 
     def _known_ports(self) -> Sequence[int]:
-        """Return the ports, which stay once somebody knows them."""
+        """Return the ports, which stay the same from the first call on."""
         self._ports = self._ports or free_ports()
         return self._ports
 
@@ -186,7 +186,7 @@ class EmbeddedTriton:
                 raise ConfigurationError(f"There is no model repository at {repository}.")
         for name in self._load_models:
             if name != ALL_MODELS and not any(_is_model(repository, name) for repository in self._repositories):
-                # Triton would only say that not all models could be loaded.
+                # Triton would only report that not all models could be loaded.
                 where = " or ".join(map(str, self._repositories))
                 raise ConfigurationError(f"There is no model {name[:200]!r} in {where}.")
         if self._runtime is None or self._work_dir is None:
@@ -216,7 +216,7 @@ class EmbeddedTriton:
     def _launch(self, runtime: Runtime, ports: Sequence[int]) -> None:
         report, report_write = os.pipe()
         guarded = [str(os.getpid()), str(report_write), self._shared_memory, str(self._work_dir)]
-        with os.fdopen(report) as said:
+        with os.fdopen(report) as reported:
             try:
                 with self.log_path.open("ab") as log:
                     self._guard = subprocess.Popen(
@@ -232,7 +232,7 @@ class EmbeddedTriton:
                     )
             finally:
                 os.close(report_write)
-            line = said.readline()
+            line = reported.readline()
         self._pid = int(line) if line else None
 
     def _wait_ready(self, port: int, deadline: float, begin: int) -> bool:
@@ -281,7 +281,7 @@ def _is_model(repository: Path, name: str) -> bool:
 
 
 def free_ports(count: int = 3) -> list[int]:
-    """Return ports of 127.0.0.1 that nobody has at this moment."""
+    """Return ports of 127.0.0.1 that are free at this moment."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

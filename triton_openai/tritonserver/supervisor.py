@@ -72,7 +72,7 @@ class Supervisor:
         """
         try:
             await self._start()
-            # A file of its own, which nobody would look for.
+            # Triton logs to a file of its own.
             log.info("triton runs", its_log=str(self._server.log_path))
             self.started.set()
             while True:
@@ -91,7 +91,7 @@ class Supervisor:
                 await self._start()
             except ConfigurationError as error:
                 pause = self._pauses.after(0)
-                # The message says it all; where it was raised says nothing to an operator.
+                # Without the traceback, which does not help an operator.
                 log.error("triton did not start again", reason=error.message, next_try_in=pause)  # noqa: TRY400
             else:
                 log.info("triton runs again")

@@ -30,7 +30,7 @@ def test_values_stay_as_they_were_written() -> None:
 def test_flags_of_serve() -> None:
     """A setting has a flag, or is in the YAML file only: then its flag is an error that names the key there."""
     for option in options():
-        value = [] if option.is_switch else ["m=x"] * max(1, len(option.words))
+        value = [] if option.is_switch else ["m=x"] * max(1, len(option.fields))
         arguments = ["serve", option.flag, *value]
         if not option.file_only:
             assert option.name in parse(arguments).settings

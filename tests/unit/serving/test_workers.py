@@ -54,12 +54,12 @@ class Member(WorkerProcess):
         self.channel = self  # type: ignore[assignment]
         self.held = [settings]
         self.listening = asyncio.Event()
-        self.signs = 0
+        self.heartbeats = 0
         self.signals: list[signal.Signals] = []
         self.refusal: str | None = None
         self.refuses: str | None = None
         self.told: list[tuple[object, ...]] = []
-        self.greetings: list[asyncio.Future[str | None]] = []
+        self.banners: list[asyncio.Future[str | None]] = []
         self.obeys = True
         self.status: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -73,8 +73,8 @@ class Member(WorkerProcess):
 
     def call(self, method: str, *arguments: object) -> asyncio.Future[str | None]:
         self.told.append((method, *arguments))
-        self.greetings.append(asyncio.get_running_loop().create_future())
-        return self.greetings[-1]
+        self.banners.append(asyncio.get_running_loop().create_future())
+        return self.banners[-1]
 
     async def take_over(self, settings: Settings, *, renew: bool) -> str | None:
         self.settings = settings
@@ -90,9 +90,9 @@ class Member(WorkerProcess):
     def end(self, status: int) -> None:
         if not self.status.done():
             self.status.set_result(status)
-            for greeting in self.greetings:
-                if not greeting.done():
-                    greeting.set_result(None)
+            for banner in self.banners:
+                if not banner.done():
+                    banner.set_result(None)
 
 
 class Factory:
@@ -202,21 +202,21 @@ async def test_a_first_start_that_fails_ends_it_all() -> None:
     assert all(member.status.done() for member in factory.members)
 
 
-async def test_the_first_who_can_greets() -> None:
+async def test_the_first_banner_is_shown() -> None:
     """Once; a worker that listens only later is asked too, as long as nobody has answered."""
     factory = Factory()
     async with running(factory) as pool:
-        pool.greet(launched=True)
+        pool.ask_for_banner(launched=True)
         factory.members[0].end(-9)
         await until(lambda: len(factory.members) == 3)
         late = factory.members[2]
         late.listening.set()
-        await until(lambda: late.greetings)
-        late.greetings[0].set_result("hello")
-        factory.members[1].greetings[0].set_result("hello again")
+        await until(lambda: late.banners)
+        late.banners[0].set_result("hello")
+        factory.members[1].banners[0].set_result("hello again")
 
-        assert "hello" == await pool.greeting
-        assert [("greet", True)] == late.told == factory.members[1].told
+        assert "hello" == await pool.banner
+        assert [("banner", True)] == late.told == factory.members[1].told
         assert [0, 1, 0] == factory.listening
 
 
@@ -326,11 +326,15 @@ async def test_a_worker_that_ends_is_not_waited_for() -> None:
 async def test_what_a_worker_says_of_itself() -> None:
     """That it listens, that it is alive, and why it ends."""
     async with conversation() as one:
-        assert (False, 0) == (one.worker.listening.is_set(), one.worker.signs)
-        for said in (("alive",), ("listening",), ("alive",), ("refuse", "No such adapter.")):
+        assert (False, 0) == (one.worker.listening.is_set(), one.worker.heartbeats)
+        for said in (("heartbeat",), ("listening",), ("heartbeat",), ("refuse", "No such adapter.")):
             one.far.notify(*said)
         await until(lambda: one.worker.refusal)
-        assert (True, 2, "No such adapter.") == (one.worker.listening.is_set(), one.worker.signs, one.worker.refusal)
+        assert (True, 2, "No such adapter.") == (
+            one.worker.listening.is_set(),
+            one.worker.heartbeats,
+            one.worker.refusal,
+        )
 
 
 @contextlib.asynccontextmanager
@@ -339,7 +343,7 @@ async def controlled(stop: Mock):
     ours, theirs = socket.socketpair()
     parent, channel = await Channel.open(ours), await Channel.open(theirs)
     listening = asyncio.Event()
-    parent.methods |= {"listening": listening.set, "alive": Mock()}
+    parent.methods |= {"listening": listening.set, "heartbeat": Mock()}
     start = Start(worker=Worker(), settings=Settings(), sockets=(), address="http://[::1]:9")
     tasks = [
         asyncio.create_task(parent.run()),
@@ -428,7 +432,7 @@ async def test_who_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def test_who_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked where it hangs first; one that says something now and then is left alone, whatever else it does."""
-    monkeypatch.setattr("triton_openai.serving.workers.pool._LAST_WORDS_SECONDS", 0.0)
+    monkeypatch.setattr("triton_openai.serving.workers.pool._DUMP_SECONDS", 0.0)
     factory = Factory()
     # Smaller than the settings allow, so that nobody has to wait.
     settings = Settings(server=ServerSettings(worker_timeout=0.2))
@@ -438,7 +442,7 @@ async def test_who_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch)
 
             async def speak() -> None:
                 while True:
-                    alive.signs += 1
+                    alive.heartbeats += 1
                     await asyncio.sleep(0.01)
 
             speaking = asyncio.create_task(speak())

@@ -1,5 +1,5 @@
 """
-Calls between a parent and its workers, over a pair of sockets that nobody else holds.
+Calls between a parent and its workers, over a private pair of sockets.
 
 A message is its length in four bytes and then a pickle: both ends are this program, and one has started the other. A
 worker whose parent has gone finds the connection closed.
@@ -47,7 +47,7 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
     def notify(self, method: str, *arguments: Any) -> None:
-        """Call *method* of the other end, and want no answer."""
+        """Call *method* of the other end without waiting for an answer."""
         self._send(0, method, arguments)
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
@@ -59,7 +59,7 @@ class Channel:
         return answer
 
     async def run(self) -> None:
-        """Do what the other end says until it has gone, and close the connection."""
+        """Handle messages until the other end has gone, and close the connection."""
         try:
             while True:
                 (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
@@ -77,7 +77,7 @@ class Channel:
     def _take(self, number: int, method: str | None, content: Any) -> None:
         if method is None:
             answer = self._calls.pop(number)
-            # Who asked may have stopped waiting.
+            # The caller may have stopped waiting.
             if not answer.done():
                 answer.set_result(content)
             return

@@ -25,12 +25,12 @@ from triton_openai.tritonserver.supervisor import Pauses
 
 log = structlog.get_logger(__name__)
 
-# Looks in a row without a sign of life that make a worker one that hangs. They are counted instead of the time, which
-# also goes on while this process gets no turn, or the whole machine stands still.
-_LOOKS = 8
-# What a worker has to write down where it is before it is killed.
-_LAST_WORDS_SECONDS = 0.5
-# What a worker needs to end beyond the time that its requests are given.
+# Checks in a row without a heartbeat after which a worker counts as hanging. Checks are counted, not seconds, because
+# time also passes while this process, or the whole machine, is suspended.
+_CHECKS = 8
+# Time that a worker has to print its stacks before it is killed.
+_DUMP_SECONDS = 0.5
+# Time that a worker has to end after that of its requests.
 _END_SECONDS = 10.0
 # A worker may have to fetch a tokenizer before it can say whether it takes new settings.
 _TAKE_OVER_SECONDS = 300.0
@@ -40,7 +40,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a worker reads from its standard input, as a pickle.
 
-    It is who it is, its settings, the file descriptors of its listening sockets, and their address.
+    It has the file descriptors of the listening sockets, and their address.
     """
 
     worker: Worker
@@ -53,8 +53,8 @@ class WorkerProcess:
     """
     A running worker at the other end of *channel*.
 
-    *settings* are those that it was given last. *listening* is set when it accepts connections. *signs* is how often it
-    has shown that it is alive. *refusal* is why it could not begin, where it said so.
+    *settings* are the last that it was sent. *listening* is set when it accepts connections. *heartbeats* counts its
+    heartbeats. *refusal* is its own reason why it could not start, if it sent one.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, settings: Settings) -> None:
@@ -62,10 +62,10 @@ class WorkerProcess:
         self.settings = settings
         self.channel = channel
         self.listening = asyncio.Event()
-        self.signs = 0
+        self.heartbeats = 0
         self.refusal: str | None = None
         self._process = process
-        channel.methods |= {"listening": self.listening.set, "alive": self._alive, "refuse": self._refuse}
+        channel.methods |= {"listening": self.listening.set, "heartbeat": self._heartbeat, "refuse": self._refuse}
         self._running = asyncio.create_task(channel.run())
 
     @classmethod
@@ -110,7 +110,7 @@ class WorkerProcess:
     async def ended(self) -> int:
         """Wait until the process has ended and return its exit status (-n: killed by signal n)."""
         status = await self._process.wait()
-        # What it said last may still be on its way.
+        # Its last messages may still be on their way.
         await self._running
         return status
 
@@ -135,23 +135,23 @@ class WorkerProcess:
 
     async def watch(self, index: int, timeout: Callable[[], float]) -> None:
         """
-        Kill it when it has said nothing for *timeout* seconds; else watch for ever.
+        Kill it when it has sent no heartbeat for *timeout* seconds; else watch for ever.
 
-        A worker that is busy speaks late, but speaks: only one that is stopped, or stuck in a call that does not
-        return, is silent. It writes down where that is (SIGQUIT) before it is killed.
+        A busy worker sends late heartbeats. Only one that is stopped, or stuck in a call that does not return, sends
+        none. It prints its stacks (SIGQUIT) before it is killed.
         """
-        signs, silent = self.signs, 0
-        while silent < _LOOKS:
-            await asyncio.sleep(timeout() / _LOOKS)
-            silent = silent + 1 if self.signs == signs else 0
-            signs = self.signs
+        seen, silent = self.heartbeats, 0
+        while silent < _CHECKS:
+            await asyncio.sleep(timeout() / _CHECKS)
+            silent = silent + 1 if self.heartbeats == seen else 0
+            seen = self.heartbeats
         log.error("worker hangs and is killed", worker=index, pid=self.pid, silent_for=timeout())
         self.signal(signal.SIGQUIT)
-        await asyncio.sleep(_LAST_WORDS_SECONDS)
+        await asyncio.sleep(_DUMP_SECONDS)
         self.signal(signal.SIGKILL)
 
-    def _alive(self) -> None:
-        self.signs += 1
+    def _heartbeat(self) -> None:
+        self.heartbeats += 1
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -176,8 +176,8 @@ class Pool:
         first_pause: float = 0.1,
     ) -> None:
         self.settings = settings
-        #: What is served, in the words of the first worker that can tell after :meth:`greet`.
-        self.greeting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        #: The banner of the first worker that makes one after :meth:`ask_for_banner`.
+        self.banner: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._start = start
         self._listens = listens
         self._forget = forget
@@ -193,32 +193,32 @@ class Pool:
         """
         Start the workers, and replace those that end; return when :meth:`end` has ended them all.
 
-        Raises :class:`ConfigurationError` for what a worker refuses, and :class:`ServiceError` for one that ends before
-        any has ever listened: that would not get better.
+        Raises :class:`ConfigurationError` for settings that a worker refuses, and :class:`ServiceError` if one ends
+        before any has ever listened: the next one would end too.
         """
-        keepers = [asyncio.create_task(self._keep(index)) for index in range(len(self._pauses))]
+        runners = [asyncio.create_task(self._run_worker(index)) for index in range(len(self._pauses))]
         try:
-            await asyncio.gather(*keepers)
+            await asyncio.gather(*runners)
         finally:
             self._kill()
-            await asyncio.gather(*keepers, return_exceptions=True)
+            await asyncio.gather(*runners, return_exceptions=True)
             self._all_ended.set()
 
-    def greet(self, *, launched: bool) -> None:
-        """Have a worker say what is served, whichever can first; *launched* is whether Triton was started here."""
+    def ask_for_banner(self, *, launched: bool) -> None:
+        """Ask all workers for the banner; *launched* is whether Triton was started here."""
         self._launched = launched
         for member in self._members.values():
             if member.listening.is_set():
-                self._ask_greeting(member)
+                self._ask_for_banner(member)
 
-    def _ask_greeting(self, member: WorkerProcess) -> None:
-        def greeted(answer: asyncio.Future[str | None]) -> None:
+    def _ask_for_banner(self, member: WorkerProcess) -> None:
+        def answered(answer: asyncio.Future[str | None]) -> None:
             text = answer.result()
-            if text is not None and not self.greeting.done():
-                self.greeting.set_result(text)
+            if text is not None and not self.banner.done():
+                self.banner.set_result(text)
 
-        if self._launched is not None and not self.greeting.done():
-            member.channel.call("greet", self._launched).add_done_callback(greeted)
+        if self._launched is not None and not self.banner.done():
+            member.channel.call("banner", self._launched).add_done_callback(answered)
 
     async def take_over(self, settings: Settings, renew: bool) -> None:
         """
@@ -231,12 +231,12 @@ class Pool:
         reason = next((answer for answer in answers if answer is not None), None)
         if reason is None:
             self.settings = settings
-        # Those that were started meanwhile; and if one refused, all: who did not answer may still take the new ones.
-        await asyncio.gather(*(self._align(member) for member in list(self._members.values())))
+        # Workers that started meanwhile; if one refused, all: one that did not answer may still use the new settings.
+        await asyncio.gather(*(self._update(member) for member in list(self._members.values())))
         if reason is not None:
             raise ConfigurationError(reason)
 
-    async def _align(self, member: WorkerProcess) -> None:
+    async def _update(self, member: WorkerProcess) -> None:
         """Give *member* the settings of the service if it has been given others."""
         if member.settings is self.settings:
             return
@@ -248,7 +248,7 @@ class Pool:
         """
         End all workers in order, with *notice* to load balancers first; at once when *hurried*.
 
-        What has not ended long after it should have is killed.
+        Workers that do not end in time are killed.
         """
         self._ending.set()
         try:
@@ -269,13 +269,13 @@ class Pool:
             member.channel.notify(method, *arguments)
 
     def _kill(self) -> None:
-        """End what is left, and what is being started."""
+        """Kill all workers, also those that are being started."""
         self._ending.set()
         self._killed = True
         for member in self._members.values():
             member.signal(signal.SIGKILL)
 
-    async def _keep(self, index: int) -> None:
+    async def _run_worker(self, index: int) -> None:
         while not self._ending.is_set():
             began = time.monotonic()
             try:
@@ -284,13 +284,13 @@ class Pool:
                 log.error("worker cannot be started", worker=index, reason=str(error))  # noqa: TRY400
                 pause = self._pauses[index].after(0)
             else:
-                await self._attend(index, member)
+                await self._supervise(index, member)
                 pause = self._pauses[index].after(time.monotonic() - began)
             if not self._ending.is_set():
                 await first_of([self._ending], timeout=pause)
 
-    async def _attend(self, index: int, member: WorkerProcess) -> None:
-        """Be there for *member* until it has ended."""
+    async def _supervise(self, index: int, member: WorkerProcess) -> None:
+        """Supervise *member* until it has ended."""
         self._members[index] = member
         log.info("worker started", worker=index, pid=member.pid)
         if self._killed:
@@ -298,7 +298,7 @@ class Pool:
         elif self._ending.is_set():
             member.channel.notify("end", False)
         # The settings of the service may have changed while the process was started.
-        tasks = [asyncio.create_task(work) for work in (self._align(member), self._accompany(index, member))]
+        tasks = [asyncio.create_task(work) for work in (self._update(member), self._watch_worker(index, member))]
         try:
             status = await member.ended()
         except asyncio.CancelledError:
@@ -317,12 +317,12 @@ class Pool:
             raise ServiceError(f"A worker process ended while it started ({_how(status)}).")
         log.error("worker ended", worker=index, pid=member.pid, how=_how(status), reason=member.refusal)
 
-    async def _accompany(self, index: int, member: WorkerProcess) -> None:
+    async def _watch_worker(self, index: int, member: WorkerProcess) -> None:
         await member.listening.wait()
         self._ever_listened = True
         log.info("worker listens", pid=member.pid)
         self._listens(index, member)
-        self._ask_greeting(member)
+        self._ask_for_banner(member)
         await member.watch(index, lambda: self.settings.server.worker_timeout)
 
 

@@ -2,7 +2,7 @@
 What the workers of one service share: the counts of rate limits, and which models take no requests now.
 
 The parent of the workers keeps it (:class:`SharedState`); a worker asks over its channel (:class:`SharedClient`). So
-one event loop sees everything in one order, there are no locks, and what a worker has that ends is given back at once.
+one event loop handles everything in order, without locks. When a worker ends, its share is released at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SharedState:
         return {method.__name__: partial(method, index) for method in methods}
 
     def forget(self, index: int) -> None:
-        """Give back what worker *index* had, which has ended."""
+        """Release everything of worker *index*, which has ended."""
         self._channels.pop(index, None)
         for name in self._running.pop(index, Counter()).elements():
             self._limits.leave(name, 0)
@@ -67,14 +67,14 @@ class SharedState:
         self._limits.leave(name, tokens)
 
     def claim(self, index: int, models: Collection[str]) -> str | None:
-        """Let nobody else claim *models*: all, or none where one is claimed already, which is returned."""
+        """Claim *models* for worker *index*: all, or none if one is claimed already, which is returned."""
         taken = next((model for model in models if model in self._claims), None)
         if taken is None:
             self._claims.update(dict.fromkeys(models, index))
         return taken
 
     def unclaim(self, index: int, models: Collection[str]) -> None:
-        """Give the claim of *models* back."""
+        """Release the claim of *models*."""
         for model in models:
             self._claims.pop(model, None)
 
@@ -115,7 +115,7 @@ class SharedClient:
             pass
         finally:
             if decision is None:
-                # Nobody waits for the answer any more, which may be that the request was counted in.
+                # The request has gone, but the answer may still count it in.
                 answer.add_done_callback(give_back)
         if decision is None:
             raise ServiceOverloaded("The rate limits cannot be checked now.", retry_after=1)
@@ -131,7 +131,7 @@ class SharedClient:
         return taken
 
     def unclaim(self, models: Collection[str]) -> None:
-        """Give the claim back."""
+        """Release the claim."""
         self._channel.notify("unclaim", tuple(models))
 
     def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:

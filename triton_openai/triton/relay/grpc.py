@@ -26,7 +26,7 @@ from triton_openai.triton.relay.rules import Operation, Rules, operation_of_rpc
 if TYPE_CHECKING:
     from triton_openai.access.guard import RelayedRequest, RelayGuard
 
-# What gRPC sets itself on each connection.
+# Set by gRPC itself on each connection.
 _OWN_METADATA = frozenset({"user-agent", "content-type", "te", "host"})
 _OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 _STATUSES = {
@@ -68,8 +68,8 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
 
 class GrpcRelay(grpc.GenericRpcHandler):
     """
-    A gRPC server in front of the one of the Triton that *client*, which the relay closes, speaks to. *changed* is
-    called when somebody has changed which models are loaded; *guard* authorizes clients.
+    A gRPC server in front of Triton's, which *client* connects to; the relay closes it. *changed* is called when a
+    client has changed which models are loaded; *guard* authorizes clients.
     """
 
     def __init__(self, client: GrpcClient, rules: Rules, *, guard: RelayGuard, changed: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         self, host: str, port: int, *, credentials: grpc.ServerCredentials | None = None, reuse_port: bool = False
     ) -> None:
         """Listen, with TLS where there are *credentials*. Raises :class:`ConfigurationError`."""
-        # Without being told, gRPC shares the port with whoever has it.
+        # By default gRPC shares the port with other processes.
         options = (*_OPTIONS, ("grpc.so_reuseport", int(reuse_port)))
         self._server = grpc.aio.server(handlers=(self,), options=options)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -108,13 +108,13 @@ class GrpcRelay(grpc.GenericRpcHandler):
             await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
             hurry.cancel()
             if not stopping.done():
-                # A second one shortens the first.
+                # A second stop shortens the grace period of the first.
                 await self._server.stop(0)
             await stopping
         await self._client.close()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
-        """Return what answers a call: the relay, whatever the method is called."""
+        """Return the handler of a call: the relay, for every method."""
         method = handler_call_details.method
 
         async def handle(_: Any, context: Any) -> None:
@@ -136,7 +136,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
             except ServiceError as error:
                 relayed.error = error
                 code, details, trailers = _status_of(error), error.message, _refusal(relayed, error)
-            # A client that has left is found out at the latest when its call ends.
+            # At the end of its call, it is known whether the client has left.
             status = None if context.cancelled() else code.name
             if code is not grpc.StatusCode.OK:
                 await context.abort(code, details, trailers)
@@ -149,13 +149,13 @@ class GrpcRelay(grpc.GenericRpcHandler):
     async def _relay(
         self, method: str, operation: Operation, relayed: RelayedRequest, context: Any
     ) -> tuple[Any, str, Any]:
-        """Pass the call on, and return how it ended. Raises :class:`ServiceError` for one that may not go on."""
+        """Pass the call on, and return how it ended. Raises :class:`ServiceError` for one that is refused."""
         inspected = operation.loads or relayed.names_models
         messages = self._messages(method if inspected else None, operation, relayed, context)
-        # What is to be looked at is looked at before Triton hears of the call.
+        # The first message is checked before the call to Triton begins.
         first = await anext(messages, None) if inspected else None
         added = (*relayed.upstream_headers.items(), *self._client.metadata)
-        # What the service says itself, a client does not say as well: which of two is read is anybody's guess.
+        # The service's own metadata replaces the client's: with both, it is not defined which one counts.
         hidden = {*relayed.hidden, *(name.lower() for name, _ in added)}
         call: Any = self._client.channel.stream_stream(method)(
             timeout=context.time_remaining(), metadata=(*_custom(context.invocation_metadata(), hidden), *added)
@@ -206,7 +206,7 @@ def _read(method: str, message: bytes) -> tuple[Any, str]:
 
 
 async def _send(first: bytes | None, messages: AsyncIterator[bytes], call: Any) -> None:
-    """Pass on *first* and *messages*, and that these are all. Raises :class:`ServiceError` for what may not pass."""
+    """Pass on *first*, *messages* and their end. Raises :class:`ServiceError` for a message that is refused."""
     try:
         if first is not None:
             await call.write(first)
@@ -244,7 +244,7 @@ def _refusal(relayed: RelayedRequest, error: ServiceError) -> tuple[tuple[str, s
 def _custom(
     metadata: Iterable[tuple[str, str | bytes]] | None, hidden: Collection[str] = ()
 ) -> tuple[tuple[str, str | bytes], ...]:
-    """Return what *metadata* has beside what belongs to one connection, and what is *hidden*."""
+    """Return *metadata* without the keys of one connection and those that are *hidden*."""
     return tuple(
         (key, value)
         for key, value in metadata or ()

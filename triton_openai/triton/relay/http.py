@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-# RFC 9110, 7.6.1: what concerns one connection only.
+# Headers of one connection only (RFC 9110, 7.6.1).
 _HOP_BY_HOP = frozenset((
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "host",
 ))  # fmt: skip
 # Longest body of a load or unload that is read here.
 _LOADING_BYTES = 65_536
-# Instead of the versions that aiohttp would tell.
+# aiohttp's own value has versions in it.
 _SERVER = "triton-openai"
 _NOT_ADDED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
 
@@ -46,7 +46,7 @@ class HttpRelay:
     An HTTP server in front of the one of the Triton at *url*. *changed* is called when a client has changed which
     models are loaded, and *guard* authorizes clients.
 
-    Bodies are neither decompressed nor held: a client that reads slowly slows down the reading from Triton, and one
+    Bodies are neither decompressed nor buffered: a client that reads slowly slows down the reading from Triton, and one
     that leaves closes the connection to it, which cancels the work.
     """
 
@@ -94,7 +94,7 @@ class HttpRelay:
             connector=aiohttp.TCPConnector(limit=0, ssl=tls),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connection.connect_timeout),
             auto_decompress=False,
-            # Cookies are the clients', and no business of the relay.
+            # Cookies belong to the clients.
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as self._session:
             yield
@@ -123,7 +123,7 @@ class HttpRelay:
         await relayed.authorize(operation)
         operation = self._rules.check(operation, f"endpoint {path}", names)
         if request.method == hdrs.METH_HEAD:
-            # Triton's own answer to it has a body, which would be taken for what follows it.
+            # Triton answers it with a body, which would be read as the next answer.
             raise MethodNotAllowed("Triton's endpoints do not take HEAD.")
         if relayed.names_models:
             relayed.check_models(names)
@@ -144,7 +144,7 @@ class HttpRelay:
             return await self._answer(request, response, relayed)
 
     async def _body(self, request: web.Request, operation: Operation, headers: CIMultiDict[str]) -> Any:
-        """Return what is sent on as the body, and fit *headers* to it."""
+        """Return the body to send on, and adapt *headers* to it."""
         if not request.body_exists:
             return None
         ask_for_body(request)

@@ -1,5 +1,5 @@
 """
-What is relayed: the operations of Triton's protocol, in the groups in which Triton itself restricts them.
+The operations of Triton's protocol that are relayed, in the groups in which Triton itself restricts them.
 
 Source: Triton's ``--http-restricted-api`` and ``--grpc-restricted-protocol``, its HTTP paths and
 ``grpc_service.proto``. What is not listed here is not relayed: an operation that a later Triton adds may be one that
@@ -25,8 +25,8 @@ class Operation(msgspec.Struct, frozen=True):
     One operation: its *group*, whether it *manages* the server, and whether it changes which models are *loaded*.
 
     *guards* are the groups of this service's own API that it belongs to, all of which have to be open; *about* is what
-    it tells of, uses or changes: the model that it names, all models, or none. *readiness* is whether load balancers
-    ask it whether to send requests.
+    it reads, uses or changes: the model that it names, all models, or none. *readiness* is whether load balancers use
+    it.
     """
 
     group: str
@@ -73,7 +73,7 @@ _PATHS = {
         (rf"/v2/(?:system|cuda)sharedmemory(?:/region/{_ONE})?/(?:status|register|unregister)", _SHARED_MEMORY),
         (rf"(?:/v2|/v2/models/{_ONE})/trace/setting", _TRACE),
         (r"/v2/logging", _LOGGING),
-        # Last: a model may be called like one of the words above.
+        # Last: a model may have one of the names above.
         (_MODEL, _METADATA),
     )
 }
@@ -98,7 +98,7 @@ _RPCS = {
     )
     for name in names
 } | {f"/grpc.health.v1.Health/{name}": _READY for name in ("Check", "Watch")}
-# All that a load or unload may say of a model, unless more is allowed.
+# The parameters of a load or unload that are always allowed.
 _HARMLESS = frozenset({"unload_dependents"})
 _OVERRIDES = "model-overrides"
 
@@ -112,7 +112,7 @@ def operation_of_path(path: str) -> tuple[Operation | None, Collection[str]]:
     Return the operation of an HTTP request for *path*, as it stands in the request line, ``None`` if it is not relayed;
     and every name that the model in it may be meant to have.
 
-    Whether and how often a name is decoded is Triton's affair, and differs between its releases. One that is encoded
+    Whether and how often a name is decoded differs between Triton's releases. One that is encoded
     more than once is not relayed.
     """
     for pattern, operation in _PATHS.items():
@@ -136,7 +136,7 @@ class Rules:
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(allowed)
-        #: Whether who loads a model may bring a configuration and files for it.
+        #: Whether a load may bring a configuration and files for the model.
         self.overrides = _OVERRIDES in self._allowed
 
     def check(self, operation: Operation | None, what: str, names: Collection[str] = ()) -> Operation:
@@ -160,9 +160,9 @@ class Rules:
 
     def loading_body(self, body: bytes) -> bytes:
         """
-        Return what a load or unload over HTTP with this *body* says to Triton: nothing that replaces the model.
+        Return the body for Triton of a load or unload over HTTP with this *body*, which must not replace the model.
 
-        Written anew, because two parsers may read one text in two ways. Raises :class:`InvalidRequest`,
+        It is encoded again, because two parsers may read one text differently. Raises :class:`InvalidRequest`,
         :class:`ManagementDisabled`.
         """
         if not body:
