@@ -22,7 +22,7 @@ from triton_openai.triton.relay.frontends import FRONTENDS
 
 _log = structlog.get_logger(__name__)
 # Tenths of a second that a Triton that is ready has to show its models.
-_LOOKS = 100
+_ATTEMPTS = 100
 # Longest time that the banner waits for tokenizers and templates, which are loaded in the background.
 _CHECK_SECONDS = 10.0
 
@@ -133,7 +133,7 @@ async def banner_of(settings: Settings, app: web.Application, address: str, *, l
     await models.catalog.first.wait()
     # In explicit mode a Triton may well start without any model.
     expected = launched and (settings.triton.model_control_mode == "none" or bool(settings.triton.load_model))
-    for _ in range(_LOOKS if expected else 0):
+    for _ in range(_ATTEMPTS if expected else 0):
         if models.ready:
             break
         await models.catalog.refresh()

@@ -48,7 +48,7 @@ log = structlog.get_logger(__name__)
 _ENOUGH_FILES = 65_536
 # How long the last clients that connected have to send a request, and how often the connections are checked.
 _LAST_REQUESTS_SECONDS = 1.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 
 #: Called after the banner is shown. Returns the exit status, or ``None`` to go on serving.
 OnReady = Callable[[Banner], Awaitable[int | None]]
@@ -66,7 +66,7 @@ class Stop:
     """
     Whether the service has been *asked* to stop, and whether it has to stop without waiting (*hurried*).
 
-    With *notice*, load balancers get time to notice. After a Ctrl-C there is none to wait for.
+    With *notice*, load balancers get time to notice. A Ctrl-C needs no such wait.
     """
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ async def listening(
         )
         for one in sockets:
             await server.listen(one)
-        # What exists now stays. Without it, the longest pauses of the garbage collector are a tenth as long.
+        # What exists now stays. Not to scan it again cuts the longest pauses of the garbage collector to a tenth.
         gc.collect()
         gc.freeze()
         yield app
@@ -314,7 +314,7 @@ async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None
     # Clients that have just connected get a moment to send their request.
     deadline = time.monotonic() + _LAST_REQUESTS_SECONDS
     while http.awaits_requests and not stop.hurried.is_set() and time.monotonic() < deadline:
-        await first_of([stop.hurried], timeout=_LOOK_SECONDS)
+        await first_of([stop.hurried], timeout=_POLL_SECONDS)
     http.close_idle()
     grace = server.shutdown_grace
     frontends = [frontend.close(grace, stop.hurried) for frontend in app[FRONTENDS]]

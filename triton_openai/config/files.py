@@ -23,7 +23,7 @@ LOOK_SECONDS = 1.0
 
 class FileWatch:
     """
-    Tells when *paths* are to be read again: after each change, and until a reading succeeds.
+    Finds out when to read *paths* again: after each change, and until a reading succeeds.
 
     The reader reports its result with :meth:`used` or :meth:`failed`. *problem* is the event that the log gets for a
     failure, with *fields*. Make a watch before the first reading, so that no change in between is missed.

@@ -201,7 +201,7 @@ class ContentLog(Observer):
             )
 
 
-# Clients choose names. This stands for those above the limit, and for what does not look like a name.
+# Clients choose names. This one replaces those above the limit, and what does not look like a name.
 _OTHER_NAMES = "other"
 _MAX_NAMES = 100
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")

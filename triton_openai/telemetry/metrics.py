@@ -167,8 +167,8 @@ def share_between_workers(folder: Path, index: int) -> bool:
     """
     Keep metrics that are created from now on in the *folder* that all workers read; return whether *index* had files.
 
-    Whoever starts a worker sets ``PROMETHEUS_MULTIPROC_DIR`` to this folder, for ``prometheus_client``. Files belong to
-    a worker's index, not to its process id: the process that replaces a dead worker goes on with its counters. Raises
+    The workers' parent sets ``PROMETHEUS_MULTIPROC_DIR`` to this folder, for ``prometheus_client``. Files belong to a
+    worker's index, not to its process id: the process that replaces a dead worker goes on with its counters. Raises
     :class:`ConfigurationError`.
     """
     files = [folder / f"{kind}_{index}.db" for kind in ("counter", "gauge_livesum", "histogram")]

@@ -79,27 +79,22 @@ class Answer(Protocol):
     @property
     def inter_token_latency(self) -> InterTokenLatency:
         """The histogram of the times between two texts."""
-        ...
 
     @property
     def usage_so_far(self) -> Usage | None:
         """The tokens up to now, where the backend counts them with every step."""
-        ...
 
     @property
     def usage_estimate(self) -> Usage:
         """An estimate of the tokens up to now."""
-        ...
 
     @property
     def steps(self) -> int:
         """The number of steps up to now; 1 is an answer in one piece."""
-        ...
 
     @property
     def text(self) -> str:
         """What the backend has written up to now. It is logged only where the operator asks for it."""
-        ...
 
 
 class TritonRequest(Protocol):
@@ -108,16 +103,13 @@ class TritonRequest(Protocol):
     @property
     def model(self) -> str:
         """The Triton model."""
-        ...
 
     @property
     def id(self) -> str:
         """The request's id in Triton."""
-        ...
 
     def with_headers(self, headers: Mapping[str, str]) -> Self:
         """Return the request with these headers."""
-        ...
 
 
 Request = TypeVar("Request", bound=TritonRequest)

@@ -53,7 +53,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def trace_context(observation: Observation) -> Context:
-    """Return the trace context in a request's headers; empty where there is none that is valid."""
+    """Return the trace context in a request's headers; an empty one if there is none, or an invalid one."""
     if observation.request is None:
         return Context()
     headers = observation.request.headers

@@ -68,11 +68,9 @@ class Receiver(Protocol):
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
         """Take the responses that arrived together, at least one."""
-        ...
 
     def end(self, error: Exception | None) -> None:
         """Take the end, the last call. *error* is what the backend or the transport reported, if it did."""
-        ...
 
 
 class ResponseStream(Protocol):
@@ -84,11 +82,9 @@ class ResponseStream(Protocol):
 
     def pause(self) -> None:
         """Receive nothing until :meth:`resume`: the backend has to wait. An end may still come."""
-        ...
 
     def resume(self) -> None:
         """Receive again."""
-        ...
 
     def close(self, *, silent: bool = False) -> None:
         """
@@ -96,7 +92,6 @@ class ResponseStream(Protocol):
 
         *silent* is whether the backend said nothing for too long: the connection to it is not reused then.
         """
-        ...
 
 
 class TritonClient(Protocol):
@@ -104,23 +99,18 @@ class TritonClient(Protocol):
 
     async def live(self) -> bool:
         """Return whether the server answers at all."""
-        ...
 
     async def server_info(self) -> ServerInfo:
         """Return the server's name and version."""
-        ...
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         """Return all models that the server knows, ready or not."""
-        ...
 
     async def model_config(self, model: str) -> ModelConfig:
         """Return the configuration of a ready model."""
-        ...
 
     async def load_model(self, model: str) -> None:
         """Load a model, or load it again; returns when it is ready, however long that takes."""
-        ...
 
     async def unload_model(self, model: str, *, dependents: bool = False) -> None:
         """
@@ -128,11 +118,9 @@ class TritonClient(Protocol):
 
         Triton answers at once, also for a model that it does not know: the repository index shows when it is unloaded.
         """
-        ...
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers exactly once (one that is not decoupled)."""
-        ...
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         """
@@ -140,11 +128,9 @@ class TritonClient(Protocol):
 
         Raises :class:`ServiceError` only for a request that cannot be sent; all else comes to *receiver*.
         """
-        ...
 
     async def close(self) -> None:
         """Close all connections."""
-        ...
 
 
 class SingleAnswer:

@@ -1,5 +1,5 @@
 """
-Triton over gRPC, on the stubs that tritonclient ships.
+Triton over gRPC, with the messages that tritonclient ships.
 
 One ``ModelStreamInfer`` call per request: cancellation is per call, and answers cannot be mixed up. Errors come as text
 on a good call; the metadata ``triton_grpc_error``, which would end the call with a real status, is not sent: it makes
@@ -22,9 +22,10 @@ from urllib.parse import urlsplit
 import grpc
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
-from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
@@ -33,13 +34,11 @@ from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel
 from triton_openai.triton.status import Failure, classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
-    EnsembleStep,
     InferRequest,
     InferResponse,
     ModelConfig,
     OutputTensor,
-    TensorSpec,
-    datatype,
+    read_model_config,
 )
 
 _SERVICE = "/inference.GRPCInferenceService"
@@ -174,38 +173,6 @@ def _described(outputs: tuple[bytes, ...]) -> tuple[tuple[str, str, tuple[int, .
     return tuple((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
 
 
-def decode_config(config: Any) -> ModelConfig:
-    """Return our form of a ``ModelConfig`` message."""
-    return ModelConfig(
-        name=config.name,
-        backend=config.backend,
-        platform=config.platform,
-        max_batch_size=config.max_batch_size,
-        decoupled=config.model_transaction_policy.decoupled,
-        inputs=_specs(config.input, has_optional=True),
-        outputs=_specs(config.output, has_optional=False),
-        parameters={key: value.string_value for key, value in config.parameters.items()},
-        steps=tuple(
-            EnsembleStep(model=step.model_name, input_map=dict(step.input_map), output_map=dict(step.output_map))
-            for step in config.ensemble_scheduling.step
-        ),
-        priority_levels=config.dynamic_batching.priority_levels,
-    )
-
-
-def _specs(items: Any, *, has_optional: bool) -> dict[str, TensorSpec]:
-    name_of = model_config_pb2.DataType.Name
-    return {
-        item.name: TensorSpec(
-            name=item.name,
-            datatype=datatype(name_of(item.data_type)),
-            dims=tuple(item.dims),
-            optional=item.optional if has_optional else False,
-        )
-        for item in items
-    }
-
-
 def translate(code: str, details: str, model: str) -> ServiceError:
     """Return our error for a call that ended with *code*: by the text if it is known, else by the status."""
     if code == UNREACHABLE:
@@ -332,7 +299,6 @@ class GrpcChannel:
         self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
         self._used: GrpcFiles | None = None
         self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
         self._closing: set[asyncio.Task[None]] = set()
         self._distrusted = False
 
@@ -340,13 +306,8 @@ class GrpcChannel:
         """Return the metadata of every call."""
         return self._settings.headers()
 
-    def stub(self) -> Any:
-        """Return the stub to begin calls on."""
-        self.channel()
-        return self._stub
-
     def channel(self) -> grpc.aio.Channel:
-        """Return the channel itself, for calls that no stub has."""
+        """Return the channel to begin calls on."""
         files = self._files.current() if self._files is not None else None
         if self._channel is None or self._distrusted or files is not self._used:
             self._distrusted = False
@@ -370,27 +331,12 @@ class GrpcChannel:
         )
         self._used = files
         if files is None:
-            channel = grpc.aio.insecure_channel(self._target, options=options)
-        else:
-            name = self._settings.server_name
-            if name is not None:
-                options = (*options, ("grpc.ssl_target_name_override", name))
-            credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
-            channel = grpc.aio.secure_channel(self._target, credentials, options=options)
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        # The same calls, for messages that are bytes already as well.
-        stub.ModelInfer = channel.unary_unary(
-            f"{_SERVICE}/ModelInfer",
-            request_serializer=serialize,
-            response_deserializer=service_pb2.ModelInferResponse.FromString,
-        )
-        stub.ModelStreamInfer = channel.stream_stream(
-            f"{_SERVICE}/ModelStreamInfer",
-            request_serializer=serialize,
-            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
-        )
-        self._stub = stub
-        return channel
+            return grpc.aio.insecure_channel(self._target, options=options)
+        name = self._settings.server_name
+        if name is not None:
+            options = (*options, ("grpc.ssl_target_name_override", name))
+        credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
+        return grpc.aio.secure_channel(self._target, credentials, options=options)
 
     async def close(self) -> None:
         """Close every channel; calls in flight are cancelled."""
@@ -429,7 +375,12 @@ class GrpcioStream:
             self._end(None)
 
     async def _call(self, request: InferRequest) -> None:
-        call = self._channel.stub().ModelStreamInfer(metadata=(*self._channel.metadata(), *request.headers.items()))
+        start = self._channel.channel().stream_stream(
+            _STREAM_METHOD,
+            request_serializer=serialize,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        call: Any = start(metadata=(*self._channel.metadata(), *request.headers.items()))
         try:
             await call.write(await message_of(request))
             await call.done_writing()
@@ -463,12 +414,7 @@ class GrpcioStream:
         self._resumed.set()
 
     def close(self, *, silent: bool = False) -> None:
-        """
-        Cancel the work unless it has ended.
-
-        Triton 24.10 crashes now and then when a call is cancelled while it writes to it: where a cancellation would end
-        nothing, what still comes is read and dropped.
-        """
+        """Cancel the work unless it has ended, see :meth:`GrpcStream.close`."""
         if self._receiver is None:
             return
         self._receiver = None
@@ -513,9 +459,12 @@ class GrpcClient:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            return await getattr(self._channel.stub(), method)(
-                message, timeout=timeout, metadata=(*self._channel.metadata(), *headers.items())
+            call: Any = self._channel.channel().unary_unary(
+                f"{_SERVICE}/{method}",
+                request_serializer=serialize,
+                response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
             )
+            return await call(message, timeout=timeout, metadata=(*self._channel.metadata(), *headers.items()))
         except asyncio.CancelledError:
             # The caller gave up for a reason: further calls need not find out one by one that nobody answers.
             if loop.time() - began >= self._settings.connect_timeout:
@@ -547,7 +496,7 @@ class GrpcClient:
     async def model_config(self, model: str) -> ModelConfig:
         """Return a model's configuration."""
         answer = await self._unary("ModelConfig", service_pb2.ModelConfigRequest(name=model), model=model)
-        return decode_config(answer.config)
+        return read_model_config(MessageToDict(answer.config, preserving_proto_field_name=True))
 
     async def load_model(self, model: str) -> None:
         """Load a model; returns when it is ready, however long that takes."""

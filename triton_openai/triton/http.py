@@ -27,7 +27,7 @@ from triton_openai.triton.tensors import (
     InferResponse,
     ModelConfig,
     OutputTensor,
-    parse_model_config,
+    read_model_config,
 )
 
 _Said = TypeVar("_Said")
@@ -35,6 +35,7 @@ _LARGE_BODY = 1 << 20
 _STREAM_HEADERS = "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
 _index_decoder = msgspec.json.Decoder(list[IndexEntry])
+_json_decoder = msgspec.json.Decoder(Any)
 _server_decoder = msgspec.json.Decoder(ServerInfo)
 
 
@@ -147,21 +148,12 @@ class HttpClient:
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""
 
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        model: str = "",
-        headers: Mapping[str, str] = MappingProxyType({}),
-        limited: bool = True,
-    ) -> HttpCall:
-        """Return the answer to a request; a *limited* one has to come within the control timeout."""
+    async def _call(self, message: bytes, *, model: str = "", limited: bool = True) -> HttpCall:
+        """Return the answer to the request *message*; a *limited* one has to come within the control timeout."""
         began = monotonic()
         try:
             async with asyncio.timeout(self._settings.control_timeout if limited else None):
-                answer = await HttpCall.send(self._pool, self._request(method, path, body, headers))
+                answer = await HttpCall.send(self._pool, message)
         except TimeoutError as error:
             self._pool.distrust()
             raise UpstreamTimeout("Triton did not answer in time.") from error
@@ -176,21 +168,22 @@ class HttpClient:
 
     async def live(self) -> bool:
         """Return whether the server answers."""
-        await self._call("GET", "/v2/health/live")
+        await self._call(self._request("GET", "/v2/health/live"))
         return True
 
     async def server_info(self) -> ServerInfo:
         """Return the server's name and version."""
-        return _decoded(_server_decoder, await self._call("GET", "/v2"), "server metadata")
+        return _decoded(_server_decoder, await self._call(self._request("GET", "/v2")), "server metadata")
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         """Return the repository index."""
-        return _decoded(_index_decoder, await self._call("POST", "/v2/repository/index"), "a repository index")
+        answer = await self._call(self._request("POST", "/v2/repository/index"))
+        return _decoded(_index_decoder, answer, "a repository index")
 
     async def model_config(self, model: str) -> ModelConfig:
         """Return a model's configuration."""
-        answer = await self._call("GET", f"/v2/models/{quote(model, safe='')}/config", model=model)
-        return parse_model_config(b"".join(answer.parts))
+        answer = await self._call(self._request("GET", f"/v2/models/{quote(model, safe='')}/config"), model=model)
+        return read_model_config(_decoded(_json_decoder, answer, "a model configuration"))
 
     async def load_model(self, model: str) -> None:
         """Load a model; returns when it is ready, however long that takes."""
@@ -202,39 +195,47 @@ class HttpClient:
 
     async def _control(self, model: str, action: str, body: bytes, *, limited: bool = True) -> None:
         path = f"/v2/repository/models/{quote(model, safe='')}/{action}"
-        await self._call("POST", path, body, model=model, limited=limited)
+        await self._call(self._request("POST", path, body), model=model, limited=limited)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run one request with binary tensors; the caller limits its time."""
-        body, json_length = infer_body(request)
-        headers = {
-            _HEADER_LENGTH: str(json_length),
-            "Content-Type": "application/octet-stream",
-            **request.headers,
-        }
-        path = f"/v2/models/{quote(request.model, safe='')}/infer"
-        answer = await self._call("POST", path, body, model=request.model, headers=headers, limited=False)
+
+        def message() -> bytes:
+            body, json_length = infer_body(request)
+            path = f"/v2/models/{quote(request.model, safe='')}/infer"
+            fixed = f"{_HEADER_LENGTH}: {json_length}\r\nContent-Type: application/octet-stream\r\n"
+            return self._request("POST", path, body, request.headers, fixed)
+
+        made = await asyncio.to_thread(message) if _is_large(request) else message()
+        answer = await self._call(made, model=request.model, limited=False)
         content, length = b"".join(answer.parts), answer.json_length
         return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:
         """Send a ``generate_stream`` call."""
-        large = sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
-        return HttpStream(self._pool, request, receiver, message=partial(self._message, request), large=large)
+        message = partial(self._message, request)
+        return HttpStream(self._pool, request, receiver, message=message, large=_is_large(request))
 
     def _message(self, request: InferRequest) -> bytes:
         """Return the bytes of a ``generate_stream`` call."""
         path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
         return self._request("POST", path, generate_body(request), request.headers, _STREAM_HEADERS)
 
-    def _request(self, method: str, path: str, body: bytes, headers: Mapping[str, str], fixed: str = "") -> bytes:
-        """Return the bytes of a request; *fixed* are headers as they stand in it."""
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] = MappingProxyType({}),
+        fixed: str = "",
+    ) -> bytes:
+        """Return the bytes of a request; *fixed* has further headers as lines."""
         further = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}{self._lines()}{further}"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode("ascii")
-        return head + body
+        return b"".join((head, body))
 
     def _lines(self) -> str:
         headers = self._settings.headers()
@@ -246,6 +247,10 @@ class HttpClient:
     async def close(self) -> None:
         """Close the idle connections; those in use close when their calls end."""
         self._pool.close()
+
+
+def _is_large(request: InferRequest) -> bool:
+    return sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Said], answer: HttpCall, what: str) -> _Said:

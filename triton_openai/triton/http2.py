@@ -159,7 +159,7 @@ class Call:
         while len(partial) >= _MESSAGE.size:
             compressed, size = _MESSAGE.unpack_from(partial)
             if compressed:
-                raise ValueError("the server sent a compressed message, which it was not told that it may")
+                raise ValueError("the server sent a compressed message, which was not offered")
             if size > _MAX_MESSAGE:
                 raise ValueError(f"the server sent a message of {size} bytes")
             end = _MESSAGE.size + size
@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
             if self._transport.get_extra_info("sslcontext") and not (self._reason or isinstance(error, ssl.SSLError)):
                 reason = PERHAPS_REFUSED
             self.greeted.set_exception(ConnectionError(reason))
-            # Nobody may wait for it any more.
+            # Retrieved here, because no task may wait for it any more.
             self.greeted.exception()
         for call in list(self._calls.values()):
             self._forget(call)
@@ -290,7 +290,7 @@ class Connection(asyncio.Protocol):
         if (self._block is None) is (kind == CONTINUATION):
             raise ValueError("the server broke off a header block")
         if stream_id >= self._next_id or kind == PUSH_PROMISE:
-            raise ValueError("the server sent a frame for what nobody asked for")
+            raise ValueError("the server sent a frame for an unknown stream")
         handler = _HANDLERS.get(kind)
         if handler is not None:
             handler(self, flags, stream_id, payload)

@@ -91,10 +91,10 @@ def _decoder(outputs: Sequence[str]) -> Callable[[bytes], Event]:
 
 def decode_leniently(data: bytes) -> dict[str, Any]:
     """
-    Return the JSON object of an event, or of a body, that a strict decoder may refuse; nothing, where there is none.
+    Return the JSON object of an event, or of a body, that a strict decoder may refuse; an empty one if there is none.
 
     Triton copies BYTES outputs into the JSON unchecked (invalid UTF-8 is possible) and writes ``NaN`` for a float that
-    is none. Raises :class:`UpstreamError`.
+    is not a number. Raises :class:`UpstreamError`.
     """
     start = data.find(b"{")
     if start < 0:

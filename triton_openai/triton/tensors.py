@@ -175,23 +175,18 @@ class InferResponse(Protocol):
 
     def first(self, names: Sequence[str]) -> Sequence[Any]:
         """Return the first text or number of each of several outputs, ``None`` of one that is absent or empty."""
-        ...
 
     def texts(self, name: str) -> Sequence[str]:
         """Return a BYTES output as text (invalid UTF-8 becomes U+FFFD)."""
-        ...
 
     def numbers(self, name: str) -> Sequence[Any]:
         """Return a numeric output."""
-        ...
 
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return a floating output of shape ``[n, d]`` (or ``[d]``) as *n* little-endian float32 rows."""
-        ...
 
     def tensor(self, name: str) -> OutputTensor | None:
         """Return an output as it came; ``None`` where it is absent, and from JSON, which has no shapes."""
-        ...
 
 
 class JsonOutputs:
@@ -310,16 +305,9 @@ class BinaryResponse:
         return self._outputs.get(name)
 
 
-def datatype(data_type: str) -> str:
-    """Return the protocol's name of a config's data type: ``TYPE_STRING`` is BYTES on the wire."""
-    name = data_type.removeprefix("TYPE_")
-    return "BYTES" if name == "STRING" else name
-
-
-def parse_model_config(data: bytes) -> ModelConfig:
-    """Return the configuration; raises :class:`UpstreamError` when *data* is not one."""
+def read_model_config(config: Any) -> ModelConfig:
+    """Return the configuration in the JSON form of a ``ModelConfig`` message. Raises :class:`UpstreamError`."""
     try:
-        config = msgspec.json.decode(data)
         found = {
             **{name: config[name] for name in ("name", "backend", "platform", "max_batch_size") if name in config},
             "decoupled": config.get("model_transaction_policy", {}).get("decoupled", False),
@@ -339,4 +327,8 @@ def parse_model_config(data: bytes) -> ModelConfig:
 
 
 def _specs(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {item["name"]: {"dims": (), **item, "datatype": datatype(item.get("data_type", ""))} for item in items}
+    return {item["name"]: {"dims": (), **item, "datatype": _datatype(item.get("data_type", ""))} for item in items}
+
+
+def _datatype(name: str) -> str:
+    return "BYTES" if name == "TYPE_STRING" else name.removeprefix("TYPE_")

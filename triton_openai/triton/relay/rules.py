@@ -143,8 +143,8 @@ class Rules:
         """
         Return *operation*, if it is there and allowed; *what* is how the client called it, and *names* as in its path.
 
-        Raises :class:`EndpointNotFound`, :class:`ManagementDisabled`, and :class:`InvalidRequest` for a model's name
-        that is none.
+        Raises :class:`EndpointNotFound`, :class:`ManagementDisabled`, and :class:`InvalidRequest` for an
+        impossible name of a model.
         """
         if operation is None:
             raise EndpointNotFound(f"There is no {what[:200]}, or it is not relayed.")
