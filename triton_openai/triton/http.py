@@ -206,30 +206,30 @@ class HttpClient:
             fixed = f"{_HEADER_LENGTH}: {json_length}\r\nContent-Type: application/octet-stream\r\n"
             return self._request("POST", path, body, request.headers, fixed)
 
-        made = await asyncio.to_thread(message) if _is_large(request) else message()
+        large = sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
+        made = await asyncio.to_thread(message) if large else message()
         answer = await self._call(made, model=request.model, limited=False)
         content, length = b"".join(answer.parts), answer.json_length
         return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:
         """Send a ``generate_stream`` call."""
-        message = partial(self._message, request)
-        return HttpStream(self._pool, request, receiver, message=message, large=_is_large(request))
-
-    def _message(self, request: InferRequest) -> bytes:
-        """Return the bytes of a ``generate_stream`` call."""
         path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
-        return self._request("POST", path, generate_body(request), request.headers, _STREAM_HEADERS)
+        message = partial(self._request, "POST", path, request, request.headers, _STREAM_HEADERS)
+        large = sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
+        return HttpStream(self._pool, request, receiver, message=message, large=large)
 
     def _request(
         self,
         method: str,
         path: str,
-        body: bytes = b"",
+        body: bytes | InferRequest = b"",
         headers: Mapping[str, str] = MappingProxyType({}),
         fixed: str = "",
     ) -> bytes:
-        """Return the bytes of a request; *fixed* has further headers as lines."""
+        """Return the bytes of a request, with *headers* and *fixed* lines; for the *body*, see :func:`generate_body`."""
+        if isinstance(body, InferRequest):
+            body = generate_body(body)
         further = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}{self._lines()}{further}"
@@ -247,10 +247,6 @@ class HttpClient:
     async def close(self) -> None:
         """Close the idle connections; those in use close when their calls end."""
         self._pool.close()
-
-
-def _is_large(request: InferRequest) -> bool:
-    return sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Said], answer: HttpCall, what: str) -> _Said:
