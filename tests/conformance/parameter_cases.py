@@ -71,7 +71,7 @@ def calls_of(answer: dict[str, Any]) -> list[str]:
 
 
 def can_guide(kind: str) -> Callable[[Capabilities], bool]:
-    """Return whether a model can be held to *kind*."""
+    """Return whether a model can be guided by *kind*."""
     return lambda capabilities: kind in capabilities.guides
 
 

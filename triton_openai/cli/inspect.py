@@ -235,7 +235,7 @@ def _render(item: ModelReport) -> str:
             ("tool calls", item.tool_calls or "not recognised (--tool-call-parser)"),
             ("reasoning", item.reasoning or "not recognised (--reasoning-parser)"),
             ("suffix", item.suffix or "refused (fim_template)"),
-            ("can be held to", ", ".join(item.guides) or "nothing (no guided decoding)"),
+            ("guides", ", ".join(item.guides) or "none (no guided decoding)"),
             *([("LoRA adapters", ", ".join(item.loras))] if item.loras else ()),
             ("images", item.images),
             ("log probs", item.logprobs),

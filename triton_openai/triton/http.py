@@ -227,7 +227,7 @@ class HttpClient:
         headers: Mapping[str, str] = MappingProxyType({}),
         fixed: str = "",
     ) -> bytes:
-        """Return the bytes of a request; *fixed* are header lines. For an ``InferRequest``, see :func:`generate_body`."""
+        """Return the bytes of a request with *fixed* header lines; an ``InferRequest`` becomes a generate body."""
         if isinstance(body, InferRequest):
             body = generate_body(body)
         further = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
