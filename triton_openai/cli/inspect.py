@@ -27,7 +27,7 @@ _LOSES = (
 
 
 class ParameterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request parameter becomes on a model; ``target`` is the input, or the key inside one."""
+    """How a model handles a request parameter; ``target`` is its input tensor, or the key in it."""
 
     name: str
     treatment: str

@@ -61,7 +61,7 @@ def _differences(before: msgspec.Struct, after: msgspec.Struct) -> list[str]:
 
 
 class Source:
-    """Where the settings come from: *load* reads them; *file*, where there is one, is watched."""
+    """The source of the settings: *load* reads them, and *file*, if there is one, is watched."""
 
     def __init__(self, load: Callable[[], Settings], file: Path | None = None) -> None:
         self.load = load

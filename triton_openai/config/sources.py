@@ -309,7 +309,7 @@ def _add_opentelemetry(found: Layer, environ: Mapping[str, str]) -> None:
         return next(((value, name) for name in names if (value := environ.get(name, "").strip())), ("", ""))
 
     content = first(_CONTENT_VARIABLE)[0].lower() or "false"
-    # There are no events here, only spans.
+    # The service has no events, only spans.
     wanted = content in ("true", "span_only", "span_and_event")
     if not wanted and content not in ("false", "no_content", "event_only"):
         raise ConfigurationError(

@@ -65,18 +65,18 @@ Group = Literal["inference", "embedding", "model-repository", "metrics", "health
 #: How OTLP can be spoken, and the port that it has for itself then.
 Protocol = Literal["grpc", "http/protobuf"]
 OTLP_PORTS: Mapping[Protocol, int] = {"grpc": 4317, "http/protobuf": 4318}
-#: What is behind the address of a collector that is spoken to over HTTP.
+#: The path of traces at a collector that takes OTLP over HTTP.
 OTLP_PATH = "/v1/traces"
 
 # A field name of RFC 9110.
 _HEADER = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]+$"
-# What can stand in a header after "Bearer ", with a name before it or none.
+# An optional name, and a key that can follow "Bearer " in a header.
 NAMED_KEY = r"^([A-Za-z0-9._-]{1,64}:)?[!-+\x2d-9;-~]{1,4096}$"
 _ORIGIN = r"^(\*|null|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^][/?#\s,:*]+)(:([0-9]+|\*))?)$"
 
 
 class _Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What all groups of settings are: fixed once made, and without any other field."""
+    """The base of all groups of settings: immutable, and without unknown fields."""
 
 
 class ServerSettings(_Group, frozen=True):
@@ -158,7 +158,7 @@ class TritonSettings(_Group, frozen=True):
     ] = ()
     model_control_mode: Annotated[
         Literal["none", "explicit"],
-        _flag("'explicit' lets clients load and unload models; a Triton that runs already has to have it too."),
+        _flag("'explicit' lets clients load and unload models; a Triton that runs already needs the same mode."),
     ] = "none"
     load_model: Annotated[
         tuple[str, ...], _flag("Model that the Triton started here loads first, in explicit mode; * is all.")
@@ -229,7 +229,7 @@ class TritonAccess(_Group, frozen=True):
 
 
 class ApiSettings(_Group, frozen=True):
-    """What clients see."""
+    """The API for clients."""
 
     default_model: Annotated[Text | None, _flag("Model of requests that name none, or 'default'.")] = None
     default_max_tokens: Annotated[Tokens, _flag("Longest answer to requests that set no limit.")] = 512
@@ -269,7 +269,7 @@ class MediaSettings(_Group, frozen=True):
 
 
 class MetricsSettings(_Group, frozen=True):
-    """What Prometheus is given."""
+    """The metrics for Prometheus."""
 
     vllm_names: Annotated[
         bool,
@@ -305,7 +305,7 @@ class TracesSettings(_Group, frozen=True):
     otlp_protocol: Annotated[
         Protocol | None,
         _file_only(
-            "How the collector is spoken to. By default what OTEL_EXPORTER_OTLP_PROTOCOL says, else grpc on port 4317 "
+            "The protocol of the collector. By default that of OTEL_EXPORTER_OTLP_PROTOCOL, else grpc on port 4317 "
             "and http/protobuf on every other."
         ),
     ] = None
@@ -327,7 +327,7 @@ class TracesSettings(_Group, frozen=True):
 
     @property
     def exporter_url(self) -> str | None:
-        """Where spans are sent, as the exporter of :attr:`protocol` takes it: over HTTP with a path."""
+        """The address of the collector in the form of the exporter for :attr:`protocol`: over HTTP with a path."""
         url = self.otlp_endpoint
         if url is None or self.protocol == "grpc" or urlsplit(url).path.strip("/"):
             return url
@@ -344,7 +344,7 @@ class RestrictedApi(_Group, frozen=True):
 
 
 class AccessSettings(_Group, frozen=True):
-    """Who may ask, and for what. Without a key, everybody who can reach the service may."""
+    """The clients that may send requests, and to which APIs. Without a key, every client may."""
 
     api_key: Annotated[
         tuple[Annotated[str, Meta(pattern=NAMED_KEY)], ...],
@@ -543,7 +543,7 @@ class Settings(_Group, frozen=True):
         return msgspec.structs.replace(own, **used)
 
     def aliases(self) -> dict[str, str]:
-        """Return every alias with the model it stands for."""
+        """Return every alias with its model."""
         return {alias: name for name, model in self.models.items() for alias in model.aliases}
 
     def with_triton(self, *urls: str, metrics_url: str | None = None) -> Settings:

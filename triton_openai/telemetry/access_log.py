@@ -140,7 +140,7 @@ _log = structlog.get_logger("triton_openai.access")
 # Loggers of their own, so that their lines can be sent elsewhere.
 _content_log = structlog.get_logger("triton_openai.content")
 _fields_log = structlog.get_logger("triton_openai.telemetry.unknown_fields")
-# Of a name that no model has: enough to find the mistake in it.
+# Longest part of an unknown model's name that is logged.
 _MAX_NAME_CHARS = 64
 
 

@@ -1,4 +1,4 @@
-"""What ``GET /metrics`` answers: counted metrics, the service's state, vLLM's names and Triton's own metrics."""
+"""The answer to ``GET /metrics``: counted metrics, the service's state, vLLM's names and Triton's own metrics."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Answer(Protocol):
 
     @property
     def text(self) -> str:
-        """What the backend has written up to now. It is logged only where the operator asks for it."""
+        """The text up to now. It is logged only if the operator asks for it."""
 
 
 class TritonRequest(Protocol):
@@ -133,7 +133,7 @@ class Upstream:
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _NO_HEADERS = Upstream(_NOTHING)
-#: That of the request being answered. The service's own work sends no headers.
+#: The headers for the request that is being answered. The service's own work sends none.
 UPSTREAM: ContextVar[Upstream] = ContextVar("upstream", default=_NO_HEADERS)
 
 

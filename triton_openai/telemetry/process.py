@@ -72,5 +72,5 @@ class DescriptorWatch:
             _log.warning("hardly any file descriptors are left, clients will be turned away", limit=limit)
 
 
-#: That of this process.
+#: The watch of this process.
 DESCRIPTORS = DescriptorWatch()

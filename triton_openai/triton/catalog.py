@@ -50,7 +50,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def coming(self) -> frozenset[str]:
-        """Those of the waiting models that become ready by themselves: trying again soon may work."""
+        """The waiting models that become ready by themselves: a client may try again soon."""
         states = frozenset({"LOADING", "READY"})
         return frozenset(entry.name for entry in self.index if entry.state in states and entry.name in self.waiting)
 

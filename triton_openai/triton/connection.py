@@ -173,7 +173,7 @@ _PROBES = 3
 # Sent data has to be acknowledged within the same time.
 _UNACKNOWLEDGED_MS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
 
-# Not every system has all of them.
+# Some systems lack some of them.
 _TCP_OPTIONS = {
     "TCP_KEEPIDLE": _IDLE_SECONDS,
     "TCP_KEEPINTVL": _INTERVAL_SECONDS,

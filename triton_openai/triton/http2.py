@@ -43,7 +43,7 @@ PROTOCOL_ERROR, REFUSED_STREAM, CANCEL = 1, 7, 8
 
 _UINT31 = 2**31 - 1
 _DEFAULT_WINDOW = 65_535
-# What we take, and what a server takes until it says otherwise.
+# The largest frame that we accept, and the default of servers.
 _FRAME_SIZE = 16_384
 # The most that a stream with a slow client keeps in memory. The window of the connection limits no stream.
 WINDOW = 256 * 1024
@@ -89,12 +89,12 @@ class Call:
         self.channel: Channel | None = None
         self.connection: Connection | None = None
         self.stream_id = 0
-        # What is sent: all of it, kept until the server has begun to answer, and what is left.
+        # The whole request, kept until the server begins to answer, and the part of it that is not sent yet.
         self.request: bytes | None = None
         self.unsent = memoryview(b"")
         self.window = 0
         self.attempts = 0
-        # What is received, and how many bytes of it no window was given back for.
+        # The received part of a message, and the number of bytes without a window update.
         self.partial = bytearray()
         self.messages: list[bytes] = []
         self.outcome: tuple[str, str] | None = None
@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
         self._calls: dict[int, Call] = {}
         self._next_id = 1
         self._max_calls = _UINT31
-        # What is received: the beginning of a frame, and that of a header block with its stream and flags.
+        # The received part of a frame, and of a header block with its stream and flags.
         self._rest = b""
         self._block: tuple[int, int, bytes] | None = None
         self._decoder = hpack.Decoder(max_header_list_size=_MAX_HEADERS)
@@ -319,7 +319,7 @@ class Connection(asyncio.Protocol):
         if len(payload) > _MAX_HEADERS:
             raise ValueError("the server sent too many headers")
         if flags & END_HEADERS:
-            # Also for a call that is not there any more: the table of headers depends on it.
+            # Also for calls that have ended, because the decoder's table depends on it.
             fields = dict(self._decoder.decode(payload, raw=True))
             call = self._calls.get(stream_id)
             if call is not None:
@@ -561,7 +561,7 @@ class Channel:
         )
         self._metadata: tuple[Header, ...] | None = None
         self._headers = b""
-        # Where calls begin; those that it replaced end with their last calls.
+        # The connection for new calls; replaced ones close after their last calls.
         self._current: Connection | None = None
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._waiting: deque[Call] = deque()

@@ -40,7 +40,7 @@ MAX_IDLE = 512
 # the request may have been worked on, and may be what ended the server: it is not sent again.
 STALE_SECONDS = 1.0
 EVENT_END = b"\n\n"
-# What stands before the JSON of an event as Triton writes it; the space is optional in the format.
+# Precedes the JSON of an event of Triton; the space is optional in the format.
 _PREFIX = len(b"data: ")
 
 

@@ -1,4 +1,4 @@
-"""Where a ``tritonserver`` comes from, and what it needs around it: the one from PyPI, or one that is installed."""
+"""The ``tritonserver`` to start, from PyPI or installed on this machine, and the environment that it needs."""
 
 from __future__ import annotations
 

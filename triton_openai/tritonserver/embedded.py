@@ -267,7 +267,7 @@ class EmbeddedTriton:
         return _PORT_TAKEN.search(self.log_path.read_bytes(), begin) is not None
 
     def _log_excerpt(self) -> str:
-        # What went wrong stands far above the end: Triton unloads everything else before it gives up.
+        # The cause is far above the end: Triton unloads all other models before it ends.
         wrong = [line for line in self.log_tail(10_000).splitlines() if _FAILED_TO_LOAD.search(line)]
         return "\n".join(["", *wrong, "The end of its log:", self.log_tail() or "(nothing)"])
 

@@ -75,7 +75,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
     def __init__(self, client: GrpcClient, rules: Rules, *, guard: RelayGuard, changed: Callable[[], None]) -> None:
         self._client, self._rules, self._guard, self._changed = client, rules, guard, changed
         self._server: Any = None
-        #: Where it listens, once started.
+        #: The scheme and the port of its address, once started.
         self.scheme = "grpc"
         self.port = 0
 

@@ -72,7 +72,7 @@ class HttpRelay:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that it listens on."""
         return self._server.port
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:

@@ -132,7 +132,7 @@ def operation_of_rpc(method: str) -> Operation | None:
 
 
 class Rules:
-    """What clients may do: all that does not manage the server, and the *allowed* groups of what does."""
+    """The operations that clients may use: all that do not manage the server, and those in the *allowed* groups."""
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(allowed)
