@@ -203,9 +203,13 @@ async def _serve(
                 starting.cancel()
             async with service(adapted(settings), stop) as running:
 
-                async def show_banner() -> int | None:
+                async def show_banner() -> int:
                     await started.wait()
-                    return await running.show_banner()
+                    status = await running.show_banner()
+                    if status is None:
+                        # Serve until something else ends.
+                        await asyncio.Event().wait()
+                    return status or 0
 
                 async def take(new: Settings, renew: bool) -> None:
                     await running.take_over(adapted(new), renew)
@@ -213,23 +217,13 @@ async def _serve(
                 banner = asyncio.create_task(show_banner())
                 try:
                     async with reloading(None if source is None else Reloader(settings, source, take)):
-                        return await _first_end([*ends, *running.tasks], banner)
+                        waiting = [banner, *ends, *running.tasks]
+                        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                        results = {task: task.result() for task in done}
+                        return int(results.get(banner, 0))
                 finally:
                     banner.cancel()
                     await asyncio.gather(banner, return_exceptions=True)
-
-
-async def _first_end(ends: Sequence[asyncio.Task[Any]], banner: asyncio.Task[int | None]) -> int:
-    """Wait for the first of *ends*, or for an exit status of *banner*; return the exit status."""
-    waiting: set[asyncio.Task[Any]] = {*ends, banner}
-    while True:
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            result = task.result()
-            if task is not banner:
-                return 0
-            if result is not None:
-                return int(result)
 
 
 @contextlib.asynccontextmanager

@@ -295,16 +295,12 @@ class GrpcChannel:
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
         parts = urlsplit(url)
         self._target = parts.netloc if parts.port else f"{parts.netloc}:8001"
-        self._settings = settings
+        self.settings = settings
         self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
         self._used: GrpcFiles | None = None
         self._channel: grpc.aio.Channel | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._distrusted = False
-
-    def metadata(self) -> tuple[Header, ...]:
-        """Return the metadata of every call."""
-        return self._settings.headers()
 
     def channel(self) -> grpc.aio.Channel:
         """Return the channel to begin calls on."""
@@ -327,12 +323,12 @@ class GrpcChannel:
         options = (
             *_OPTIONS,
             # The timeout of an attempt to connect, despite its name.
-            ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000)),
+            ("grpc.min_reconnect_backoff_ms", int(self.settings.connect_timeout * 1000)),
         )
         self._used = files
         if files is None:
             return grpc.aio.insecure_channel(self._target, options=options)
-        name = self._settings.server_name
+        name = self.settings.server_name
         if name is not None:
             options = (*options, ("grpc.ssl_target_name_override", name))
         credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
@@ -380,7 +376,7 @@ class GrpcioStream:
             request_serializer=serialize,
             response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
         )
-        call: Any = start(metadata=(*self._channel.metadata(), *request.headers.items()))
+        call: Any = start(metadata=(*self._channel.settings.headers(), *request.headers.items()))
         try:
             await call.write(await message_of(request))
             await call.done_writing()
@@ -444,7 +440,7 @@ class GrpcClient:
     @property
     def metadata(self) -> tuple[Header, ...]:
         """The metadata of every call."""
-        return self._channel.metadata()
+        return self._settings.headers()
 
     async def _unary(
         self,
@@ -464,7 +460,7 @@ class GrpcClient:
                 request_serializer=serialize,
                 response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
             )
-            return await call(message, timeout=timeout, metadata=(*self._channel.metadata(), *headers.items()))
+            return await call(message, timeout=timeout, metadata=(*self.metadata, *headers.items()))
         except asyncio.CancelledError:
             # The caller gave up for a reason: further calls need not find out one by one that nobody answers.
             if loop.time() - began >= self._settings.connect_timeout:

@@ -762,6 +762,7 @@ async def test_closing_early_does_not_spoil_the_pool(http):
     [
         (plain(b'{"error":"Request for unknown model: \'m\' is not found"}', b"404 Not Found"), ModelNotFound),
         (plain(b"<html></html>", b"502 Bad Gateway"), UpstreamError),
+        (plain(b"[]", b"302 Found", b"Location: http://127.0.0.1:1/\r\n"), UpstreamError),
         (plain(b"{}"), UpstreamError),
         (plain(b"\xff\xfe"), UpstreamError),
         (plain(b""), UpstreamError),
@@ -777,6 +778,48 @@ async def test_control_calls_that_fail(http, raw, kind):
         with pytest.raises(ServiceError) as caught:
             await call
         assert kind is type(caught.value)
+
+
+async def test_calls_share_the_connections_of_streams(http):
+    """A call goes over a kept connection; one that has died meanwhile is replaced once."""
+    http.reply = Reply(texts=["one"])
+    assert (["one"], None) == await outcome(http.client)
+    http.raw = plain(b"[]")
+    assert [] == list(await http.client.repository_index())
+    assert 1 == http.connections
+    http.close_after = True
+    for _ in range(3):
+        assert [] == list(await http.client.repository_index())
+    assert (5, 3) == (len(http.requests), http.connections)
+    http.close_after = False
+    assert [] == list(await http.client.repository_index())
+    http.raw, http.close_after = b"", True
+    with pytest.raises(UpstreamError) as caught:
+        await http.client.infer(REQUEST)
+
+    assert "upstream_disconnected" == caught.value.code
+    assert (8, 5) == (len(http.requests), http.connections)
+
+
+async def test_a_call_that_is_cancelled_leaves_no_connection(http):
+    """What comes after it would be read as the answer to the next call."""
+    http.reply = Reply(texts=[], end="hang")
+    call = asyncio.create_task(http.client.live())
+    async with asyncio.timeout(5):
+        while not http.requests:  # noqa: ASYNC110 - the server has no event for it
+            await asyncio.sleep(0)
+        call.cancel()
+        await http.left.wait()
+
+
+async def test_a_large_infer_request(http):
+    """It is made in a thread, and arrives whole."""
+    texts = ("x" * (1 << 21),)
+    http.raw = plain(b'{"outputs":[]}')
+    with pytest.raises(UpstreamError, match="without an answer"):
+        await http.client.infer(msgspec.structs.replace(REQUEST, inputs=(Tensor("t", "BYTES", (1,), texts),)))
+
+    assert http.requests[0]["body"].endswith(texts[0].encode())
 
 
 async def test_infer_over_http(http):
