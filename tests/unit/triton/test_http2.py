@@ -407,14 +407,14 @@ async def test_a_call_that_fails_to_take_its_messages(wire):
         (frame(HEADERS, 0, 1, b"") + frame(CONTINUATION, 0, 1, bytes(16_384)) * 5, "too many headers"),
         (frame(HEADERS, END_HEADERS, 1, b"\x82" * 2000), "cannot be read"),
         (frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff"), "cannot be read"),
-        (frame(HEADERS, END_HEADERS, 9, OPEN), "nobody asked"),
+        (frame(HEADERS, END_HEADERS, 9, OPEN), "unknown stream"),
         (frame(HEADERS, END_HEADERS | PADDED, 1, b"\5abc"), "padding"),
         (frame(SETTINGS, 0, 0, b"abc"), "cannot be read"),
         (frame(GOAWAY, 0, 0, b"abc"), "cannot be read"),
         (frame(RST_STREAM, 0, 1, b"abc"), "cannot be read"),
         (frame(WINDOW_UPDATE, 0, 0, number(0)), "window"),
         (frame(WINDOW_UPDATE, 0, 0, number(2**31 - 1)), "window"),
-        (frame(PUSH_PROMISE, END_HEADERS, 1, number(2) + OPEN), "nobody asked"),
+        (frame(PUSH_PROMISE, END_HEADERS, 1, number(2) + OPEN), "unknown stream"),
     ],
 )  # fmt: skip
 async def test_what_no_server_may_send(data: bytes, reason: str) -> None:
