@@ -15,7 +15,7 @@ from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
 from triton_openai.api.info import EXPOSITION, probe
 from triton_openai.api.routes import add_routes
-from triton_openai.api.service import SERVICE, LiveSettings, Service
+from triton_openai.api.service import SERVICE, Service
 from triton_openai.config import Settings
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.worker import WORKER, Worker
@@ -91,7 +91,7 @@ def create_app(
     if characters is not None:
         observers.insert(1, ContentLog(characters))
     service = Service(
-        live=LiveSettings(settings),
+        settings=settings,
         models=models,
         control=ModelControl(settings, models, connection, model_draining),
         client=connection,
@@ -221,7 +221,7 @@ async def take_over(app: web.Application, settings: Settings, renew: bool) -> No
     take_access()
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)
-    service.live.current = settings
+    service.settings = settings
 
 
 async def _run_service(app: web.Application) -> AsyncIterator[None]:

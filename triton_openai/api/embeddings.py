@@ -2,7 +2,7 @@
 ``POST /v1/embeddings``, and the scores of pairs of texts: ``POST /v1/rerank`` and ``POST /v1/score``.
 
 Source of the wire format: OpenAI's ``embedding`` object (openai-openapi 2.3.0). The official client asks for base64
-unless told otherwise: little-endian float32. A cross-encoder scores a pair itself. For a model of embeddings a score is
+by default: little-endian float32. A cross-encoder scores a pair itself. For a model of embeddings a score is
 the cosine of the angle between the two, as vLLM's server has it.
 """
 
@@ -22,18 +22,16 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
-from triton_openai.api.context import RequestContext, begin
 from triton_openai.api.parameters import (
     ABSENT,
     Accepted,
     TruncatedRequest,
-    check_size,
     neutral_values,
     truncation,
     unused,
 )
-from triton_openai.api.prompts import check_ids, separated
-from triton_openai.api.service import Service, new_id, now
+from triton_openai.api.prompts import check_ids, check_size, separated
+from triton_openai.api.service import RequestContext, Service, begin, new_id, now
 from triton_openai.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -114,7 +112,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Embed texts."""
-    context = await begin(request, EmbeddingsRequest, "embeddings", refused=neutral_values(EmbeddingsRequest))
+    context = await begin(request, EmbeddingsRequest, "embeddings")
     body, model, observation = context.body, context.model, context.observation
     if not model.adapter.capabilities.embed:
         raise InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
@@ -471,7 +469,7 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle_rerank(request: web.Request) -> web.StreamResponse:
     """Order documents by how well they fit a query."""
-    context = await begin(request, RerankRequest, "rerank", refused=neutral_values(RerankRequest))
+    context = await begin(request, RerankRequest, "rerank")
     body = context.body
     (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
     if not query:
@@ -533,7 +531,7 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle_score(request: web.Request) -> web.StreamResponse:
     """Score one text against each of several, or texts pair by pair."""
-    context = await begin(request, ScoreRequest, "score", refused=neutral_values(ScoreRequest))
+    context = await begin(request, ScoreRequest, "score")
     pairs, second = _pairs(context.body)
     score_id = context.observation.response_id = new_id("score")
     result = await score(context, score_id, pairs, param=second)

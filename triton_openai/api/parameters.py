@@ -18,11 +18,9 @@ from triton_openai.adapters._common.base import Adapter, Rule, check_range
 from triton_openai.answer.logprobs import Scoring
 from triton_openai.api.bodies import ModelRequest, explain
 from triton_openai.config import DefaultParameters
-from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
-from triton_openai.models.served import ServedModel
 from triton_openai.prompts.offload import decoder
-from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 #: A field without influence on the answer: documented by OpenAI or in common use, accepted, never decoded.
@@ -48,9 +46,9 @@ def neutral_values(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-def refuse(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise :class:`UnsupportedParameter` for the first of *refused* that the request uses."""
-    for name, neutral in refused.items():
+def refuse_unused(request: msgspec.Struct) -> None:
+    """Raise :class:`UnsupportedParameter` for the first field of *request* that is not supported and not neutral."""
+    for name, neutral in neutral_values(type(request)).items():
         if not is_neutral(getattr(request, name), neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
 
@@ -58,112 +56,6 @@ def refuse(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> N
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Return whether *value* is absent, or one of the *neutral* values (1.0 is 1, ``True`` is not)."""
     return value is None or any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in neutral)
-
-
-# Finding a text for a token takes some ten microseconds.
-_MOST_WORDS = 1024
-
-
-def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]]) -> tuple[tuple[str, float], ...]:
-    """
-    Return texts and weights with which a backend biases just the tokens of *biases*.
-
-    The backend tokenizes each text with its special tokens and adds the weight to every token it gets. Those special
-    tokens get the whole sum taken off again, by an empty text, which consists of nothing else.
-
-    Raises :class:`UnsupportedParameter` for a token that no text gives, and without a tokenizer, and
-    :class:`InvalidRequest` for very many.
-    """
-    if not biases:
-        return ()
-    if tokenizer is None:
-        raise UnsupportedParameter(
-            "'logit_bias' needs the model's tokenizer, which is not configured (--tokenizer).", param="logit_bias"
-        )
-    if len(biases) > _MOST_WORDS:
-        raise InvalidRequest(
-            f"'logit_bias' holds {len(biases)} tokens, and may hold {_MOST_WORDS} at most on this model, which takes "
-            "biases as texts.",
-            param="logit_bias",
-            code="array_above_max_length",
-        )
-    frame = tokenizer.encode("", add_special_tokens=True)
-    words = []
-    for number, weight in biases:
-        if number >= tokenizer.vocab_size:
-            raise InvalidValue(
-                f"'logit_bias' names the token {number}, and the model has {tokenizer.vocab_size} tokens.", "logit_bias"
-            )
-        text = tokenizer.decode([number], skip_special_tokens=False)
-        if not text or sorted(tokenizer.encode(text, add_special_tokens=True)) != sorted([*frame, number]):
-            raise UnsupportedParameter(
-                f"'logit_bias' cannot name the token {number} ({text!r}) on this model, which takes biases as texts:"
-                " as a text it becomes other tokens.",
-                param="logit_bias",
-            )
-        words.append((text, weight))
-    if frame:
-        words.append(("", -sum(weight for _, weight in words)))
-    return tuple(words)
-
-
-def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
-    """
-    Return a number of tokens that no prompt of *model* can exceed.
-
-    It is the context length where that is known, else what the engine's files tell, else the tokenizer's.
-    """
-    return model.settings.max_model_len or model.hints.max_prompt_len or tokenizer.longest_prompt
-
-
-def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
-    """
-    Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
-
-    To tokenize such a text takes long, here and in Triton, and cannot help.
-    """
-    longest = tokenizer.pieces.longest
-    if longest is None or len(text) * 4 <= limit * longest:
-        return
-    size = size_of(text)
-    if size > limit * longest:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens. However, your prompt has {size} bytes, more than "
-            "that many tokens can hold."
-        )
-
-
-def size_of(text: str) -> int:
-    """Return the bytes of *text*, lone surrogates too: they are refused elsewhere."""
-    return len(text.encode(errors="surrogatepass"))
-
-
-def too_long(prompt_tokens: int, limit: int) -> ContextLengthExceeded:
-    """Return the error for a prompt of *prompt_tokens*, in OpenAI's words."""
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {limit} tokens. However, your prompt has {prompt_tokens} tokens."
-    )
-
-
-def fit(sampling: Sampling, *, prompt_tokens: int, limit: int, open_ended: bool, most: int | None) -> Sampling:
-    """
-    Return *sampling* for a prompt of *prompt_tokens* on a model that takes *limit* tokens in all.
-
-    An *open_ended* request, one that sets no length, may go on to the end of the context, or to *most* tokens. Raises
-    :class:`ContextLengthExceeded` with both numbers, in OpenAI's words, for what does not fit.
-    """
-    room = limit - prompt_tokens
-    if room < 1:
-        raise too_long(prompt_tokens, limit)
-    if open_ended:
-        return msgspec.structs.replace(sampling, max_tokens=room if most is None else min(room, most))
-    if sampling.max_tokens > room:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{prompt_tokens + sampling.max_tokens} tokens ({prompt_tokens} in the prompt, {sampling.max_tokens} in "
-            "the completion)."
-        )
-    return sampling
 
 
 _MAX_STOPS = 4

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from triton_openai.api.bodies import MAX_ITEMS, explain
-from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import choose, fill, recognise
@@ -145,6 +145,44 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Written:
             "These token ids cannot be sent to the model as text without changing them.", param="prompt"
         )
     return Written(text, tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
+    """
+    Return a number of tokens that no prompt of *model* can exceed.
+
+    It is the context length where that is known, else what the engine's files tell, else the tokenizer's.
+    """
+    return model.settings.max_model_len or model.hints.max_prompt_len or tokenizer.longest_prompt
+
+
+def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
+    """
+    Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
+
+    To tokenize such a text takes long, here and in Triton, and cannot help.
+    """
+    longest = tokenizer.pieces.longest
+    if longest is None or len(text) * 4 <= limit * longest:
+        return
+    size = size_of(text)
+    if size > limit * longest:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, your prompt has {size} bytes, more than "
+            "that many tokens can hold."
+        )
+
+
+def size_of(text: str) -> int:
+    """Return the bytes of *text*, lone surrogates too: they are refused elsewhere."""
+    return len(text.encode(errors="surrogatepass"))
+
+
+def too_long(prompt_tokens: int, limit: int) -> ContextLengthExceeded:
+    """Return the error for a prompt of *prompt_tokens*, in OpenAI's words."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limit} tokens. However, your prompt has {prompt_tokens} tokens."
+    )
 
 
 class ChatPromptRequest(Protocol):

@@ -25,7 +25,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import OBSERVATION, REQUEST_ID, Observation
+from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 _log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -269,14 +269,14 @@ async def stream(
     except ServiceError as error:
         if not events.begun:
             raise
-        fields = {"request_id": request.get(REQUEST_ID), "model": runs[0].model.name}
+        fields = {"request_id": observation.request_id, "model": runs[0].model.name}
         warn(_log, "stream failed", error, **fields, code=error.code)
         await _fail(events, observation, error)
     except Exception:
         if not events.begun:
             raise
         # A mistake of ours, or of a third party's parser: the answer has begun, so it has to be told in it.
-        _log.exception("stream failed", request_id=request.get(REQUEST_ID), model=runs[0].model.name)
+        _log.exception("stream failed", request_id=observation.request_id, model=runs[0].model.name)
         await _fail(events, observation, ServiceError("The service failed to answer the request."))
     return events.response
 

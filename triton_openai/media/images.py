@@ -149,13 +149,12 @@ class ImageLoader:
                 code="too_many_images",
             )
 
-    async def load(self, references: Sequence[ImageReference], *, most: int | None = None) -> tuple[Image, ...]:
+    async def load(self, references: Sequence[ImageReference]) -> tuple[Image, ...]:
         """
-        Return the images in the order of *references*; *most* is the model's own limit, where it is known.
+        Return the images in the order of *references*, of which :meth:`check_count` has checked the number.
 
-        Raises :class:`InvalidRequest` that names the place. The first image that fails ends the work on all others.
+        Raises :class:`InvalidRequest` with the place of the image. The first image that fails cancels all others.
         """
-        self.check_count(references, most=most)
         tasks = [asyncio.ensure_future(self._load(reference)) for reference in references]
         try:
             images = await asyncio.gather(*tasks)

@@ -24,8 +24,8 @@ from triton_openai.adapters.trtllm_ensemble import StepLogprobs
 from triton_openai.adapters.vllm import VllmLogprobs
 from triton_openai.answer.logprobs import log_probabilities
 from triton_openai.answer.stages import HeldLogprobs, StopStrings, TokenNames
+from triton_openai.api.generate import bias_words
 from triton_openai.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from triton_openai.api.parameters import bias_words
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Logits, TokenLogprob, Vocabulary
 from triton_openai.prompts.tokenizer import Tokenizer

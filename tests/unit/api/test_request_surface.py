@@ -9,7 +9,7 @@ import pytest
 
 from tests.cases import every_case
 from triton_openai.api.embeddings import _render
-from triton_openai.api.service import nth_seed
+from triton_openai.api.generate import nth_seed
 from triton_openai.errors import UpstreamError
 from triton_openai.parsers.tools.schema import Parameters
 
