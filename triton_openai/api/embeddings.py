@@ -76,7 +76,7 @@ class EmbeddingsRequest(TruncatedRequest, kw_only=True):
     embed_dtype: Annotated[Any, unused("float32")] = None
     endianness: Annotated[Any, unused("native", "little")] = None
     mm_processor_kwargs: Annotated[Any, unused({})] = None
-    # What models of embeddings do, and vLLM for them.
+    # Embedding models normalize by themselves, or vLLM does it for them.
     normalize: Annotated[Any, unused(True)] = None
     use_activation: Annotated[Any, unused(True)] = None
 
@@ -148,9 +148,9 @@ async def _as_taken(
     model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None
 ) -> Sequence[str] | Sequence[Sequence[int]]:
     """
-    Return *inputs* cut to what *cut* leaves of them, and as text for a model that takes no token ids.
+    Return *inputs* truncated as *cut* says, and as text for a model that takes no token ids.
 
-    Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` where the tokenizer that it needs is not known.
+    Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` if that needs a tokenizer and there is none.
     """
     takes_ids = model.adapter.capabilities.token_inputs
     decodes = not takes_ids and not isinstance(inputs[0], str)
@@ -253,17 +253,14 @@ async def count_inputs(model: ServedModel, job: EmbeddingJob, result: EmbeddingR
 
 
 def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
-    """Return an embedding as JSON: by itself, as millions of numbers at once would hold the interpreter lock."""
-    return msgspec.Raw(_encode(Embedding(index=index, embedding=_render(vector, as_text))))
-
-
-def _render(vector: bytes, as_text: bool) -> Sequence[float] | str:
+    """Return one embedding as JSON: all at once would keep the interpreter lock for long."""
     values = array("f", vector)
     if sys.byteorder == "big":
         values.byteswap()
     if not math.isfinite(sum(values)):
         raise UpstreamError("The model sent an embedding with values that are no numbers.")
-    return base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
+    embedding = base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
+    return msgspec.Raw(_encode(Embedding(index=index, embedding=embedding)))
 
 
 # Products of numbers that are computed on the event loop: about a millisecond.
@@ -318,10 +315,9 @@ def _texts(value: Text | list[Text], place: str) -> list[str]:
 
 async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *, param: str) -> ScoreResult:
     """
-    Return the scores of *pairs*, whose documents the client calls *param*.
+    Return the scores of *pairs*; *param* is the client's name of the documents.
 
-    Raises :class:`InvalidRequest` for models that cannot score, :class:`UnsupportedParameter` for what they cannot be
-    asked, and :class:`ServiceError` for what goes wrong upstream.
+    Raises :class:`InvalidRequest` for models that cannot score, and other :class:`ServiceError`.
     """
     model, request = context.model, context.body
     capabilities = model.adapter.capabilities

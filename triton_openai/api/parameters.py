@@ -1,8 +1,7 @@
 """
-The parameters that chat and plain completions share: types, documented ranges, and what becomes of them.
+The parameters that chat and plain completions share: their types and ranges, and the sampling that they ask for.
 
-Ranges are those that OpenAI documents (openai-openapi 2.3.0); the extensions in common use are named and bounded as
-vLLM's server does it.
+Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in common use have vLLM's names and ranges.
 """
 
 from __future__ import annotations
@@ -272,9 +271,9 @@ def sampling(
     """
     Return the sampling of *request*, completed from the model's *defaults*.
 
-    Raises :class:`InvalidRequest` for values that contradict each other, and :class:`UnsupportedParameter` for those
-    that the model cannot honour; *max_tokens_name* is what the client called the limit, *logprobs* how many
-    alternatives to a token it wants, and *alternatives_name* by what.
+    *max_tokens_name* is the client's name of the limit, *logprobs* the number of alternatives to a token, and
+    *alternatives_name* its name. Raises :class:`InvalidRequest` for values that contradict each other, and
+    :class:`UnsupportedParameter` for those that the model cannot honour.
     """
     given = defaults.given()
     stop = request.stop if request.stop is not None else given.get("stop")
@@ -297,7 +296,7 @@ def sampling(
         **values,
     )
     for name, neutral, why in _refused(adapter):
-        # A limit that nobody asked for is no reason to refuse anything.
+        # A limit that the client did not set is no reason to refuse the request.
         if (max_tokens if name == "max_tokens" else getattr(result, name)) not in neutral:
             called = max_tokens_name if name == "max_tokens" else name
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
@@ -310,7 +309,7 @@ def sampling(
             param=alternatives_name,
         )
     for row in adapter.parameters:
-        # Here and not only in the adapter, which does not know what the client called its limit.
+        # Checked here because the adapter does not know the client's name of the limit.
         value = max_tokens if row.name == "max_tokens" else getattr(result, row.name)
         if isinstance(value, int | float) and value not in _PLAIN.get(row.name, ()):
             check_range(max_tokens_name if row.name == "max_tokens" else row.name, value, row.datatype)
@@ -321,10 +320,10 @@ def truncation(
     request: TruncatedRequest, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
 ) -> Truncation | None:
     """
-    Return what the prompt is to be cut to: on *side* unless the request says on which one.
+    Return how the prompt is truncated, ``None`` for not at all.
 
-    *keeps_special* is whether special tokens stay where it does not. Raises :class:`InvalidRequest` for a side of
-    nothing, and for 0.
+    Without a ``truncation_side`` in the request, tokens are cut on *side*, and special tokens stay if *keeps_special*.
+    Raises :class:`InvalidRequest` for a side without a number of tokens, and for 0 tokens.
     """
     if request.truncate_prompt_tokens is None:
         if request.truncation_side is not None:
@@ -344,9 +343,9 @@ def truncation(
 
 def priority(request: SamplingRequest, levels: int) -> int:
     """
-    Return the request's priority, 0 for the default; *levels* is how many the model's queue has.
+    Return the request's priority, 0 for the default; the model's queue has *levels* of them.
 
-    Raises :class:`UnsupportedParameter` where it has none, and :class:`InvalidRequest` for more than that.
+    Raises :class:`UnsupportedParameter` for a queue without priorities, and :class:`InvalidRequest` above *levels*.
     """
     given = request.priority or 0
     if given and not levels:
@@ -360,7 +359,7 @@ def priority(request: SamplingRequest, levels: int) -> int:
 
 
 def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
-    """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` where nobody knows them."""
+    """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` if the backend does not send them."""
     if request.return_token_ids and not adapter.capabilities.token_ids:
         raise UnsupportedParameter(
             "This model answers in text and does not tell its token ids; an engine answered token by token does"
@@ -372,10 +371,10 @@ def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
 
 def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = None, timeout: float) -> Scoring | None:
     """
-    Return what is wanted of the prompt's log probabilities: by ``prompt_logprobs``, or *echoed* before the answer's.
+    Return the request for the prompt's log probabilities: by ``prompt_logprobs``, or *echoed* before the answer's.
 
-    Raises :class:`UnsupportedParameter` where they cannot be had, :class:`InvalidRequest` in streams, which have no
-    place for ``prompt_logprobs``.
+    Raises :class:`UnsupportedParameter` if the model cannot give them, and :class:`InvalidRequest` for
+    ``prompt_logprobs`` in a stream, whose chunks have no field for them.
     """
     count, param = echoed, "logprobs"
     if request.prompt_logprobs is not None:
@@ -394,7 +393,7 @@ def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = 
 
 def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOptions:
     """
-    Return what is wanted of the stream; *always_usage* is the operator's wish to have usage in every one.
+    Return the stream options; with *always_usage*, a setting, every stream has its usage.
 
     Raises :class:`InvalidRequest` for options without a stream.
     """
@@ -411,8 +410,8 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     """
     Return the guide that *request* asks for.
 
-    Raises :class:`InvalidRequest` for one that is malformed or for several, and :class:`UnsupportedParameter` for a
-    kind that is not among *supported*: a model that cannot be held to a format must not pretend.
+    Raises :class:`InvalidRequest` for a malformed guide or several guides, and :class:`UnsupportedParameter` for a kind
+    that is not *supported*: an answer without its guide would be wrong.
     """
     guides = list(_guides(request))
     if not guides:
