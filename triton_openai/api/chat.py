@@ -181,9 +181,10 @@ async def _task(context: RequestContext[ChatRequest], plan: ToolPlan, parsers: P
         threshold=INLINE_WEIGHT,
     )
     newer = body.max_completion_tokens
-    task = await task_of(
+    task = task_of(
         context,
         new_id("chatcmpl"),
+        defaults=await model.default_parameters(),
         n=body.n or 1,
         max_tokens=newer or body.max_tokens,
         max_tokens_name="max_tokens" if newer is None else "max_completion_tokens",

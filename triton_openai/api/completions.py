@@ -111,9 +111,10 @@ async def _task(context: RequestContext[CompletionRequest]) -> Task:
         raise InvalidValue("'best_of' cannot be used with 'stream'.", "best_of")
     if body.max_tokens == 0 and not body.echo:
         raise InvalidValue("'max_tokens' can be 0 with 'echo' only.", "max_tokens")
-    task = await task_of(
+    task = task_of(
         context,
         new_id("cmpl"),
+        defaults=await model.default_parameters(),
         n=best_of,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,

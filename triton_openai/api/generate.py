@@ -23,6 +23,7 @@ from triton_openai.api.parameters import (
 )
 from triton_openai.api.prompts import Prompt, Written, check_size, longest_prompt, outside, size_of, too_long
 from triton_openai.api.service import RequestContext, Service
+from triton_openai.config import DefaultParameters
 from triton_openai.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -75,10 +76,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     scoring: Scoring | None = None
 
 
-async def task_of(
+def task_of(
     context: RequestContext[_Body],
     task_id: str,
     *,
+    defaults: DefaultParameters,
     n: int,
     max_tokens: int | None,
     max_tokens_name: str = "max_tokens",
@@ -91,15 +93,15 @@ async def task_of(
     """
     Return the task of a request to generate text.
 
-    *logprobs* is the number of alternatives to each token, ``None`` for no log probabilities, and *echoed* the same for
-    the tokens of the prompt. *max_tokens_name* and *alternatives_name* are the client's names of the two. For the rest
-    see :class:`Task`, :func:`sampling` and :func:`truncation`. Raises :class:`InvalidRequest`.
+    *defaults* are the model's. *logprobs* is the number of alternatives to each token, ``None`` for no log
+    probabilities, and *echoed* the same for the tokens of the prompt. *max_tokens_name* and *alternatives_name* are the
+    client's names of the two. For the rest see :class:`Task`, :func:`sampling` and :func:`truncation`. Raises
+    :class:`InvalidRequest`.
     """
     body, model, settings = context.body, context.model, context.service.settings
     adapter = model.adapter
     if not adapter.capabilities.generate:
         raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
-    defaults = await model.default_parameters()
     return Task(
         id=task_id,
         sampling=sampling(
