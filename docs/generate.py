@@ -18,7 +18,7 @@ import msgspec
 from triton_openai.adapters import trtllm, trtllm_ensemble, trtllm_llmapi, vllm
 from triton_openai.adapters._common.base import BoundParameter, Parameter, Rule
 from triton_openai.api import chat, completions
-from triton_openai.api.parameters import SamplingRequest
+from triton_openai.api.parameters import SamplingRequest, neutral_values
 from triton_openai.config import Option, Settings, options
 from triton_openai.config.options import bare_type
 from triton_openai.errors import ServiceError
@@ -72,7 +72,7 @@ def parameters() -> str:
     ]
     fields = {**_fields(chat.ChatRequest), **_fields(completions.CompletionRequest)}
     # What only one of the two endpoints has is refused by the other.
-    refused = sorted({*chat.REFUSED, *completions.REFUSED} - _DONE_HERE)
+    refused = sorted({*neutral_values(chat.ChatRequest), *neutral_values(completions.CompletionRequest)} - _DONE_HERE)
     ignored = sorted(fields.keys() - _FRAME - _DONE_HERE - set(refused) - set(Sampling.__struct_fields__))
     return "\n".join(
         [

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from tests.proxy_fixture import changed
-from triton_openai.access.guard import Guard, RelayGuard
+from triton_openai.access.guard import Guard
 from triton_openai.config import ServerSettings, Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.models.draining import Draining
@@ -26,14 +26,14 @@ class Relays:
 
     http: str
     grpc: str
-    guard: RelayGuard
+    guard: Guard
     changes: list[None]
     frontends: Sequence[Any]
 
 
-def relay_guard(settings: Settings) -> RelayGuard:
+def relay_guard(settings: Settings) -> Guard:
     """Return the guard that *settings* ask for."""
-    return RelayGuard(Guard(settings.access), Draining(), metrics=Metrics(Worker()))
+    return Guard(settings.access, Draining(), metrics=Metrics(Worker()))
 
 
 @asynccontextmanager

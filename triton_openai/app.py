@@ -1,4 +1,4 @@
-"""The only place where the parts are put together."""
+"""Builds the application: creates the parts of the service and connects them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import structlog
 from aiohttp import web
 
 from triton_openai.access.cors import CORS, Cors
-from triton_openai.access.guard import GUARD, RELAY_GUARD, Guard, RelayGuard
+from triton_openai.access.guard import GUARD, Guard
 from triton_openai.adapters._common.registry import load as load_adapter
 from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
 from triton_openai.api.info import EXPOSITION, probe
 from triton_openai.api.routes import add_routes
-from triton_openai.api.service import SERVICE, LiveSettings, Service
+from triton_openai.api.service import SERVICE, Service
 from triton_openai.config import Settings
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.config.worker import WORKER, Worker
@@ -57,11 +57,11 @@ def create_app(
     shared: SharedClient | None = None,
 ) -> web.Application:
     """
-    Return the application; nothing runs and nothing is connected before it is started.
+    Return the application. Nothing runs or connects before it starts.
 
-    *client* replaces the connection to Triton, *images* what loads the images of requests; *worker* is this process
-    among several that serve together, and *shared* what it shares with them. Raises
-    :class:`ConfigurationError` for settings that cannot work.
+    *client* replaces the connection to Triton, and *images* the loader of images. *worker* is this process among
+    several workers, *shared* its connection to the state that they share. Raises :class:`ConfigurationError` for
+    settings that cannot work.
     """
     _check_names(settings)
     connection = client or Endpoint(
@@ -79,19 +79,19 @@ def create_app(
     models = Models(settings, connection, version=lambda: model_draining.version)
 
     async def ask(model: ServedModel) -> None:
-        # As little as it can answer, within what its clients may wait.
+        # The smallest possible request, within the time that clients may wait.
         await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
 
-    def tell(model: ServedModel, answers: bool) -> None:
+    def report(model: ServedModel, answers: bool) -> None:
         metrics.child(NOT_ANSWERING, model.owner, model.adapter.name).set(not answers)
 
-    canary = Canary(models, ask, tell)
+    canary = Canary(models, ask, report)
     unknown = UnknownFields(lambda *labels: metrics.child(UNKNOWN_FIELDS, *labels).inc())
     observers = [AccessLog(), metrics, tracing, canary, unknown]
     if characters is not None:
         observers.insert(1, ContentLog(characters))
     service = Service(
-        live=LiveSettings(settings),
+        settings=settings,
         models=models,
         control=ModelControl(settings, models, connection, model_draining),
         client=connection,
@@ -110,8 +110,7 @@ def create_app(
     app[CANARY] = canary
     app[LIMITS] = settings.limits
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access, limits=shared)
-    app[RELAY_GUARD] = RelayGuard(guard, draining, metrics=metrics)
+    guard = app[GUARD] = Guard(settings.access, draining, metrics=metrics, limits=shared)
     add_middleware(app)
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
@@ -125,7 +124,7 @@ def create_app(
 def _traces(
     settings: Settings, connection: TritonClient
 ) -> tuple[Observer, Callable[[web.Application], AsyncIterator[None]] | None]:
-    """Return what makes spans, or hands on those of clients, and what sends them while the application runs."""
+    """Return the observer that makes or passes on spans, and a cleanup context that sends them, if they are sent."""
     traces = settings.traces
     if traces.otlp_endpoint is None:
         return Tracing(), None
@@ -150,7 +149,7 @@ def _traces(
 
 
 def _state(models: Models, worker: Worker) -> State:
-    """Return what the metrics show of *models*."""
+    """Return the state of *models* for the metrics."""
     snapshot = models.catalog.snapshot
     # What Triton's index says of a model that was unloaded, and of one that was never loaded (seen with 24.10).
     unloaded = sum(reason in ("unloaded", "") for reason in snapshot.waiting.values())
@@ -194,7 +193,7 @@ def _image_loader(settings: Settings) -> ImageLoader:
 
 
 def _check_names(settings: Settings) -> None:
-    """Raise :class:`ConfigurationError` for adapters, parsers and forms that are none, before anything runs."""
+    """Raise :class:`ConfigurationError` for unknown adapters, parsers and templates, before anything runs."""
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
             load_adapter(entry.adapter)
@@ -209,26 +208,26 @@ def _check_names(settings: Settings) -> None:
 
 async def take_over(app: web.Application, settings: Settings, renew: bool) -> None:
     """
-    Let the running *app* go on with *settings*, all or nothing; see :data:`triton_openai.config.reload.TakeOver`.
+    Apply *settings* to the running *app*, all or nothing; see :data:`triton_openai.config.reload.TakeOver`.
 
     Running requests keep what they began with. Raises :class:`ConfigurationError` for settings that cannot work.
     """
     await asyncio.to_thread(_check_names, settings)
     service, guard = app[SERVICE], app[GUARD]
-    # The parts that can refuse come first.
+    # Whatever can refuse the settings comes first.
     take_access = guard.prepare(settings.access)
     await service.models.take_over(settings, renew=renew)
     take_access()
     app[CORS].replace(settings.access)
     service.admission.replace(settings.server)
-    service.live.current = settings
+    service.settings = settings
 
 
 async def _run_service(app: web.Application) -> AsyncIterator[None]:
     """Discover models while the application runs; close everything after it."""
     service = app[SERVICE]
     if app[WORKER].index == 0:
-        # Where what clients write can be read must not be forgotten.
+        # Remind the operator that clients' texts are readable there.
         settings = service.settings
         if settings.server.log_content is not None:
             _log.warning("prompts and answers are logged", characters=settings.server.log_content)
@@ -237,7 +236,7 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     models = service.models
     work = (models.catalog.run(), keep_loaded(models), app[LOOP_LAG].run())
     tasks = [asyncio.create_task(one) for one in work]
-    # Who is let in before that is told that there are no models, beside workers that know them all.
+    # A request before that finds no models, though other workers may know them all.
     await first_of([models.catalog.first], timeout=_FIRST_LOOK_SECONDS)
     yield
     for task in tasks:

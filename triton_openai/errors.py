@@ -36,7 +36,7 @@ def masked(text: str) -> str:
 
 def printable(text: str, longest: int) -> str:
     """Return the first *longest* characters of *text*, masked, with ``?`` for what is not printable."""
-    # Cut twice: long texts are not searched to their end, and no cut leaves a key too short to be seen as one.
+    # Cut twice: a long text is not searched as a whole, and no cut leaves a part of a key that looks like no key.
     short = masked(text[: longest + 256])[:longest]
     return short if short.isprintable() else "".join([c if c.isprintable() else "?" for c in short])
 
@@ -96,7 +96,7 @@ class ServiceError(Exception):
 
     @property
     def reason(self) -> str:
-        """What a line of the log says of it: the detail, else the message, without the frames of a traceback."""
+        """The text for a log line: the detail, else the message, without the frames of a traceback."""
         return printable(summary(self.detail or self.message), _LONGEST_REASON)
 
     @property
@@ -133,7 +133,7 @@ class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
 
 
 class RequestRefused(InvalidRequest):
-    """The model's backend refused the request; *said* is what it said of that, as far as a client may read it."""
+    """The model's backend refused the request; the message has its reason, as far as a client may read it."""
 
     def __init__(self, said: str | None, *, detail: str | None = None) -> None:
         message = f"The model refused the request: {said}" if said else "The model refused the request."

@@ -1,5 +1,5 @@
 """
-The middle: what a request asks for and what comes back, in words of neither OpenAI nor Triton.
+Requests and answers between ``api/`` and the adapters, in terms of neither OpenAI nor Triton.
 
 ``api/`` builds these from OpenAI requests, adapters turn them into tensors and back, ``api/sse.py`` renders the result.
 """
@@ -146,7 +146,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True):
     One image file, neither decoded nor scaled.
 
     ``base64`` is the file in the standard alphabet, padded and in one line, as backends take it; ``size`` its length in
-    bytes; ``media_type`` (``image/png``) comes from its first bytes. ``digest`` are 63 bits that tell images apart.
+    bytes; ``media_type`` (``image/png``) comes from its first bytes. ``digest`` has 63 bits and distinguishes images.
     """
 
     media_type: str

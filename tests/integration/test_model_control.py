@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tests.integration.test_discovery import listed as all_listed
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
-from triton_openai.access.guard import RELAY_GUARD
+from triton_openai.access.guard import GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.config import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
@@ -364,7 +364,7 @@ async def test_loading_through_the_relays(proxy, server):
         triton=TritonSettings(url=(server.http_url, server.grpc_url), model_control_mode="explicit"),
     )
     frontends = await start_frontends(
-        settings, guard=proxy.client.app[RELAY_GUARD], changed=proxy.client.app[SERVICE].control.changed_elsewhere
+        settings, guard=proxy.client.app[GUARD], changed=proxy.client.app[SERVICE].control.changed_elsewhere
     )
     try:
         async with http.InferenceServerClient(f"127.0.0.1:{frontends[0].port}") as client:

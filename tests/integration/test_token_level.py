@@ -28,11 +28,13 @@ from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serv
 from tests.triton_fixture import TestTriton
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.api.service import SERVICE, Task, new_id
+from triton_openai.api.generate import Task, runs_of
+from triton_openai.api.service import SERVICE, RequestContext, Service, new_id
 from triton_openai.cli.inspect import ModelReport, inspect_models
 from triton_openai.config import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import Sampling
+from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer as ModelTokenizer
 from triton_openai.telemetry.observation import Observation
 
@@ -247,9 +249,11 @@ async def test_text_offsets_count_characters(direct: Proxy) -> None:
     assert [0, 1, 2, 2, 2] == answer.json["choices"][0]["logprobs"]["text_offset"][:5]
 
 
-def unobserved() -> Observation:
-    """Return a record that nobody looks at."""
-    return Observation(request_id="r", method="POST", path="/")
+def context_of(service: Service, model: ServedModel) -> RequestContext[Any]:
+    """Return the context of a request that only a test makes."""
+    nothing: Any = None
+    observation = Observation(request_id="r", method="POST", path="/")
+    return RequestContext(nothing, service, nothing, model, observation, LIMITS)
 
 
 async def test_token_ids_go_through_unchanged(
@@ -261,10 +265,11 @@ async def test_token_ids_go_through_unchanged(
     ids = [*ids_of(vocabulary, "a"), *ids_of(vocabulary, "b"), *ids_of(vocabulary, steered(text=" yes"))]
 
     task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
-    (run,) = await service.runs(model, [ids], task, limits=LIMITS, observation=unobserved())
+    (run,) = await runs_of(context_of(service, model), [ids], task)
     (answer,) = await collect([run], timeout=60)
 
     assert ids == (await inputs_of(triton, "tensorrt_llm", run.generation.id))["input_ids"]["value"]
+    assert run.progress.usage is not None
     assert (" yes", len(ids)) == (answer.text, run.progress.usage.prompt_tokens)
 
 
@@ -275,7 +280,7 @@ async def test_token_ids_must_exist(token_proxies: dict[str, Proxy]) -> None:
     task = Task(id=new_id("cmpl"), sampling=Sampling(max_tokens=9))
 
     with pytest.raises(InvalidRequest, match="10000000"):
-        await service.runs(model, [[1, 10_000_000]], task, limits=LIMITS, observation=unobserved())
+        await runs_of(context_of(service, model), [[1, 10_000_000]], task)
 
 
 async def test_bad_words_go_as_ids(token_proxies: dict[str, Proxy], triton: TestTriton, vocabulary: Tokenizer) -> None:

@@ -1,8 +1,8 @@
 """
-CORS: which web pages' scripts may ask, and what of an answer they may read.
+CORS: which web pages' scripts may send requests, and which headers of an answer they may read.
 
-Source: the Fetch standard's CORS protocol. Preflights are answered here, before anybody is asked for a key, because
-browsers send none with them. Nothing of this keeps anybody out who is not a browser.
+Source: the Fetch standard's CORS protocol. Preflights are answered before the check of API keys, because browsers send
+no keys with them. Only browsers follow these rules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_AGE = 600
 
 
 class Cors:
-    """The origins whose pages may ask, and what they may do."""
+    """The origins whose pages may send requests."""
 
     def __init__(self, settings: AccessSettings) -> None:
         self.replace(settings)
@@ -42,7 +42,7 @@ class Cors:
         return origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
 
     def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Tell the browser in *response* that the page may read it, if it may."""
+        """Add the headers with which the browser lets the page read *response*, if the page may."""
         if not self._origins:
             return
         origin = request.headers.get(hdrs.ORIGIN)
@@ -61,7 +61,7 @@ class Cors:
 
     def preflight(self, request: web.Request) -> web.Response | None:
         """
-        Return the answer when *request* is a browser's question whether a page may ask.
+        Return the answer if *request* is a preflight, else ``None``.
 
         Raises :class:`OriginNotAllowed` for a page of another origin.
         """

@@ -1,9 +1,9 @@
 """
-Who may ask what, over the service's own API and the relays of Triton's own protocol: restricted APIs, API keys and
-their limits. A request through a relay has a line in the log and a count.
+Access control for the service's own API and for the relays of Triton's protocol: restricted APIs, API keys, limits.
 
-Triton's protocol has no tokens, so a key with a limit on them gets no inference here. Nothing says when a request of a
-gRPC stream has been answered to its end, so each counts as running until its stream has ended.
+Each request through a relay is logged and counted. Triton's protocol has no tokens, so a key with a limit on tokens
+gets no inference through a relay. A gRPC stream does not show which of its requests are complete, so each of them
+counts as running until the stream ends.
 """
 
 from __future__ import annotations
@@ -36,15 +36,21 @@ from triton_openai.telemetry.metrics import RELAYED, RELAYING, Metrics
 from triton_openai.telemetry.observation import request_id
 from triton_openai.triton.relay.rules import Operation
 
+_log = structlog.get_logger("triton_openai.access")
+
 
 class Guard:
     """
-    Authenticates clients. *limits* counts the requests of keys.
+    Authenticates clients. *limits* counts the requests of keys; *metrics* counts the requests through relays.
 
     Raises :class:`ConfigurationError` for keys that cannot be used.
     """
 
-    def __init__(self, settings: AccessSettings, *, limits: LimitStore | None = None) -> None:
+    def __init__(
+        self, settings: AccessSettings, draining: Draining, *, metrics: Metrics, limits: LimitStore | None = None
+    ) -> None:
+        self.draining = draining
+        self.metrics = metrics
         self.keys = Keys(settings)
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: LimitStore = limits or RateLimits()
@@ -58,11 +64,11 @@ class Guard:
         if group is not None:
             self.restrictions.check(group, headers)
         ring = self.keys.ring
-        # A path that is not there needs a key as well: whoever has none learns nothing.
+        # An unknown path needs a key too, so that clients without a key cannot find out which paths exist.
         return None if ring is None or group == "health" else identify(headers, ring)
 
     async def admit(self, key: ApiKey) -> Ticket:
-        """Count a request of *key* in; the ticket tells whether its limits allow it."""
+        """Count a request of *key* as running; the ticket's ``refusal`` is set if the key's limits forbid it."""
         return Ticket(self.limits, key.name, await self.limits.admit(key.name, key.limit))
 
     def prepare(self, settings: AccessSettings) -> Callable[[], None]:
@@ -75,6 +81,12 @@ class Guard:
 
         return take
 
+    def begin(
+        self, protocol: Literal["http", "grpc"], method: str, path: str, headers: CIMultiDictProxy[str]
+    ) -> RelayedRequest:
+        """Begin a request or call through a relay; *path* is as the client sent it, without its query."""
+        return RelayedRequest(self, protocol, method, path, headers)
+
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Watch the file of keys while *app* runs."""
         watching = asyncio.create_task(self.keys.watch())
@@ -86,41 +98,19 @@ class Guard:
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
 
 
-_log = structlog.get_logger("triton_openai.access")
-_OTHER = "other"
-
-
-class RelayGuard:
-    """Authorizes what comes to a relay."""
-
-    def __init__(self, guard: Guard, draining: Draining, *, metrics: Metrics | None = None) -> None:
-        self.guard = guard
-        self.draining = draining
-        self.metrics = metrics
-
-    def begin(
-        self, protocol: Literal["http", "grpc"], method: str, path: str, headers: CIMultiDictProxy[str]
-    ) -> RelayedRequest:
-        """Begin a request or call; *path* is as it stands in the request, without its query."""
-        return RelayedRequest(self, protocol, method, path, headers)
-
-
 class RelayedRequest:
     """
     One request or call through a relay, from its head to its end.
 
-    For the relay, from :meth:`authorize` on: ``upstream_headers`` are added to those for Triton and ``answer_headers``
-    to those of the answer. ``hidden`` are the names, in lower case, of headers that are not for Triton: with them the
-    client was authorized here. ``names_models`` is whether :meth:`check_models` has to be called before a request
-    reaches a model, and ``counted`` whether :meth:`count` has to be called for each request of a stream after its
-    first. The relay sets ``error`` to what the client gets instead of Triton's answer.
+    After :meth:`authorize` the relay reads these attributes: ``upstream_headers`` are added to the request to Triton,
+    ``answer_headers`` to the answer. ``hidden`` are the names, in lower case, of the headers with which the client
+    authorized itself; they are not sent to Triton. If ``names_models`` is true, the relay calls :meth:`check_models`
+    before a request reaches a model; if ``counted`` is true, it calls :meth:`count` for each request of a stream after
+    the first. The relay sets ``error`` to the error that the client gets instead of Triton's answer.
     """
 
-    def __init__(
-        self, relay: RelayGuard, protocol: str, method: str, path: str, headers: CIMultiDictProxy[str]
-    ) -> None:
-        self._relay = relay
-        self._guard = relay.guard
+    def __init__(self, guard: Guard, protocol: str, method: str, path: str, headers: CIMultiDictProxy[str]) -> None:
+        self._guard = guard
         self._protocol = protocol
         self._headers = headers
         self._began = time.monotonic()
@@ -141,21 +131,21 @@ class RelayedRequest:
     @property
     def closing(self) -> bool:
         """Whether the service is ending, so that a client should not send its next request over this connection."""
-        return self._relay.draining.begun
+        return self._guard.draining.begun
 
     async def authorize(self, operation: Operation | None) -> None:
-        """Check that the client may do *operation*, ``None`` for what is none. Raises :class:`ServiceError`."""
+        """Check that the client may do *operation*, ``None`` for an unknown one. Raises :class:`ServiceError`."""
         self._operation = operation
         self._count_running(1)
         restrictions, ring = self._guard.restrictions, self._guard.keys.ring
         self.hidden = {*restrictions.header_names, *(KEY_HEADERS if ring is not None else ())}
         for group in operation.guards if operation is not None else ():
             restrictions.check(group, self._headers)
-        if operation is not None and operation.readiness and self._relay.draining.begun:
+        if operation is not None and operation.readiness and self._guard.draining.begun:
             raise UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1)
         if ring is None or (operation is not None and operation.group == "health" and operation.about == "nothing"):
             return
-        # What is not there needs a key as well: whoever has none learns nothing.
+        # An unknown operation needs a key too, see `Guard.authenticate`.
         self._key = key = identify(self._headers, ring)
         self._fields["key"] = key.name
         if operation is None:
@@ -170,7 +160,7 @@ class RelayedRequest:
             await self.count()
 
     def check_models(self, names: Collection[str]) -> None:
-        """Check that it may use the model that may be meant by any of *names*. Raises :class:`ServiceError`."""
+        """Check that the client may use the models *names*. Raises :class:`ServiceError`."""
         for name in names:
             if not name:
                 raise KeyNotSufficient("This is about all models, and the key opens certain models.")
@@ -178,7 +168,7 @@ class RelayedRequest:
                 raise ModelNotFound(name, hidden=True)
 
     async def count(self) -> None:
-        """Count a further request in. Raises :class:`ServiceError`."""
+        """Count one more request as running. Raises :class:`ServiceError`."""
         key = self._key
         if key is None or not key.limit.any:
             return
@@ -193,14 +183,13 @@ class RelayedRequest:
         self._tickets.append(ticket)
 
     def end(self, status: str | None) -> None:
-        """Count the request out, and write its line; *status* is ``None`` when the client has left."""
+        """Count the request as ended, and log it; *status* is ``None`` if the client disconnected."""
         for ticket in self._tickets:
             ticket.close(0)
         self._count_running(-1)
         operation, error = self._operation, self.error
-        group = _OTHER if operation is None else operation.group
-        if self._relay.metrics is not None:
-            self._relay.metrics.child(RELAYED, self._protocol, group, status or "cancelled").inc()
+        group = "other" if operation is None else operation.group
+        self._guard.metrics.child(RELAYED, self._protocol, group, status or "cancelled").inc()
         fields = {
             **self._fields,
             "operation": group,
@@ -218,8 +207,4 @@ class RelayedRequest:
             warn(_log, "request refused", error, **fields)
 
     def _count_running(self, change: int) -> None:
-        if self._relay.metrics is not None:
-            self._relay.metrics.child(RELAYING, self._protocol).inc(change)
-
-
-RELAY_GUARD: web.AppKey[RelayGuard] = web.AppKey("relay_guard", RelayGuard)
+        self._guard.metrics.child(RELAYING, self._protocol).inc(change)

@@ -1,4 +1,4 @@
-"""API keys: those in force, from the settings and a file that may change, and the one that a request shows."""
+"""API keys: from the settings and from a file that may change; and the key of a request."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _Digest = Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}$")]
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What the holder of a key may do; ``models`` are names with ``*`` in them or not, and ``None`` all models.
+    A key and its rights: ``models`` are names or patterns with ``*``, and ``None`` all models.
 
-    ``manage`` is whether they may be loaded and unloaded, and Triton be managed in other ways, where the service lets
-    anybody do that.
+    ``manage`` is whether the key may load and unload models and manage Triton in other ways, if the service allows
+    that at all.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Keyring:
         return {key.name for key in self._keys.values()}
 
     def find(self, presented: str) -> ApiKey | None:
-        """Return the key that *presented* is, if it is one; its digest tells nothing about keys that are close."""
+        """Return the key with the text *presented*, if there is one. Timing leaks nothing: digests are compared."""
         return self._keys.get(sha256(presented))
 
 
@@ -107,7 +107,7 @@ def read_keys(settings: AccessSettings) -> Keyring | None:
     for text in settings.api_key:
         name, named, key = text.rpartition(":")
         digest = sha256(key)
-        # Enough to tell keys apart, too little to know one from.
+        # Enough to distinguish keys, too little to guess one.
         keys.append((digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")))
     if settings.api_keys_file is not None:
         keys += _from_file(settings.api_keys_file)
@@ -233,5 +233,5 @@ def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
     )
 
 
-#: The key that let the request in; there is none where keys are not asked for.
+#: The key of a request; absent if the service asks for no keys.
 KEY: web.RequestKey[ApiKey] = web.RequestKey("api_key", ApiKey)

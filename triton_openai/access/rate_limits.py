@@ -2,8 +2,8 @@
 Rate limits of API keys: requests and tokens per minute, and concurrent requests.
 
 :class:`RateLimits` counts in the memory of one process. In a service of several workers their parent counts for all of
-them, see :mod:`triton_openai.serving.workers.shared`. A request is charged the tokens that were counted, and an
-estimate where nobody counts: a limit that never applies is none. The estimate is charged only, and shown nowhere.
+them, see :mod:`triton_openai.serving.workers.shared`. A request is charged the tokens that were counted, or an estimate
+if the backend does not count: else the limit would never apply. The estimate is not shown anywhere.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """
 Groups of paths that are open only to requests with a certain header, as NVIDIA's frontend has them.
 
-What a path belongs to is what its route says, so all spellings and aliases that lead to a handler are restricted
-alike. With an API for "inference" restricted, embeddings are too, unless they have a header of their own: NVIDIA's
-frontend counts them as inference, and its documentation as a group of their own.
+The route says to which group a path belongs, so all spellings and aliases of a path are restricted alike. A
+restriction of "inference" covers embeddings too, unless they have a header of their own: NVIDIA's frontend counts them
+as inference, and its documentation as a group of their own.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Restrictions:
         if wanted is None:
             return
         name, digest = wanted
-        # Several headers of that name are none: whoever is in front may have looked at another one.
+        # Several headers of that name are refused: a proxy may have checked another one.
         given = headers.getall(name, [])
         if len(given) != 1 or not hmac.compare_digest(sha256(given[0].strip()), digest):
             raise ApiRestricted("This API is restricted: the request lacks the header with the value that opens it.")

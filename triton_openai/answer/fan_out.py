@@ -1,4 +1,4 @@
-"""The runs that answer one request, side by side, and the task that waits for their ends."""
+"""The runs of one request, in parallel, and the wait for their ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PARALLEL_RUNS = 32
 
 class Answers:
     """
-    One or several runs. What they bring goes to *push*, with the number of the run, as it comes.
+    The runs of one request. Calls *push* with the number of a run and its deltas as they arrive.
 
-    Whoever makes it must :meth:`close` it; that closes every run.
+    Must be closed; :meth:`close` closes every run.
     """
 
     def __init__(self, runs: Sequence[Run], push: Callable[[int, Sequence[Delta]], None]) -> None:
@@ -38,7 +38,7 @@ class Answers:
         for _ in range(min(len(self.runs), _PARALLEL_RUNS)):
             self._send_next()
             if self._unsent:
-                # A request is made of a whole prompt: not of all of them in one turn of the event loop.
+                # Encoding a long prompt takes time: one prompt in each turn of the event loop.
                 await asyncio.sleep(0)
 
     def _send_next(self) -> None:
@@ -50,14 +50,14 @@ class Answers:
         self._news.set()
 
     def wake(self) -> None:
-        """Have :meth:`ended` return."""
+        """Make :meth:`ended` return."""
         self._news.set()
 
     async def ended(self) -> Sequence[int]:
         """
-        Wait until a run has ended, or for :meth:`wake`, and return the numbers of those that have ended meanwhile.
+        Wait until a run has ended, or for :meth:`wake`, and return the numbers of the runs that have ended meanwhile.
 
-        Their finish reasons and usage are settled. Raises what a run failed of.
+        Their finish reasons and usage are set. Raises the error of a run that failed.
         """
         await self._news.wait()
         self._news.clear()
@@ -75,17 +75,17 @@ class Answers:
         return ended
 
     def pause(self) -> None:
-        """Hold every run back."""
+        """Pause every run."""
         for run in self.runs:
             run.pause()
 
     def resume(self) -> None:
-        """Let them go on."""
+        """Undo one :meth:`pause`."""
         for run in self.runs:
             run.resume()
 
     def close(self) -> None:
-        """Stop what still runs."""
+        """Close every run."""
         for run in self.runs:
             run.close()
 
@@ -113,7 +113,7 @@ class Collected(msgspec.Struct):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The ids of its tokens, where the backend tells them."""
+        """The ids of its tokens, if the backend sends them."""
         return [number for delta in self.deltas for number in delta.token_ids]
 
 

@@ -1,4 +1,4 @@
-"""The log probabilities of a prompt's own tokens, asked of the model in a request of their own."""
+"""Log probabilities made from logits: of an answer's tokens, and of a prompt's in a request of its own."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ class LogitsReader:
     """
     Stands between a stream and its *run*: decodes the responses, and makes log probabilities of their logits.
 
-    That may take a thread, so it happens in a task, in the order in which they came; Triton waits meanwhile. The run
-    receives the deltas of each response, and takes this for its decoder, which returns them as they are.
+    The work may need a thread, so a task does it, in the order of the responses; the run pauses meanwhile. The run uses
+    this reader as its decoder: it receives lists of deltas in place of responses, and :meth:`feed` returns them as they
+    are.
     """
 
     def __init__(self, run: Run, decoder: Decoder, generation: Generation) -> None:
@@ -112,11 +113,11 @@ class LogitsReader:
         return cast(Sequence[Delta], deltas)
 
     def flush(self) -> Sequence[Delta]:
-        """Return what was still held back."""
+        """Return the deltas that the decoder delayed."""
         return self._decoder.flush()
 
     def close(self) -> None:
-        """Stop, and let go of the run."""
+        """Stop, and drop the reference to the run."""
         self._run = None
         if self._task is not None:
             self._task.cancel()
@@ -133,7 +134,7 @@ class LogitsReader:
                 for delta in deltas:
                     await self._add_logprobs(delta)
                 run.receive((deltas,))
-        except Exception as error:  # noqa: BLE001 - the run's, whatever it is
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run ends with it
             self._end = (error,)
         self._task = None
         run.resume()

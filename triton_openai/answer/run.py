@@ -1,5 +1,5 @@
 """
-Runs one generation on its model: adapter, transport, stages, time limits, and the end of it.
+Runs one generation on its model: adapter, transport, stages, time limits, usage and finish reason.
 
 :meth:`Run.receive` is the hot path between the transport and the writer. The transport calls it in the turn of the
 event loop in which the bytes of a token arrive, and it passes the token on in the same turn: no task is woken for it.
@@ -25,7 +25,7 @@ from triton_openai.generation import Delta, FinishReason, Generation, Lora, Toke
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
-from triton_openai.telemetry.observation import UPSTREAM, InterTokenLatency, Upstream
+from triton_openai.telemetry.observation import UPSTREAM, InterTokenLatency
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.status import failed_midway, no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
@@ -37,19 +37,19 @@ Push = Callable[[Sequence[Delta]], None]
 
 
 class Background:
-    """Holds running tasks, so that none is lost to the garbage collector or left behind at the end."""
+    """Keeps references to running tasks, so that none is garbage-collected, and cancels them at the end."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any], *, timeout: float) -> None:
-        """Run *work* for at most *timeout* seconds. What it raises of ours is logged; nobody waits for it."""
+        """Run *work* for at most *timeout* seconds without waiting for it. A :class:`ServiceError` is logged."""
         task = asyncio.create_task(self._guarded(work, timeout))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self, timeout: float = 2.0) -> None:
-        """Give what runs a moment to finish, then cancel it."""
+        """Wait up to *timeout* seconds for the tasks, then cancel them."""
         if self._tasks:
             _, pending = await asyncio.wait(self._tasks, timeout=timeout)
             for task in pending:
@@ -68,7 +68,7 @@ class Background:
 
 
 _STOP_REQUEST_TIMEOUT = 5.0
-# A character is four tokens at most, and the first of half a one is counted.
+# A character has at most four tokens; of an incomplete one the first is counted.
 _UNSEEN_TOKENS = 2
 
 
@@ -124,8 +124,8 @@ class Progress:
             if delta.finish_reason is FinishReason.STOP and last in self._generation.sampling.stop_token_ids:
                 self.stop_reason = last
 
-    def rest(self, text: str) -> None:
-        """Take in the text that was held back at the end; it counts for no step."""
+    def add_text(self, text: str) -> None:
+        """Add text that a decoder kept until the end; it is no step of its own."""
         self.pieces.append(text)
         self.silent = False
 
@@ -148,7 +148,7 @@ class Progress:
 
     @property
     def usage_estimate(self) -> Usage:
-        """About what the counts are, made of what is known of them and of the texts."""
+        """An estimate of the counts, from those that are known and from the texts."""
         prompt, ids = self.prompt_tokens, self._generation.prompt_ids
         if prompt is None:
             prompt = len(ids) if ids is not None else tokens_in(self._generation.prompt)
@@ -156,28 +156,28 @@ class Progress:
 
 
 class Work:
-    """The work on the backend for one generation: how it is asked for, held back, and stopped."""
+    """The backend's work for one generation: starts and stops it."""
 
     def __init__(
         self,
         model: ServedModel,
         generation: Generation,
+        progress: Progress,
         *,
         client: TritonClient,
         background: Background,
     ) -> None:
         self._model = model
         self._generation = generation
+        self._progress = progress
         self._client = client
         self._background = background
-        self._progress: Progress | None = None
-        self._upstream: Upstream | None = None
-        #: Set while the work goes on.
+        self._upstream = UPSTREAM.get()
+        #: Set while the backend works.
         self.stream: ResponseStream | None = None
 
-    def start(self, receiver: Receiver, progress: Progress) -> None:
+    def start(self, receiver: Receiver) -> None:
         """Send the request. Raises :class:`ServiceError`."""
-        self._progress, self._upstream = progress, UPSTREAM.get()
         if self._model.lora_delivery is not None:
             self.stream = LoraAnswers(self._model.lora_delivery, self._open, receiver)
         else:
@@ -185,8 +185,6 @@ class Work:
 
     def _open(self, lora: Lora | None, receiver: Receiver) -> ResponseStream:
         generation, progress = self._generation, self._progress
-        assert progress is not None
-        assert self._upstream is not None
         if lora is not generation.lora:
             generation = msgspec.structs.replace(generation, lora=lora)
         request = self._model.adapter.encode(generation)
@@ -194,14 +192,14 @@ class Work:
             request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
         request = self._upstream.begin(request, progress, lora=None if lora is None else lora.name)
         if progress.sent is None:
-            # A LoRA adapter's weights may make a second attempt of it; the client has waited since the first.
+            # A LoRA adapter may need a second attempt; the time counts from the first.
             progress.sent = monotonic()
         if request.stream:
             return self._client.stream(request, receiver)
         return SingleAnswer(self._client, request, receiver)
 
     def stop(self, *, silent: bool = False) -> None:
-        """Stop it, unless it has ended or not begun."""
+        """Stop the backend's work, unless it has ended or not begun."""
         stream, self.stream = self.stream, None
         if stream is None:
             return
@@ -211,7 +209,6 @@ class Work:
             self._background.start(self._send(order), timeout=_STOP_REQUEST_TIMEOUT)
 
     async def _send(self, order: InferRequest) -> None:
-        assert self._upstream is not None
         try:
             with self._upstream.call(order) as sent:
                 await gather(self._client, sent)
@@ -221,7 +218,7 @@ class Work:
 
 
 class Run:
-    """One prompt being answered. Whoever starts it must :meth:`close` it; that stops the work on the backend."""
+    """One answer in the making. A started run must be closed: :meth:`close` stops the backend's work."""
 
     def __init__(
         self,
@@ -237,26 +234,27 @@ class Run:
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
         self.progress = Progress(generation)
-        #: Whether nothing follows, and why, where that is a failure. :meth:`conclude` settles the rest.
+        #: Whether the run has ended, and the error that ended it, if one did. :meth:`conclude` sets usage and reason.
         self.over = False
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
         self._limits = limits
-        self._work = Work(model, generation, client=client, background=background)
+        self._work = Work(model, generation, self.progress, client=client, background=background)
         self._silence = Silence(self._fall_silent)
         self._decoder: Decoder = model.adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(model, generation, tokenizer, self.progress)
         self._pauses = 0
         self._push: Push | None = None
-        self._tell: Callable[[], None] | None = None
+        self._done: Callable[[], None] | None = None
 
-    def start(self, push: Push, tell: Callable[[], None]) -> None:
+    def start(self, push: Push, done: Callable[[], None]) -> None:
         """
-        Send the request; nothing where no tokens are wanted. Its deltas go to *push*, and *tell* is called when it is
-        over. Raises :class:`ServiceError`.
+        Send the request, unless no tokens are wanted. Call *push* with its deltas, and *done* when the run is over.
+
+        Raises :class:`ServiceError`.
         """
-        self._push, self._tell = push, tell
+        self._push, self._done = push, done
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
@@ -264,10 +262,10 @@ class Run:
         if self._pipeline.reads_logits:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
         if self._limits.total is None or not self.model.adapter.at_once(self.generation):
-            # What comes at once has no first token; the limit of the whole answer holds for it.
+            # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._silence.watch(self._limits.first_token)
         try:
-            self._work.start(receiver, self.progress)
+            self._work.start(receiver)
         except ServiceError as error:
             self.progress.error = error
             raise
@@ -291,13 +289,13 @@ class Run:
                     if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
                         shown.append(delta)
                 if pipeline.ends and pipeline.ended:
-                    # The rest is not wanted: stop paying for it at once, then tell the client.
+                    # Stop the backend first, then send the last text to the client.
                     self._work.stop()
                     pipeline.flush(self._decoder, shown)
                     break
             if shown and self._push is not None:
                 self._push(shown)
-        except Exception as error:  # noqa: BLE001 - for who waits for the end, whatever it is
+        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting task raises it
             self._fail(error)
         else:
             if pipeline.ends and pipeline.ended:
@@ -315,7 +313,7 @@ class Run:
                 self._pipeline.flush(self._decoder, shown)
                 if shown and self._push is not None:
                     self._push(shown)
-            except Exception as failure:  # noqa: BLE001 - for who waits for the end, whatever it is
+            except Exception as failure:  # noqa: BLE001 - whatever it is, the waiting task raises it
                 error = failure
         elif isinstance(error, InvalidRequest) and self.progress.steps:
             midway = failed_midway(error)
@@ -328,14 +326,14 @@ class Run:
             self._finish(None)
 
     def pause(self) -> None:
-        """Hold the backend back until each call has its :meth:`resume`: a client may be slow, that is its right."""
+        """Pause the backend until :meth:`resume` was called as often: the client reads slowly."""
         self._pauses += 1
         self._silence.paused = True
         if self._work.stream is not None:
             self._work.stream.pause()
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Undo one :meth:`pause`."""
         self._pauses -= 1
         if not self._pauses and self._work.stream is not None:
             self._silence.paused, self._silence.last = False, monotonic()
@@ -347,8 +345,8 @@ class Run:
             self._fail(None)
         self.over = True
         self._silence.stop()
-        # What is kept here refers to this run again: a cycle would keep prompt and answer for long.
-        self._push = self._tell = None
+        # They refer to this run: a reference cycle would keep prompt and answer in memory.
+        self._push = self._done = None
 
     def _fall_silent(self, allowed: float) -> None:
         what = "no further token" if self.progress.steps else "no answer"
@@ -369,11 +367,11 @@ class Run:
         self._silence.stop()
         if self._logits is not None:
             self._logits.close()
-        if self._tell is not None:
-            self._tell()
+        if self._done is not None:
+            self._done()
 
     async def conclude(self) -> None:
-        """Settle usage and finish reason: from the backend, else from what can be counted, else they stay unknown."""
+        """Set usage and finish reason: the backend's, else counted ones; else they stay unknown."""
         progress, generation = self.progress, self.generation
         tokens, prompt = progress.tokens, progress.prompt_tokens
         if prompt is None and generation.prompt_ids is not None:

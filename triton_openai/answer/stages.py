@@ -56,31 +56,31 @@ class TokenNames:
         token, raw = self._name(item.id, item.token, item.raw)
         return Alternative(token, item.logprob, raw, item.id)
 
-    def _name(self, number: int, told: str, told_raw: bytes | None) -> tuple[str, bytes | None]:
+    def _name(self, number: int, given: str, given_raw: bytes | None) -> tuple[str, bytes | None]:
         raw = self._pieces.raw(number)
         if raw is None:
-            return (told, told_raw) if told else (self._pieces.decode([number], False), None)
+            return (given, given_raw) if given else (self._pieces.decode([number], False), None)
         token = raw.decode("utf-8", "replace")
-        if told and not _same(told, token):
-            # The tokenizer that was configured is not the backend's: what it says is another token.
-            return told, told_raw
+        if given and not _same(given, token):
+            # The configured tokenizer is not the backend's: the backend names another token.
+            return given, given_raw
         return token, raw
 
 
-def _same(told: str, ours: str) -> bool:
+def _same(given: str, ours: str) -> bool:
     """Return whether a backend's name, decoded alone, can be that of our token: spaces and parts may differ."""
-    if _REPLACEMENT in told:
+    if _REPLACEMENT in given:
         return _REPLACEMENT in ours
-    return told.strip() == ours.strip()
+    return given.strip() == ours.strip()
 
 
 class TokenText:
     """
-    Gives deltas their text. Holds one stream's state.
+    Sets the text of deltas from their token ids. Has one stream's state.
 
-    The answer ends before the first of *ends*, which may come anywhere, or of *stops*, which may not come among the
-    first *min_tokens*: ``stopped`` says that it has, and ``stop_id`` which of *stops* it was, if it was one. The id
-    itself is neither shown nor counted, as an engine does it with the one end id that it knows.
+    The answer ends before the first of the token ids *ends*, or of *stops* after the first *min_tokens*. Then
+    ``stopped`` is true, and ``stop_id`` is the id if it is one of *stops*. The id is neither shown nor counted, as with
+    an engine's own end id.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class TokenText:
         self._names.feed(delta)
 
     def flush(self) -> str:
-        """Return the text that was held back."""
+        """Return the delayed text."""
         return self._text.flush()
 
     def _cut(self, delta: Delta) -> Sequence[int]:
@@ -134,11 +134,11 @@ class TokenText:
 
 class StopStrings:
     """
-    Passes text on up to the first stop string, which is passed on too with *include*.
+    Cuts a text before the first stop string, or behind it with *include*.
 
-    The string that *ends* first wins, and of those that end together the longest: what reading one character at a
-    time would find, so the result does not depend on how the text was cut. What may still become a stop string is
-    held back. The cost of a piece is that of its own length plus the longest stop string.
+    The string that *ends* first counts, and of those that end together the longest. So the result does not depend on
+    how the text is split. Text that may still become a stop string is delayed. The cost of a piece depends on its own
+    length and that of the longest stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -151,7 +151,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, piece: str) -> str:
-        """Return what of the text so far can be shown now. After a match (see ``matched``) that is nothing more."""
+        """Return the text that can be shown now; nothing after a match (see ``matched``)."""
         if self.matched is not None:
             return ""
         text = self._held + piece
@@ -166,17 +166,17 @@ class StopStrings:
 
     def end(self, piece: str) -> str:
         """
-        Return what can be shown of a text that ends with *piece*, and with the stop string that ended it, if one did.
+        Return what can be shown of a text that ends with *piece*, when the backend has found a stop string.
 
-        A backend that looks for them itself may have found a later one than :meth:`feed`, several being complete at the
-        same token. Of those that the text ends with it is the first.
+        If several strings are complete at the same token, the backend may have found a later one than :meth:`feed`
+        would. ``matched`` is the first of those with which the text ends.
         """
         text, self._held = self._held + piece, ""
         self.matched = next((stop for stop in self._stops if text.endswith(stop)), None)
         return text if self._include or self.matched is None else text.removesuffix(self.matched)
 
     def flush(self) -> str:
-        """Return what was held back: the text has ended, so it is no stop string."""
+        """Return the delayed text: at the end it cannot become a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -200,13 +200,13 @@ class StopStrings:
         return 0
 
 
-class HeldLogprobs:
+class LogprobsStage:
     """
-    Passes entries on once their token cannot be cut from the answer any more. Holds one stream's state.
+    Delays log probabilities until no stop string can cut their token from the answer. Has one stream's state.
 
-    A stop string that is still to be completed begins less than its own length before the end, so what has to be held
-    is told by the lengths of the tokens themselves, whatever the backend holds back of the text. They are compared as
-    bytes, because a token may be a part of a character.
+    A stop string that is still incomplete begins less than its own length before the end of the text. So the lengths of
+    the tokens say which entries to delay, whatever text the backend delays. They are compared as bytes, because a token
+    may be a part of a character.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -221,13 +221,13 @@ class HeldLogprobs:
         self._before = b""
 
     def feed(self, delta: Delta) -> None:
-        """Take in the entries of *delta*, and leave those before them that stay, whatever they complete."""
+        """Replace the entries of *delta* by earlier ones that no stop string can cut any more."""
         if delta.logprobs:
             delta.logprobs = self._pass_on(delta.logprobs)
 
     def _pass_on(self, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         passed = []
-        # Counted without the new ones, which may hold a stop string and more behind it.
+        # Without the new entries, which may contain a stop string and text behind it.
         while self._held and self._size >= self._longest:
             entry, raw = self._held.popleft()
             self._size -= len(raw)
@@ -241,13 +241,13 @@ class HeldLogprobs:
 
     def end(self) -> list[TokenLogprob]:
         """
-        Return the entries that are left, now that the answer has ended: up to the stop string, if one ended it.
+        Return the delayed entries, up to the stop string if one ended the answer.
 
         A token of which a part is shown keeps its entry.
         """
         raw = b"".join([self._before, *[raw for _, raw in self._held]])
         before = len(self._before)
-        # One that had ended before was none: a backend may look for them only behind so many tokens.
+        # Only those that end here: with min_tokens a backend ignores earlier ones.
         found = [(raw.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
         matches = [(start + len(stop), start) for start, stop in found if start >= 0]
         kept = [entry for entry, _ in self._held]
@@ -273,7 +273,7 @@ def _raw(entry: TokenLogprob) -> bytes:
 
 class StopStage:
     """
-    Cuts stop strings off. *backend_stops* is whether the backend looks for them itself, and says that one came.
+    Cuts the answer at a stop string. *backend_stops* is whether the backend finds stop strings and ends the answer.
 
     ``cut`` is whether the answer ends here though the backend goes on.
     """
@@ -286,11 +286,11 @@ class StopStage:
 
     def feed(self, delta: Delta) -> None:
         """Set the text of *delta* to what can be shown."""
-        told = self._backend_stops and delta.finish_reason is FinishReason.STOP
-        delta.text = self.stops.end(delta.text) if told else self.stops.feed(delta.text)
+        reported = self._backend_stops and delta.finish_reason is FinishReason.STOP
+        delta.text = self.stops.end(delta.text) if reported else self.stops.feed(delta.text)
         if self.stops.matched is not None:
             self.conclude()
-            self.cut = not told
+            self.cut = not reported
 
     def conclude(self) -> None:
         """Note the stop string, if one was found."""
@@ -315,7 +315,7 @@ class Pipeline:
         self._progress = progress
         self._token_text: TokenText | None = None
         self._stop: StopStage | None = None
-        self._held: HeldLogprobs | None = None
+        self._held: LogprobsStage | None = None
         stages: list[Callable[[Delta], None]] = []
         # The backend answers in token ids.
         if capabilities.tokens and tokenizer is not None and generation.vocabulary is not None:
@@ -335,11 +335,11 @@ class Pipeline:
             self._stop = StopStage(stops, progress, backend_stops=capabilities.stop)
             stages.append(self._stop.feed)
         if sampling.logprobs is not None:
-            # The backend tells the ids of tokens beside the text.
+            # The backend sends token ids beside the text.
             if tokenizer is not None and not capabilities.tokens:
                 stages.append(TokenNames(tokenizer.pieces, skip_special_tokens=skips_special).feed)
             if sampling.stop:
-                self._held = HeldLogprobs(sampling.stop, include=include)
+                self._held = LogprobsStage(sampling.stop, include=include)
                 stages.append(self._held.feed)
         self.stages = tuple(stages)
         self.ends = self._token_text is not None or self._stop is not None
@@ -354,7 +354,7 @@ class Pipeline:
         return self._token_text is not None and self._token_text.stopped
 
     def flush(self, decoder: Decoder, shown: list[Delta]) -> None:
-        """Append to *shown*, what the last step shows, what is still held back, now that nothing follows."""
+        """Append the delayed text and log probabilities to *shown*, the deltas of the last step."""
         if self._stop is None or not self._stop.cut:
             self._flush_text(decoder, shown)
         entries = self._held.end() if self._held is not None else ()
@@ -368,7 +368,7 @@ class Pipeline:
             self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self._token_text.stop_id
         texts = [delta.text for delta in decoder.flush()]
         for text in texts:
-            self._progress.rest(text)
+            self._progress.add_text(text)
         if self._token_text is not None:
             texts.append(self._token_text.flush())
         if self._stop is not None:

@@ -1,4 +1,4 @@
-"""How long a request may take: the operator's limits, a client's own shorter ones, and who watches them."""
+"""How long a request may take: the operator's limits, a client's shorter ones, and the timer for silence."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import msgspec
 from triton_openai.config import TritonSettings
 from triton_openai.errors import InvalidRequest
 
-# What is left to a request that has waited for as long as it may.
+# Time that is left to a request that has waited for as long as it may.
 _LEAST_SECONDS = 0.001
 
 
 class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Seconds until the first token, between two, and for the whole answer, which may have no limit. The wait for other
-    requests to end counts.
+    Seconds until the first token, between two tokens, and for the whole answer (``None``: no limit). The wait for
+    admission counts.
 
     Clients give theirs in the headers ``x-first-token-timeout``, ``x-idle-timeout`` and ``x-request-timeout``.
     """
@@ -60,10 +60,9 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 class Silence:
     """
-    Calls *late* with the seconds that were allowed when nothing came for so long.
+    Calls *late* with the allowed seconds if nothing has arrived for so long. While ``paused``, time does not count.
 
-    One timer that looks at a time stamp, instead of one that is set anew for every token. While ``paused`` nobody
-    waits.
+    One timer checks a time stamp, instead of a new timer for every token.
     """
 
     def __init__(self, late: Callable[[float], None]) -> None:
@@ -73,7 +72,7 @@ class Silence:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self, allowed: float) -> None:
-        """Allow so many seconds from now on."""
+        """Allow *allowed* seconds of silence from now on."""
         self.last = monotonic()
         self._set(allowed, allowed)
 

@@ -1,4 +1,4 @@
-"""JSON bodies: requests are read into typed structs, with errors that name the field; answers are written."""
+"""JSON bodies: reads requests into typed structs, with errors that name the field, and writes answers."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
 _OPENS = bytes.maketrans(_BRACKETS, b"\2\0\2\0")
 _DIGIT_BYTES = b"0123456789"
 _AS_ZEROS = bytes.maketrans(_DIGIT_BYTES + b".", b"0" * 11)
-# Twice the digits of any number that is computed with; the time to read one grows with their square.
+# Twice the digits of any number in use; the time to read a number grows with the square of its digits.
 _MOST_DIGITS = 40
 _DATA_URL = b'"data:'
-# Data URLs of one request that are no text; more than any request may have images.
+# Data URLs of one request that do not count as text; more than a request may have images.
 _MOST_DATA_URLS = 4096
 
-# Levels and values of a request's JSON; token ids have a limit of their own, which is a setting.
+# Levels and values of a request's JSON; the limit of token ids is a setting.
 MAX_DEPTH = 100
 MAX_VALUES = 50_000
-# Bytes in a second that a long body has to come with.
+# Bytes per second at which a long body must arrive.
 MIN_BODY_RATE = 4096
 
 
 class JsonCheck:
     """
-    What one request may still have; JSON that stands in its strings is checked with the same account.
+    Counts the values and token ids of one request against its limits, JSON inside its strings included.
 
-    Every step is a pass of compiled code over the bytes. What is no JSON is left to the decoder.
+    Every step is a pass of compiled code over the bytes. The decoder reports what is not JSON.
     """
 
     def __init__(self, limits: LimitSettings) -> None:
@@ -50,18 +50,18 @@ class JsonCheck:
 
     def check(self, body: bytes, *, exactly: bool = False) -> None:
         """
-        Raise for JSON with too much text, too many values or token ids, too long a number, or too deep a nesting.
+        Raise for JSON with too much text, too many values or token ids, too long numbers, or too deep nesting.
 
-        What is clearly none of this is not counted, unless *exactly* is set.
+        JSON that is clearly within the limits is not counted, unless *exactly* is set.
         """
         limits = self._limits
         text = _without_images(body, limits.max_text_size)
         opened = text.count(b"[") + text.count(b"{")
         few = opened + text.count(b",") < self._values and opened <= MAX_DEPTH
         if few and not exactly and not _has_long_number(text):
-            # It cannot be any of this, whatever stands in its strings.
+            # It is within the limits, whatever its strings contain.
             return
-        # Without escaped characters, every second part is what stands in quotes.
+        # Without escaped characters, every second part is a string.
         plain = text.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in text else text
         too_many = PayloadTooLarge(f"The request's JSON has more than {MAX_VALUES} values.")
         if plain.count(b'"') > 4 * self._values:
@@ -84,7 +84,7 @@ class JsonCheck:
         if self._ids < 0:
             raise PayloadTooLarge(f"The request has more than {limits.max_token_ids} token ids.")
         brackets = bare.translate(_OPENS, _ALL_BUT_BRACKETS)
-        # With more closing than opening ones it is no JSON.
+        # With more closing than opening brackets it is not JSON.
         depth = max(accumulate(kind - 1 for kind in brackets[: 2 * opened]), default=0)
         if depth > MAX_DEPTH:
             raise InvalidRequest(
@@ -98,24 +98,24 @@ _PIECE = 1024 * 1024
 
 def _without_images(body: bytes, most: int) -> bytes:
     """
-    Return *body* without the contents of data URLs. Raises :class:`PayloadTooLarge` where *most* bytes do not hold it.
+    Return *body* without the contents of data URLs. Raises :class:`PayloadTooLarge` for more than *most* bytes.
 
-    What is left out has neither quotes nor anything but base64's own escape, ``\\/``, so that the rest is JSON still.
+    The removed contents have no quotes, and no escape but base64's ``\\/``, so the result is still JSON.
     """
     if len(body) <= most:
         return body
     first, *parts = body.split(_DATA_URL, _MOST_DATA_URLS)
     kept = [first]
     for part in parts:
-        data, quote, text = part.partition(b'"')
+        data, quote, after = part.partition(b'"')
         image = quote and data.isascii() and _has_few_escapes(data)
-        kept += (b'""', text) if image else (_DATA_URL, part)
-    rest = b"".join(kept)
-    if len(rest) > most:
+        kept += (b'""', after) if image else (_DATA_URL, part)
+    text = b"".join(kept)
+    if len(text) > most:
         raise PayloadTooLarge(
             f"The request has more than {most} bytes besides its images.", code="string_above_max_length"
         )
-    return rest
+    return text
 
 
 def _has_few_escapes(data: bytes) -> bool:
@@ -134,13 +134,13 @@ def _has_long_number(text: bytes) -> bool:
 
 
 def _token_ids(bare: bytes) -> int:
-    """Return how many values follow a comma in lists of nothing but whole numbers: those are read quickly."""
+    """Return the number of values that follow a comma in lists of integers, which are decoded quickly."""
     lists = (part.partition(b"]") for part in bare.split(b"[")[1:])
     return sum(inner.count(b",") for inner, _, _ in lists if not inner.translate(None, _DIGIT_BYTES + b","))
 
 
 def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
-    """Raise for JSON in the texts of a request that goes, together with all else, beyond what *check* allows."""
+    """Raise if the JSON in the strings of a request, together with the rest, exceeds the limits of *check*."""
     texts: dict[str, Any] = {"guided_json": getattr(body, "guided_json", None)}
     texts["structured_outputs.json"] = getattr(getattr(body, "structured_outputs", None), "json", None)
     for index, message in enumerate(getattr(body, "messages", None) or ()):
@@ -181,7 +181,7 @@ LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)
 
 # Bodies of more bytes are read in a thread: on the event loop it takes some 5 ms at most.
 _LONGEST_INLINE = 64 * 1024
-# How many unknown fields of a request are told.
+# Unknown fields of a request that are logged.
 _MOST_UNKNOWN = 16
 
 _WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>.*)`$")
@@ -203,7 +203,7 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     """
     Return the request's body as *kind*.
 
-    With *strict*, fields that *kind* does not know are refused. Raises :class:`InvalidRequest` and its kin.
+    With *strict*, fields that *kind* does not know are refused. Raises :class:`InvalidRequest` and its subclasses.
     """
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type and content_type != "application/json" and not content_type.endswith("+json"):
@@ -230,7 +230,7 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
 
 
 def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: list[str] | None = None) -> _T:
-    """Return *body* as *kind*, as :func:`parse_json`. Raises also for what goes beyond *limits*."""
+    """Return *body* as *kind*, as :func:`parse_json`. Raises also for a body that exceeds *limits*."""
     check = JsonCheck(limits)
     check.check(body)
     parsed = parse_json(body, kind, ignored)
@@ -254,7 +254,7 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
                 body += piece
                 if len(body) > most:
                     raise too_large
-                # Who sends much may take longer, if it comes at a fair rate.
+                # A large body may take longer, if it arrives at a minimum rate.
                 allowed = limits.body_timeout + len(body) / MIN_BODY_RATE
                 deadline.reschedule(began + allowed)
     except TimeoutError as error:
@@ -266,8 +266,8 @@ def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) ->
     """
     Return *body* as *kind*.
 
-    The names of the first few fields that *kind* does not know are added to *ignored*; without it they are refused.
-    Null says that a field is not used. Raises :class:`InvalidRequest`.
+    The names of the first few unknown fields are added to *ignored*; without it they are refused, unless they are null.
+    Raises :class:`InvalidRequest`.
     """
     if not body.strip():
         raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
@@ -291,8 +291,8 @@ def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) 
     """
     Return *body* without the fields that *kind* does not know, and with whole numbers such as 4.0 written as integers.
 
-    Those are integers in JSON Schema and not in msgspec; they are looked for in fields that are a number or a short
-    array of numbers. Raises :class:`InvalidRequest` for an unknown field where there is no *ignored*.
+    Such numbers are integers in JSON Schema and not in msgspec. Only fields that are a number or a short array of
+    numbers are searched. Raises :class:`InvalidRequest` for an unknown field if there is no *ignored*.
     """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     known = kind.__struct_encode_fields__
@@ -311,7 +311,7 @@ def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) 
 
 def _integer(match: re.Match[bytes]) -> bytes:
     number = Decimal(match[0].decode())
-    # Without writing out what no integer field can hold.
+    # A number that no integer field can hold is not written out.
     whole = number.adjusted() < _DIGITS and number == number.to_integral_value()
     return b"%d" % int(number) if whole else match[0]
 
@@ -320,7 +320,7 @@ def explain(message: str, within: str = "") -> InvalidRequest:
     """
     Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``.
 
-    *within* is where the value that was validated stands in the request.
+    *within* is the path of the validated value in the request.
     """
     where = _WHERE.search(message)
     path = within + (where.group("path").lstrip(".") if where else "")

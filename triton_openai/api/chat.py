@@ -22,31 +22,22 @@ from triton_openai.api.chat_response import (
     chat_choice,
     reasoning_tokens,
 )
-from triton_openai.api.context import RequestContext, begin
+from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.logprobs import prompt_logprobs
 from triton_openai.api.parameters import (
     ABSENT,
     Accepted,
     SamplingRequest,
-    guide_of,
-    neutral_values,
-    priority,
-    sampling,
-    scoring,
     stream_options,
-    token_ids,
-    truncation,
     unused,
 )
 from triton_openai.api.prompts import as_sent, images_of, rendered_chat
-from triton_openai.api.service import Service, Task, new_id, now
+from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
-from triton_openai.config import DefaultParameters
-from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.generation import Guide
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.models.served import ServedModel
 from triton_openai.parsers.answer_parser import AnswerParser, ForcedCall, HeldCalls
 from triton_openai.parsers.choose import Parsers
@@ -57,14 +48,7 @@ from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT
 
-# Longer than most published ones; compiling a template of this size takes some tenths of a second.
-_LONGEST_TEMPLATE = 16 * 1024
-# Compiling costs 1 µs per character and more: what is done on the event loop takes less than 2 ms.
-_INLINE_TEMPLATE = 1_000
-
-_encode = msgspec.json.Encoder().encode
-
-#: Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
+# Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
 _LONGEST_INLINE = 10_000
 
 
@@ -101,12 +85,9 @@ class ChatRequest(SamplingRequest, kw_only=True):
     add_special_tokens: Annotated[Any, unused(False)] = None
 
 
-REFUSED = neutral_values(ChatRequest)
-
-
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
-    context = await begin(request, ChatRequest, "chat", refused=REFUSED)
+    context = await begin(request, ChatRequest, "chat")
     async with context.admitted(param="messages"):
         return await context.answered(_answer)
 
@@ -115,7 +96,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     service, model, body = context.service, context.model, context.body
     observation, limits = context.observation, context.limits
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
-    completion_id = new_id("chatcmpl")
+    field = service.settings.api.reasoning_field
     plan = plan_tools(
         tools=body.tools,
         tool_choice=body.tool_choice,
@@ -123,15 +104,8 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         function_call=body.function_call,
         parallel=body.parallel_tool_calls,
     )
-    field = service.settings.api.reasoning_field
     parsers = await model.parsers()
-    # The schemas of a forced call are walked, in Python.
-    forced = await offload.run(
-        plan.guide,
-        size=offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT) if plan.forced else 0,
-        threshold=INLINE_WEIGHT,
-    )
-    task = _task(service, model, body, completion_id, plan, parsers, await model.default_parameters(), forced)
+    task = await _task(context, plan, parsers)
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
@@ -148,14 +122,13 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         prompt = await as_sent(model, prompt)
     if pictures:
         with observation.stage("load images"):
-            loaded = await service.images.load(pictures, most=model.adapter.capabilities.max_images)
-        task = msgspec.structs.replace(task, images=loaded)
-    runs = await service.runs(model, [prompt], task, limits=limits, observation=observation)
+            task = msgspec.structs.replace(task, images=await service.images.load(pictures))
+    runs = await runs_of(context, [prompt], task)
     answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
     observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
     if body.stream:
         chunks = ChatChunks(
-            completion_id,
+            task.id,
             body.model,
             runs,
             parsers=answer_parsers,
@@ -184,7 +157,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         threshold=_LONGEST_INLINE,
     )
     completion = ChatCompletion(
-        id=completion_id,
+        id=task.id,
         object="chat.completion",
         created=now(),
         model=body.model,
@@ -197,58 +170,42 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     return json_response(completion)
 
 
-def _task(
-    service: Service,
-    model: ServedModel,
-    body: ChatRequest,
-    completion_id: str,
-    plan: ToolPlan,
-    parsers: Parsers,
-    defaults: DefaultParameters,
-    forced: Guide | None,
-) -> Task:
+async def _task(context: RequestContext[ChatRequest], plan: ToolPlan, parsers: Parsers) -> Task:
+    body, model = context.body, context.model
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value")
-    capabilities = model.adapter.capabilities
-    if not capabilities.generate:
-        raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
-    guide = guide_of(body, capabilities.guides)
-    if plan.forced and "json_schema" not in capabilities.guides:
+        raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
+    # The schemas of a forced call are walked, in Python.
+    forced = await offload.run(
+        plan.guide,
+        size=offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT) if plan.forced else 0,
+        threshold=INLINE_WEIGHT,
+    )
+    newer = body.max_completion_tokens
+    task = task_of(
+        context,
+        new_id("chatcmpl"),
+        defaults=await model.default_parameters(),
+        n=body.n or 1,
+        max_tokens=newer or body.max_tokens,
+        max_tokens_name="max_tokens" if newer is None else "max_completion_tokens",
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        alternatives_name="top_logprobs",
+        keeps_special=False,
+    )
+    if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
             "The model cannot be held to a tool call: it has no guided decoding. Use 'auto'.", param=plan.param
         )
-    if forced is not None and guide is not None:
-        raise InvalidRequest(f"'{guide.param}' cannot be used together with a forced tool call.", param=plan.param)
+    if forced is not None and task.guide is not None:
+        raise InvalidRequest(f"'{task.guide.param}' cannot be used together with a forced tool call.", param=plan.param)
     if plan.mode == "auto" and parsers.tools is None:
         raise UnsupportedParameter(
             "How this model writes tool calls is not known: name its format with --tool-call-parser.", param="tools"
         )
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    wanted = sampling(
-        body,
-        max_tokens=max_tokens,
-        max_tokens_name="max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens",
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        alternatives_name="top_logprobs",
-        defaults=defaults,
-        default_max_tokens=service.settings.api.default_max_tokens,
-        adapter=model.adapter,
-    )
+    wanted = task.sampling
     if (plan.active or parsers.reasoning) and parsers.special_tokens and _can_keep_special_tokens(model):
         wanted = msgspec.structs.replace(wanted, skip_special_tokens=False)
-    return Task(
-        id=completion_id,
-        sampling=wanted,
-        stream=bool(body.stream),
-        n=body.n or 1,
-        guide=forced or guide,
-        open_ended=max_tokens is None and model.settings.default_parameters.max_tokens is None,
-        most=defaults.max_tokens,
-        truncation=truncation(body, keeps_special=False),
-        priority=priority(body, model.priorities),
-        token_ids=token_ids(body, model.adapter),
-        scoring=scoring(body, model.adapter, timeout=service.settings.triton.request_timeout),
-    )
+    return msgspec.structs.replace(task, sampling=wanted, guide=forced or task.guide)
 
 
 def _can_keep_special_tokens(model: ServedModel) -> bool:
@@ -262,13 +219,13 @@ def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser |
     """Return the parser of one choice, or ``None`` where its text is just text."""
     reasoning = parsers.reasoning
     tools: ToolParser | None = None
-    # Calls that the backend is held to have ids of the model's family too: its template may take no others.
+    # Forced calls have ids of the model's family too: its template may take no others.
     new_id = ToolParser.new_id if parsers.tools is None else parsers.tools.new_id
     if plan.forced:
-        # The answer is calls and nothing else: no thinking comes before it.
-        held = GuidedCalls(plan.schemas, new_id=new_id) if plan.name is None else ForcedCall(plan.name, new_id=new_id)
+        # The answer is calls and nothing else: no reasoning comes before it.
+        forced = GuidedCalls(plan.schemas, new_id=new_id) if plan.name is None else ForcedCall(plan.name, new_id=new_id)
         own = (parsers.tools or Llama3Json)(plan.schemas)
-        return AnswerParser(None, HeldCalls(held, own), parallel=plan.parallel)
+        return AnswerParser(None, HeldCalls(forced, own), parallel=plan.parallel)
     if plan.mode == "auto" and parsers.tools is not None:
         tools = parsers.tools(plan.schemas)
     if tools is None and reasoning is None:

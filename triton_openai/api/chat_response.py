@@ -20,7 +20,7 @@ from triton_openai.api.tools import ToolPlan
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
-from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
 
 _encode = msgspec.json.Encoder().encode
 
@@ -45,7 +45,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
-    """The assistant's message. ``content`` and ``refusal`` must be there, clients read them unasked."""
+    """The assistant's message. ``content`` and ``refusal`` are always there: clients do not check for them."""
 
     role: Literal["assistant"]
     content: str | None
@@ -87,9 +87,8 @@ def finish_reason(progress: Progress, parser: AnswerParser | None, plan: ToolPla
     """
     Return why the choice ended, as OpenAI says it.
 
-    ``tool_calls`` only for calls that the model chose to make and brought to their end: a forced one ends with
-    ``stop``, a call cut by the length shows as such, and one that a stop string cut, whose arguments are no JSON, is
-    none that a client could answer.
+    It is ``tool_calls`` only for complete calls that the model chose to make. A forced call ends with ``stop``, a call
+    cut by the length with ``length``, and a call cut by a stop string with ``stop``: its arguments are not JSON.
     """
     reason = progress.finish_reason
     called = parser is not None and parser.calls > 0 and not parser.cut
@@ -253,12 +252,12 @@ class ChatChunks(Chunks):
         return self._events(choice, parser.feed(delta.text, delta.tokens), delta)
 
     def last(self, choice: int) -> bytes:
-        """Return what was still held back, and the chunk with the finish reason."""
+        """Return the text that the parser delayed, and the chunk with the finish reason."""
         parser, progress = self._parsers[choice], self._runs[choice].progress
-        rest = self._events(choice, parser.flush(), Delta()) if parser is not None else b""
+        delayed = self._events(choice, parser.flush(), Delta()) if parser is not None else b""
         reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
-        return rest + self._head + end + self._ended(choice)
+        return delayed + self._head + end + self._ended(choice)
 
     def _usage(self, runs: Sequence[Run]) -> UsageObject | None:
         return usage_of(runs, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
@@ -287,9 +286,6 @@ class ChatChunks(Chunks):
             if self._plan.legacy:
                 return {"function_call": function}
             return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-        return self._arguments(event)
-
-    def _arguments(self, event: ToolCallArguments) -> dict[str, Any]:
         if self._plan.legacy:
             return {"function_call": {"arguments": event.text}}
         return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}

@@ -51,12 +51,12 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """The prompt before an answer; *count* is how many alternatives to its tokens are told, ``None`` for no tokens."""
+    """The prompt before an answer, with *count* alternatives to each token; ``None`` for no log probabilities."""
 
     count: int | None
 
     def logprobs(self, run: Run) -> CompletionLogprobs | None:
-        """Return the log probabilities of the prompt's tokens, where they are told."""
+        """Return the log probabilities of the prompt's tokens, if they are wanted."""
         if self.count is None:
             return None
         return completion_logprobs(narrowed(run.prompt_logprobs, self.count), offset=0)[0]
@@ -78,15 +78,15 @@ def completion_choice(
     """
     run = answer.run
     before = run.generation.shown_prompt if echo is not None else ""
-    told = None
+    found = None
     if logprobs:
-        told, _ = completion_logprobs(answer.logprobs, offset=len(before))
-        asked = echo.logprobs(run) if echo is not None else None
-        told = told if asked is None else joined(asked, told)
+        found, _ = completion_logprobs(answer.logprobs, offset=len(before))
+        echoed = echo.logprobs(run) if echo is not None else None
+        found = found if echoed is None else joined(echoed, found)
     return CompletionChoice(
         text=before + answer.text,
         index=index,
-        logprobs=told,
+        logprobs=found,
         finish_reason=run.progress.finish_reason,
         stop_reason=run.progress.stop_reason,
         prompt_logprobs=msgspec.UNSET

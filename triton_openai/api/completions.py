@@ -16,27 +16,13 @@ from msgspec import Meta
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.api.bodies import json_response
 from triton_openai.api.completion_response import Completion, CompletionChunks, Echo, completion_choice
-from triton_openai.api.context import RequestContext, begin
-from triton_openai.api.parameters import (
-    SamplingRequest,
-    guide_of,
-    neutral_values,
-    priority,
-    sampling,
-    scoring,
-    stream_options,
-    token_ids,
-    truncation,
-)
+from triton_openai.api.generate import Task, runs_of, task_of
+from triton_openai.api.parameters import SamplingRequest, stream_options
 from triton_openai.api.prompts import filled, prompts_of
-from triton_openai.api.service import Service, Task, new_id, now
+from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
 from triton_openai.api.usage import usage_of
-from triton_openai.config import DefaultParameters
-from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
-from triton_openai.models.served import ServedModel
-
-_encode = msgspec.json.Encoder().encode
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter, UpstreamError
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -55,12 +41,9 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-REFUSED = neutral_values(CompletionRequest)
-
-
 async def handle(request: web.Request) -> web.StreamResponse:
     """Continue one or several prompts; the choices are numbered prompt by prompt."""
-    context = await begin(request, CompletionRequest, "text_completion", refused=REFUSED)
+    context = await begin(request, CompletionRequest, "text_completion")
     async with context.admitted(param="prompt"):
         return await context.answered(_answer)
 
@@ -69,9 +52,8 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     service, model, body = context.service, context.model, context.body
     observation, limits = context.observation, context.limits
     options = stream_options(body, always_usage=service.settings.api.always_include_usage)
-    completion_id = new_id("cmpl")
     n = body.n or 1
-    task = _task(service, model, body, completion_id, await model.default_parameters())
+    task = await _task(context)
     if body.prompt is None:
         raise InvalidRequest("Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter")
     special = body.add_special_tokens is not False
@@ -80,11 +62,11 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
             given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo), special=special)
         else:
             given = await prompts_of(model, body.prompt, special=special)
-    runs = await service.runs(model, given, task, limits=limits, observation=observation)
+    runs = await runs_of(context, given, task)
     echo = Echo(body.logprobs) if body.echo else None
     if body.stream:
         chunks = CompletionChunks(
-            completion_id,
+            task.id,
             body.model,
             runs,
             n=n,
@@ -96,7 +78,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
         return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
     answers = await collect(runs, timeout=limits.total)
     completion = Completion(
-        id=completion_id,
+        id=task.id,
         object="text_completion",
         created=now(),
         model=body.model,
@@ -117,55 +99,33 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     return json_response(completion)
 
 
-def _task(
-    service: Service, model: ServedModel, body: CompletionRequest, completion_id: str, defaults: DefaultParameters
-) -> Task:
+async def _task(context: RequestContext[CompletionRequest]) -> Task:
+    body, model = context.body, context.model
     n, best_of = body.n or 1, body.best_of or 1
     if best_of == 1:
         # The default.
         best_of = n
     if best_of < n:
-        raise InvalidRequest("'best_of' must not be less than 'n'.", param="best_of", code="invalid_value")
+        raise InvalidValue("'best_of' must not be less than 'n'.", "best_of")
     if best_of > n and body.stream:
-        raise InvalidRequest("'best_of' cannot be used with 'stream'.", param="best_of", code="invalid_value")
+        raise InvalidValue("'best_of' cannot be used with 'stream'.", "best_of")
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("'max_tokens' can be 0 with 'echo' only.", param="max_tokens", code="invalid_value")
-    if not model.adapter.capabilities.generate:
-        raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
-    if best_of > n and not model.adapter.capabilities.cumulative_logprob:
+        raise InvalidValue("'max_tokens' can be 0 with 'echo' only.", "max_tokens")
+    task = task_of(
+        context,
+        new_id("cmpl"),
+        defaults=await model.default_parameters(),
+        n=best_of,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        echoed=body.logprobs if body.echo else None,
+        scored=best_of > n,
+    )
+    if task.scored and not model.adapter.capabilities.cumulative_logprob:
         raise UnsupportedParameter(
             "'best_of' needs log probabilities, which this model does not give.", param="best_of"
         )
-    wanted = sampling(
-        body,
-        max_tokens=body.max_tokens,
-        max_tokens_name="max_tokens",
-        logprobs=body.logprobs,
-        defaults=defaults,
-        default_max_tokens=service.settings.api.default_max_tokens,
-        adapter=model.adapter,
-    )
-    guide = guide_of(body, model.adapter.capabilities.guides)
-    open_ended = body.max_tokens is None and model.settings.default_parameters.max_tokens is None
-    return Task(
-        id=completion_id,
-        sampling=wanted,
-        stream=bool(body.stream),
-        n=best_of,
-        guide=guide,
-        open_ended=open_ended,
-        most=defaults.max_tokens,
-        truncation=truncation(body),
-        priority=priority(body, model.priorities),
-        scored=best_of > n,
-        token_ids=token_ids(body, model.adapter),
-        scoring=scoring(
-            body,
-            model.adapter,
-            echoed=body.logprobs if body.echo else None,
-            timeout=service.settings.triton.request_timeout,
-        ),
-    )
+    return task
 
 
 def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:

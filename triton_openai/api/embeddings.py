@@ -2,7 +2,7 @@
 ``POST /v1/embeddings``, and the scores of pairs of texts: ``POST /v1/rerank`` and ``POST /v1/score``.
 
 Source of the wire format: OpenAI's ``embedding`` object (openai-openapi 2.3.0). The official client asks for base64
-unless told otherwise: little-endian float32. A cross-encoder scores a pair itself. For a model of embeddings a score is
+by default: little-endian float32. A cross-encoder scores a pair itself. For a model of embeddings a score is
 the cosine of the angle between the two, as vLLM's server has it.
 """
 
@@ -22,18 +22,16 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
-from triton_openai.api.context import RequestContext, begin
 from triton_openai.api.parameters import (
     ABSENT,
     Accepted,
     TruncatedRequest,
-    check_size,
     neutral_values,
     truncation,
     unused,
 )
-from triton_openai.api.prompts import check_ids, separated
-from triton_openai.api.service import Service, new_id, now
+from triton_openai.api.prompts import check_ids, check_size, separated
+from triton_openai.api.service import RequestContext, Service, begin, new_id, now
 from triton_openai.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -78,7 +76,7 @@ class EmbeddingsRequest(TruncatedRequest, kw_only=True):
     embed_dtype: Annotated[Any, unused("float32")] = None
     endianness: Annotated[Any, unused("native", "little")] = None
     mm_processor_kwargs: Annotated[Any, unused({})] = None
-    # What models of embeddings do, and vLLM for them.
+    # Embedding models normalize by themselves, or vLLM does it for them.
     normalize: Annotated[Any, unused(True)] = None
     use_activation: Annotated[Any, unused(True)] = None
 
@@ -114,7 +112,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Embed texts."""
-    context = await begin(request, EmbeddingsRequest, "embeddings", refused=neutral_values(EmbeddingsRequest))
+    context = await begin(request, EmbeddingsRequest, "embeddings")
     body, model, observation = context.body, context.model, context.observation
     if not model.adapter.capabilities.embed:
         raise InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
@@ -150,9 +148,9 @@ async def _as_taken(
     model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None
 ) -> Sequence[str] | Sequence[Sequence[int]]:
     """
-    Return *inputs* cut to what *cut* leaves of them, and as text for a model that takes no token ids.
+    Return *inputs* truncated as *cut* says, and as text for a model that takes no token ids.
 
-    Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` where the tokenizer that it needs is not known.
+    Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` if that needs a tokenizer and there is none.
     """
     takes_ids = model.adapter.capabilities.token_inputs
     decodes = not takes_ids and not isinstance(inputs[0], str)
@@ -255,17 +253,14 @@ async def count_inputs(model: ServedModel, job: EmbeddingJob, result: EmbeddingR
 
 
 def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
-    """Return an embedding as JSON: by itself, as millions of numbers at once would hold the interpreter lock."""
-    return msgspec.Raw(_encode(Embedding(index=index, embedding=_render(vector, as_text))))
-
-
-def _render(vector: bytes, as_text: bool) -> Sequence[float] | str:
+    """Return one embedding as JSON: all at once would keep the interpreter lock for long."""
     values = array("f", vector)
     if sys.byteorder == "big":
         values.byteswap()
     if not math.isfinite(sum(values)):
         raise UpstreamError("The model sent an embedding with values that are no numbers.")
-    return base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
+    embedding = base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
+    return msgspec.Raw(_encode(Embedding(index=index, embedding=embedding)))
 
 
 # Products of numbers that are computed on the event loop: about a millisecond.
@@ -320,10 +315,9 @@ def _texts(value: Text | list[Text], place: str) -> list[str]:
 
 async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *, param: str) -> ScoreResult:
     """
-    Return the scores of *pairs*, whose documents the client calls *param*.
+    Return the scores of *pairs*; *param* is the client's name of the documents.
 
-    Raises :class:`InvalidRequest` for models that cannot score, :class:`UnsupportedParameter` for what they cannot be
-    asked, and :class:`ServiceError` for what goes wrong upstream.
+    Raises :class:`InvalidRequest` for models that cannot score, and other :class:`ServiceError`.
     """
     model, request = context.model, context.body
     capabilities = model.adapter.capabilities
@@ -471,7 +465,7 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle_rerank(request: web.Request) -> web.StreamResponse:
     """Order documents by how well they fit a query."""
-    context = await begin(request, RerankRequest, "rerank", refused=neutral_values(RerankRequest))
+    context = await begin(request, RerankRequest, "rerank")
     body = context.body
     (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
     if not query:
@@ -533,7 +527,7 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
 
 async def handle_score(request: web.Request) -> web.StreamResponse:
     """Score one text against each of several, or texts pair by pair."""
-    context = await begin(request, ScoreRequest, "score", refused=neutral_values(ScoreRequest))
+    context = await begin(request, ScoreRequest, "score")
     pairs, second = _pairs(context.body)
     score_id = context.observation.response_id = new_id("score")
     result = await score(context, score_id, pairs, param=second)

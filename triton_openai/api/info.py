@@ -13,17 +13,8 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.embeddings import answers_of
-from triton_openai.api.service import (
-    Service,
-    Task,
-    check_may_manage,
-    check_opens_everything,
-    find_model,
-    may_use,
-    new_id,
-    prepare,
-    service_of,
-)
+from triton_openai.api.generate import Task, prepare, run_of
+from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.errors import ModelNotFound
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
@@ -60,9 +51,9 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """List what is served now, and open to who asks."""
-    models = service_of(request).models
-    data = [describe(models, name) for name in models.served if may_use(request, name)]
+    """List the models that are served now and that the request's key may use."""
+    models, key = service_of(request).models, key_of(request)
+    data = [describe(models, name) for name in models.served if key.allows(name)]
     return json_response(ModelList(data=data))
 
 
@@ -70,13 +61,13 @@ async def get_model(request: web.Request) -> web.Response:
     """Describe one model; its name may hold slashes."""
     name = request.match_info["model"]
     models = service_of(request).models
-    if name not in models.served or not may_use(request, name):
+    if name not in models.served or not key_of(request).allows(name):
         await find_model(request, name)
     return json_response(describe(models, name))
 
 
 def describe(models: Models, name: str) -> ModelObject:
-    """Return what is told of the model *name*."""
+    """Return the description of the model *name*."""
     served = models.served.get(name)
     if served is None:
         return ModelObject(id=name)
@@ -89,11 +80,11 @@ def describe(models: Models, name: str) -> ModelObject:
 
 
 class LoadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a load, if there is one: nothing can be said in it."""
+    """The body of a load, if there is one; it has no fields."""
 
 
 class UnloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of an unload, if there is one. ``unload_dependents``: the models that an ensemble consists of go too."""
+    """The body of an unload, if there is one. ``unload_dependents`` also unloads the models of an ensemble."""
 
     unload_dependents: bool = False
 
@@ -108,7 +99,7 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
 async def load(request: web.Request) -> web.Response:
     """Load a model, and describe it once it is served."""
     service = service_of(request)
-    # Nothing is dropped in silence here: Triton's own request can replace a model's configuration.
+    # Unknown fields are refused: Triton's own request can replace a model's configuration, which this one cannot.
     name, _ = await _named(request, LoadRequest)
     return json_response(describe(service.models, await service.control.load(name)))
 
@@ -127,10 +118,10 @@ async def _named(request: web.Request, kind: type[_Body]) -> tuple[str, _Body]:
     Raises :class:`ManagementDisabled`, and :class:`ModelNotFound` for a model that the request's key does not open.
     """
     service_of(request).control.check_allowed()
-    check_may_manage(request)
+    key_of(request).check_may_manage()
     body = await read_json(request, kind, strict=True) if request.can_read_body else kind()
     name = request.match_info["model"]
-    if not may_use(request, name):
+    if not key_of(request).allows(name):
         raise ModelNotFound(name, hidden=True)
     return name, body
 
@@ -203,7 +194,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def version(request: web.Request) -> web.Response:
-    """Tell the version of this service, and that of Triton. Nothing is asked of Triton for it."""
+    """Answer with the version of this service, and with Triton's as it was when its models were last listed."""
     server = service_of(request).models.catalog.snapshot.server
     triton = msgspec.UNSET if server is None else TritonVersion(name=server.name, version=server.version)
     return json_response(Version(version=__version__, triton=triton))
@@ -224,7 +215,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
     if capabilities.generate:
         generation = await prepare(model, tokenizer, _TEXT, Task(id=number, sampling=Sampling(max_tokens=1)))
         limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
-        run = service.run(model, generation, tokenizer, limits)
+        run = run_of(service, model, generation, tokenizer, limits)
         await collect([run], timeout=None)
         return
     if capabilities.embed:
@@ -243,9 +234,8 @@ async def metrics(request: web.Request) -> web.Response:
     """
     Answer with all metrics.
 
-    Raises :class:`KeyNotSufficient` for a key of certain
-    models: they name all of them, and tell of everybody's traffic.
+    Raises :class:`KeyNotSufficient` for a key of certain models: the metrics name all models, and everybody's traffic.
     """
-    check_opens_everything(request)
+    key_of(request).check_opens_everything()
     body, content_type = await request.app[EXPOSITION].render(request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})

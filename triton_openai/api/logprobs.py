@@ -38,7 +38,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """``logprobs`` of a plain completion's choice: parallel lists, with null where nothing stands before a token."""
+    """``logprobs`` of a plain completion's choice: parallel lists, with null for a token that nothing precedes."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -47,7 +47,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One of the tokens considered at a place of the prompt, as vLLM tells it."""
+    """One of the tokens considered at a place of the prompt, as in vLLM's server."""
 
     logprob: float
     rank: int | None
@@ -98,7 +98,7 @@ def narrowed(entries: Sequence[TokenLogprob], count: int) -> Sequence[TokenLogpr
 
 
 def prompt_logprobs(entries: Sequence[TokenLogprob]) -> PromptLogprobs:
-    """Return *entries*, those of a prompt, by token id; the prompt's own token first, and none for the first."""
+    """Return the *entries* of a prompt by token id, the prompt's own token first; ``None`` for the first position."""
     return [_by_id(entry, _chosen(entry)) for entry in entries]
 
 
@@ -107,7 +107,7 @@ def _by_id(entry: TokenLogprob, logprob: float | None) -> dict[str, PromptLogpro
         return None
     found = {str(entry.id): PromptLogprob(logprob, entry.rank, entry.token)}
     for place, item in enumerate(entry.top):
-        found.setdefault(str(item.id), PromptLogprob(_told(item.logprob), place + 1, item.token))
+        found.setdefault(str(item.id), PromptLogprob(_as_json(item.logprob), place + 1, item.token))
     return found
 
 
@@ -116,15 +116,15 @@ def _considered(entry: TokenLogprob) -> dict[str, float] | None:
     logprob = _chosen(entry)
     if logprob is None:
         return None
-    return {entry.token: logprob, **{item.token: _told(item.logprob) for item in entry.top}}
+    return {entry.token: logprob, **{item.token: _as_json(item.logprob) for item in entry.top}}
 
 
 def _chosen(entry: TokenLogprob) -> float | None:
-    return None if entry.logprob is None else _told(entry.logprob)
+    return None if entry.logprob is None else _as_json(entry.logprob)
 
 
-def _told(logprob: float) -> float:
-    """Return *logprob* as JSON can have it. Raises :class:`UpstreamError` for what is no number."""
+def _as_json(logprob: float) -> float:
+    """Return *logprob* within what JSON can hold. Raises :class:`UpstreamError` for NaN."""
     if math.isnan(logprob):
         raise UpstreamError("The model sent log probabilities that are no numbers.")
     return max(logprob, IMPOSSIBLE)
@@ -140,7 +140,7 @@ def _characters(entry: TokenLogprob) -> int:
 
 
 def _top(item: Alternative) -> TopLogprob:
-    return TopLogprob(item.token, _told(item.logprob), _bytes(item.raw))
+    return TopLogprob(item.token, _as_json(item.logprob), _bytes(item.raw))
 
 
 def _bytes(raw: bytes | None) -> list[int] | None:

@@ -1,8 +1,7 @@
 """
-The parameters that chat and plain completions share: types, documented ranges, and what becomes of them.
+The parameters that chat and plain completions share: their types and ranges, and the sampling that they ask for.
 
-Ranges are those that OpenAI documents (openai-openapi 2.3.0); the extensions in common use are named and bounded as
-vLLM's server does it.
+Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in common use have vLLM's names and ranges.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from triton_openai.adapters._common.base import Adapter, Rule, check_range
 from triton_openai.answer.logprobs import Scoring
 from triton_openai.api.bodies import ModelRequest, explain
 from triton_openai.config import DefaultParameters
-from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
-from triton_openai.models.served import ServedModel
 from triton_openai.prompts.offload import decoder
-from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 #: A field without influence on the answer: documented by OpenAI or in common use, accepted, never decoded.
@@ -48,9 +45,9 @@ def neutral_values(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-def refuse(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise :class:`UnsupportedParameter` for the first of *refused* that the request uses."""
-    for name, neutral in refused.items():
+def refuse_unused(request: msgspec.Struct) -> None:
+    """Raise :class:`UnsupportedParameter` for the first field of *request* that is not supported and not neutral."""
+    for name, neutral in neutral_values(type(request)).items():
         if not is_neutral(getattr(request, name), neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
 
@@ -58,112 +55,6 @@ def refuse(request: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> N
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     """Return whether *value* is absent, or one of the *neutral* values (1.0 is 1, ``True`` is not)."""
     return value is None or any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in neutral)
-
-
-# Finding a text for a token takes some ten microseconds.
-_MOST_WORDS = 1024
-
-
-def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]]) -> tuple[tuple[str, float], ...]:
-    """
-    Return texts and weights with which a backend biases just the tokens of *biases*.
-
-    The backend tokenizes each text with its special tokens and adds the weight to every token it gets. Those special
-    tokens get the whole sum taken off again, by an empty text, which consists of nothing else.
-
-    Raises :class:`UnsupportedParameter` for a token that no text gives, and without a tokenizer, and
-    :class:`InvalidRequest` for very many.
-    """
-    if not biases:
-        return ()
-    if tokenizer is None:
-        raise UnsupportedParameter(
-            "'logit_bias' needs the model's tokenizer, which is not configured (--tokenizer).", param="logit_bias"
-        )
-    if len(biases) > _MOST_WORDS:
-        raise InvalidRequest(
-            f"'logit_bias' holds {len(biases)} tokens, and may hold {_MOST_WORDS} at most on this model, which takes "
-            "biases as texts.",
-            param="logit_bias",
-            code="array_above_max_length",
-        )
-    frame = tokenizer.encode("", add_special_tokens=True)
-    words = []
-    for number, weight in biases:
-        if number >= tokenizer.vocab_size:
-            raise InvalidValue(
-                f"'logit_bias' names the token {number}, and the model has {tokenizer.vocab_size} tokens.", "logit_bias"
-            )
-        text = tokenizer.decode([number], skip_special_tokens=False)
-        if not text or sorted(tokenizer.encode(text, add_special_tokens=True)) != sorted([*frame, number]):
-            raise UnsupportedParameter(
-                f"'logit_bias' cannot name the token {number} ({text!r}) on this model, which takes biases as texts:"
-                " as a text it becomes other tokens.",
-                param="logit_bias",
-            )
-        words.append((text, weight))
-    if frame:
-        words.append(("", -sum(weight for _, weight in words)))
-    return tuple(words)
-
-
-def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
-    """
-    Return a number of tokens that no prompt of *model* can exceed.
-
-    It is the context length where that is known, else what the engine's files tell, else the tokenizer's.
-    """
-    return model.settings.max_model_len or model.hints.max_prompt_len or tokenizer.longest_prompt
-
-
-def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
-    """
-    Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
-
-    To tokenize such a text takes long, here and in Triton, and cannot help.
-    """
-    longest = tokenizer.pieces.longest
-    if longest is None or len(text) * 4 <= limit * longest:
-        return
-    size = size_of(text)
-    if size > limit * longest:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens. However, your prompt has {size} bytes, more than "
-            "that many tokens can hold."
-        )
-
-
-def size_of(text: str) -> int:
-    """Return the bytes of *text*, lone surrogates too: they are refused elsewhere."""
-    return len(text.encode(errors="surrogatepass"))
-
-
-def too_long(prompt_tokens: int, limit: int) -> ContextLengthExceeded:
-    """Return the error for a prompt of *prompt_tokens*, in OpenAI's words."""
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {limit} tokens. However, your prompt has {prompt_tokens} tokens."
-    )
-
-
-def fit(sampling: Sampling, *, prompt_tokens: int, limit: int, open_ended: bool, most: int | None) -> Sampling:
-    """
-    Return *sampling* for a prompt of *prompt_tokens* on a model that takes *limit* tokens in all.
-
-    An *open_ended* request, one that sets no length, may go on to the end of the context, or to *most* tokens. Raises
-    :class:`ContextLengthExceeded` with both numbers, in OpenAI's words, for what does not fit.
-    """
-    room = limit - prompt_tokens
-    if room < 1:
-        raise too_long(prompt_tokens, limit)
-    if open_ended:
-        return msgspec.structs.replace(sampling, max_tokens=room if most is None else min(room, most))
-    if sampling.max_tokens > room:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{prompt_tokens + sampling.max_tokens} tokens ({prompt_tokens} in the prompt, {sampling.max_tokens} in "
-            "the completion)."
-        )
-    return sampling
 
 
 _MAX_STOPS = 4
@@ -380,9 +271,9 @@ def sampling(
     """
     Return the sampling of *request*, completed from the model's *defaults*.
 
-    Raises :class:`InvalidRequest` for values that contradict each other, and :class:`UnsupportedParameter` for those
-    that the model cannot honour; *max_tokens_name* is what the client called the limit, *logprobs* how many
-    alternatives to a token it wants, and *alternatives_name* by what.
+    *max_tokens_name* is the client's name of the limit, *logprobs* the number of alternatives to a token, and
+    *alternatives_name* its name. Raises :class:`InvalidRequest` for values that contradict each other, and
+    :class:`UnsupportedParameter` for those that the model cannot honour.
     """
     given = defaults.given()
     stop = request.stop if request.stop is not None else given.get("stop")
@@ -405,7 +296,7 @@ def sampling(
         **values,
     )
     for name, neutral, why in _refused(adapter):
-        # A limit that nobody asked for is no reason to refuse anything.
+        # A limit that the client did not set is no reason to refuse the request.
         if (max_tokens if name == "max_tokens" else getattr(result, name)) not in neutral:
             called = max_tokens_name if name == "max_tokens" else name
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
@@ -418,7 +309,7 @@ def sampling(
             param=alternatives_name,
         )
     for row in adapter.parameters:
-        # Here and not only in the adapter, which does not know what the client called its limit.
+        # Checked here because the adapter does not know the client's name of the limit.
         value = max_tokens if row.name == "max_tokens" else getattr(result, row.name)
         if isinstance(value, int | float) and value not in _PLAIN.get(row.name, ()):
             check_range(max_tokens_name if row.name == "max_tokens" else row.name, value, row.datatype)
@@ -429,10 +320,10 @@ def truncation(
     request: TruncatedRequest, *, side: Literal["left", "right"] = "left", keeps_special: bool = True
 ) -> Truncation | None:
     """
-    Return what the prompt is to be cut to: on *side* unless the request says on which one.
+    Return how the prompt is truncated, ``None`` for not at all.
 
-    *keeps_special* is whether special tokens stay where it does not. Raises :class:`InvalidRequest` for a side of
-    nothing, and for 0.
+    Without a ``truncation_side`` in the request, tokens are cut on *side*, and special tokens stay if *keeps_special*.
+    Raises :class:`InvalidRequest` for a side without a number of tokens, and for 0 tokens.
     """
     if request.truncate_prompt_tokens is None:
         if request.truncation_side is not None:
@@ -452,9 +343,9 @@ def truncation(
 
 def priority(request: SamplingRequest, levels: int) -> int:
     """
-    Return the request's priority, 0 for the default; *levels* is how many the model's queue has.
+    Return the request's priority, 0 for the default; the model's queue has *levels* of them.
 
-    Raises :class:`UnsupportedParameter` where it has none, and :class:`InvalidRequest` for more than that.
+    Raises :class:`UnsupportedParameter` for a queue without priorities, and :class:`InvalidRequest` above *levels*.
     """
     given = request.priority or 0
     if given and not levels:
@@ -468,7 +359,7 @@ def priority(request: SamplingRequest, levels: int) -> int:
 
 
 def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
-    """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` where nobody knows them."""
+    """Return whether token ids are wanted. Raises :class:`UnsupportedParameter` if the backend does not send them."""
     if request.return_token_ids and not adapter.capabilities.token_ids:
         raise UnsupportedParameter(
             "This model answers in text and does not tell its token ids; an engine answered token by token does"
@@ -480,10 +371,10 @@ def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
 
 def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = None, timeout: float) -> Scoring | None:
     """
-    Return what is wanted of the prompt's log probabilities: by ``prompt_logprobs``, or *echoed* before the answer's.
+    Return the request for the prompt's log probabilities: by ``prompt_logprobs``, or *echoed* before the answer's.
 
-    Raises :class:`UnsupportedParameter` where they cannot be had, :class:`InvalidRequest` in streams, which have no
-    place for ``prompt_logprobs``.
+    Raises :class:`UnsupportedParameter` if the model cannot give them, and :class:`InvalidRequest` for
+    ``prompt_logprobs`` in a stream, whose chunks have no field for them.
     """
     count, param = echoed, "logprobs"
     if request.prompt_logprobs is not None:
@@ -502,7 +393,7 @@ def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = 
 
 def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOptions:
     """
-    Return what is wanted of the stream; *always_usage* is the operator's wish to have usage in every one.
+    Return the stream options; with *always_usage*, a setting, every stream has its usage.
 
     Raises :class:`InvalidRequest` for options without a stream.
     """
@@ -519,8 +410,8 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     """
     Return the guide that *request* asks for.
 
-    Raises :class:`InvalidRequest` for one that is malformed or for several, and :class:`UnsupportedParameter` for a
-    kind that is not among *supported*: a model that cannot be held to a format must not pretend.
+    Raises :class:`InvalidRequest` for a malformed guide or several guides, and :class:`UnsupportedParameter` for a kind
+    that is not *supported*: an answer without its guide would be wrong.
     """
     guides = list(_guides(request))
     if not guides:

@@ -1,4 +1,4 @@
-"""The prompts of requests: what a completions request gives, and what a chat template makes of messages."""
+"""The prompts of requests: those of a completions request, and those that a chat template renders from messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import msgspec
 
 from triton_openai.api.bodies import MAX_ITEMS, explain
-from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import choose, fill, recognise
@@ -23,7 +23,7 @@ _LONGEST_TEMPLATE = 16 * 1024
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A *text* to be sent for a prompt that the client wrote in another way: *shown* is its text."""
+    """The *text* that the backend gets for a prompt, and *shown*, the text of the prompt as the client wrote it."""
 
     text: str
     shown: str
@@ -39,9 +39,9 @@ async def prompts_of(
     """
     Return the prompts one by one, as the model takes them; *special* is whether special tokens are added to texts.
 
-    A model that works on tokens takes token ids as they are. For the others they become text through the tokenizer, and
-    only where the backend, tokenizing that text again, gets the same ids; else the prompt is refused: another prompt
-    must not be answered in its place. Raises :class:`InvalidRequest` and :class:`UnsupportedParameter`.
+    A model that works on tokens takes token ids as they are. For other models the tokenizer turns them into text. The
+    prompt is refused if that text has other token ids, because the model would answer another prompt. Raises
+    :class:`InvalidRequest` and :class:`UnsupportedParameter`.
     """
     prompts: list[Prompt] = []
     for item in separated(prompt, "prompt"):
@@ -72,10 +72,10 @@ async def filled(
     model: ServedModel, prompt: str | list[str | int | list[int]], suffix: str, *, echo: bool, special: bool = True
 ) -> Sequence[Prompt]:
     """
-    Return the prompts that ask for what stands between each of *prompt* and *suffix*.
+    Return the prompts that ask for the text between each of *prompt* and *suffix*.
 
-    Raises :class:`UnsupportedParameter` where the model is not said to fill in the middle, for token ids, and for
-    *echo*, and :class:`ConfigurationError` where the setting that says so cannot be followed.
+    Raises :class:`UnsupportedParameter` if the model has no ``fim_template``, for token ids, and for *echo*, and
+    :class:`ConfigurationError` if the model's tokenizer does not fit the template.
     """
     tokenizer = (await model.prompter()).tokenizer
     form = choose(model.settings.fim_template, tokenizer)
@@ -115,13 +115,13 @@ async def _alone(model: ServedModel, text: str) -> Prompt:
 
 
 def outside(ids: Sequence[int], size: int) -> int | None:
-    """Return one of *ids* that a vocabulary of *size* lacks, if there is any. Fast: a prompt may have very many."""
+    """Return one of *ids* that is not in a vocabulary of *size* tokens, if there is one. Fast for long prompts."""
     lowest, highest = min(ids, default=0), max(ids, default=0)
     return lowest if lowest < 0 else highest if highest >= size else None
 
 
 def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = "") -> None:
-    """Raise :class:`InvalidRequest` for *ids* that the vocabulary lacks; *hint* is added to what it says."""
+    """Raise :class:`InvalidRequest` for *ids* that are not in the vocabulary; *hint* is added to its message."""
     unknown = outside(ids, tokenizer.vocab_size)
     if unknown is not None:
         raise InvalidValue(f"'{param}' holds {unknown}, which is no token of this model.{hint}", param)
@@ -147,6 +147,44 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Written:
     return Written(text, tokenizer.decode(ids, skip_special_tokens=False))
 
 
+def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
+    """
+    Return a number of tokens that no prompt of *model* can exceed.
+
+    It is the context length if that is known, else the limit in the engine's files, else the tokenizer's.
+    """
+    return model.settings.max_model_len or model.hints.max_prompt_len or tokenizer.longest_prompt
+
+
+def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
+    """
+    Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
+
+    Such a text takes long to tokenize, and cannot fit.
+    """
+    longest = tokenizer.pieces.longest
+    if longest is None or len(text) * 4 <= limit * longest:
+        return
+    size = size_of(text)
+    if size > limit * longest:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, your prompt has {size} bytes, more than "
+            "that many tokens can hold."
+        )
+
+
+def size_of(text: str) -> int:
+    """Return the number of bytes of *text*. Lone surrogates count too; they are refused elsewhere."""
+    return len(text.encode(errors="surrogatepass"))
+
+
+def too_long(prompt_tokens: int, limit: int) -> ContextLengthExceeded:
+    """Return the error for a prompt of *prompt_tokens*, in OpenAI's words."""
+    return ContextLengthExceeded(
+        f"This model's maximum context length is {limit} tokens. However, your prompt has {prompt_tokens} tokens."
+    )
+
+
 class ChatPromptRequest(Protocol):
     """The fields of a request that decide how its messages become a prompt."""
 
@@ -170,9 +208,9 @@ async def rendered_chat(
     """
     Return *messages* as the chat template of *model*, or the request's own, renders them.
 
-    *tools* are those that the template shows; *images* are those in the messages; *trust_template* says whether
-    requests may bring a template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and
-    :class:`ConfigurationError` where the model has no template.
+    The template gets *tools*; *images* are those in the messages; *trust_template* is whether requests may have their
+    own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the
+    model has no template.
     """
     prompter = await model.prompter()
     if request.continue_final_message and request.add_generation_prompt:
@@ -206,11 +244,11 @@ async def rendered_chat(
 
 
 async def as_sent(model: ServedModel, prompt: str) -> str:
-    """Return a rendered *prompt* as the model's backend has to get it."""
+    """Return a rendered *prompt* as the backend must get it: without the first token that the backend adds itself."""
     prompter = await model.prompter()
     tokenizer = prompter.tokenizer
     if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
-        # The backend adds the same token once more.
+        # Else the prompt would begin with it twice.
         return prompter.strip_bos(prompt)
     return prompt
 

@@ -25,7 +25,7 @@ from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import OBSERVATION, REQUEST_ID, Observation
+from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 _log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -33,12 +33,12 @@ _FIELD = b"data: "
 _END = b"\n\n"
 _DONE = b"data: [DONE]\n\n"
 _HEARTBEAT = b": keep-alive\n\n"
-# That of asyncio's transports, above which aiohttp's writer waits.
+# asyncio's default, above which aiohttp's writer waits.
 _HIGH_WATER = 64 * 1024
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
-    # nginx and what copies it would collect events otherwise.
+    # Without it, nginx and similar proxies buffer events.
     "X-Accel-Buffering": "no",
 }
 
@@ -47,8 +47,8 @@ class Chunks(ABC):
     """
     Renders the events of one stream, with a choice for each of *runs*. Each method returns whole events, or nothing.
 
-    The parts that all chunks have in common are encoded once. *n* is how many choices each prompt has. The fingerprint
-    stands in the chunk with the usage where there is one, else in the last chunk of each choice, as in vLLM's server.
+    The parts that all chunks share are encoded once. *n* is the number of choices of each prompt. The fingerprint is in
+    the chunk with the usage if there is one, else in the last chunk of each choice, as in vLLM's server.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Chunks(ABC):
 
     def _counted(self, choice: int) -> bytes:
         """Return what follows the choice in a chunk that counts the tokens so far."""
-        usage = usage_so_far([self._runs[choice]]) if self._continuous else None
+        usage = usage_so_far(self._runs[choice]) if self._continuous else None
         return self._tail if usage is None else b'],"usage":' + _encode(usage) + b"}" + _END
 
     def _ended(self, choice: int) -> bytes:
@@ -114,35 +114,34 @@ class EventStream:
     """
     The response of one stream.
 
-    :meth:`push` renders and writes what the runs bring in the turn of the event loop in which it comes; it does not
-    wake the task, which waits in :meth:`relay` for what blocks or ends. The status line is written with the first
-    answer, or after *heartbeat* seconds, so that until then an error can still be a JSON answer with its own status.
-    While nothing else is sent, a comment goes out every *heartbeat* seconds. A client that does not read holds back the
-    runs.
+    :meth:`push` renders and writes deltas in the same turn of the event loop in which they arrive. It does not wake the
+    task, which waits in :meth:`relay` until a run ends or the client reads too slowly. The status line is written with
+    the first text, or after *heartbeat* seconds; until then an error becomes a JSON answer with its own status. While
+    nothing else is sent, a comment goes out every *heartbeat* seconds. If the client does not read, the runs pause.
     """
 
     def __init__(self, request: web.Request, runs: Sequence[Run], chunks: Chunks, *, heartbeat: float) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
-        #: Whether the client has been told how its answer ended.
-        self.told = False
+        #: Whether the last event, the end or an error, was written.
+        self.complete = False
         self._request = request
         self._chunks = chunks
         self._piece = chunks.piece
         self._answers = Answers(runs, self.push)
-        # aiohttp's writer awaits for each write. Events go to its transport instead, in chunks as it writes them, which
-        # is sound once the headers are sent: it keeps nothing back.
+        # aiohttp's writer awaits each write. Events go to its transport directly, as chunks of HTTP. That is
+        # safe once the headers are sent: the writer buffers nothing.
         self._transport: asyncio.WriteTransport | None = None
         self._chunked = request.version >= HttpVersion11
-        # Events that came before the status line was written, and whether they leave at once since
+        # Events from before the status line, and whether new ones are written at once
         self._pending: list[bytes] = []
         self._flowing = False
-        self._held_back = False
+        self._paused = False
         self._heartbeat = heartbeat
         self._last = monotonic()
         self._timer = asyncio.get_running_loop().call_later(heartbeat, self._check)
 
     def push(self, choice: int, deltas: Sequence[Delta]) -> None:
-        """Send what run number *choice* brings; what arrived together leaves together."""
+        """Send the *deltas* of run number *choice* in one write."""
         piece = self._piece
         events = piece(choice, deltas[0]) if len(deltas) == 1 else b"".join([piece(choice, each) for each in deltas])
         if self._flowing and events:
@@ -153,9 +152,9 @@ class EventStream:
 
     async def relay(self) -> None:
         """
-        Send the requests, and then everything up to the end.
+        Send the requests to Triton, and the events to the client up to the end.
 
-        Raises what a run failed of, and ``ConnectionResetError`` when the client has left.
+        Raises the error of a run, and ``ConnectionResetError`` if the client has disconnected.
         """
         answers, chunks = self._answers, self._chunks
         await answers.start()
@@ -170,28 +169,28 @@ class EventStream:
                 self._write(events)
             if self._transport is not None and self._transport.is_closing():
                 raise ConnectionResetError("The client has left.")
-            if self._held_back:
+            if self._paused:
                 await self._request.writer.drain()
-                self._held_back = False
+                self._paused = False
                 answers.resume()
 
     async def fail(self, error: ServiceError) -> None:
-        """Send *error* as the last event. Raises ``ConnectionResetError`` when the client has left."""
+        """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
         events = b"" if self._flowing or not self._pending else await self._begin(answered=True)
         await self._finish(events + _FIELD + error.envelope() + _END)
 
     def close(self) -> None:
-        """Stop what still runs, and the heartbeat."""
+        """Stop the runs and the heartbeat."""
         self._timer.cancel()
         self._answers.close()
 
     @property
     def begun(self) -> bool:
-        """Whether the answer has begun: an error can only be an event of it."""
+        """Whether the answer has begun, so that an error can only be an event."""
         return self.response.prepared or bool(self._pending)
 
     async def _begin(self, *, answered: bool) -> bytes:
-        """Write the status line, and return what to begin with: a comment, where nothing came or was *answered*."""
+        """Write the status line. Return the first events, or a comment if there are none and no run is *answered*."""
         if not self.response.prepared:
             if self._chunked:
                 # HTTP/1.0, which older proxies speak to their upstreams, ends the body with the connection.
@@ -207,13 +206,13 @@ class EventStream:
     def _write(self, events: bytes) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
-            # The task has to learn of it.
+            # The task sees that the client has disconnected.
             self._answers.wake()
             return
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         self._last = monotonic()
-        if transport.get_write_buffer_size() > _HIGH_WATER and not self._held_back:
-            self._held_back = True
+        if transport.get_write_buffer_size() > _HIGH_WATER and not self._paused:
+            self._paused = True
             self._answers.pause()
             self._answers.wake()
 
@@ -222,18 +221,18 @@ class EventStream:
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has left.")
         self._timer.cancel()
-        self.told = True
+        self.complete = True
         await self.response.write_eof(events)
 
     def _check(self) -> None:
-        # A time stamp and one timer per stream, instead of a timer set anew for every token.
+        # One timer that checks a time stamp, instead of a new timer for every token.
         left = self._last + self._heartbeat - monotonic()
         if left <= 0:
             left = self._heartbeat
             if self._transport is None:
                 self._answers.wake()
-            elif not self._held_back:
-                # A client that does not read gets no comments piled up for it.
+            elif not self._paused:
+                # No comments pile up for a client that does not read.
                 self._write(_HEARTBEAT)
         self._timer = asyncio.get_running_loop().call_later(left, self._check)
 
@@ -257,11 +256,11 @@ async def stream(
         finally:
             events.close()
     except ConnectionError:
-        # The client has left: there is nobody to tell. Who has read how it ended has not.
-        observation.client_left = not events.told
+        # A client that disconnects after the last event has read its answer.
+        observation.client_left = not events.complete
     except asyncio.CancelledError:
         reason = request.app[DRAINING].reason()
-        if events.told:
+        if events.complete:
             return events.response
         if reason is None or not events.begun:
             raise
@@ -269,14 +268,14 @@ async def stream(
     except ServiceError as error:
         if not events.begun:
             raise
-        fields = {"request_id": request.get(REQUEST_ID), "model": runs[0].model.name}
+        fields = {"request_id": observation.request_id, "model": runs[0].model.name}
         warn(_log, "stream failed", error, **fields, code=error.code)
         await _fail(events, observation, error)
     except Exception:
         if not events.begun:
             raise
-        # A mistake of ours, or of a third party's parser: the answer has begun, so it has to be told in it.
-        _log.exception("stream failed", request_id=request.get(REQUEST_ID), model=runs[0].model.name)
+        # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
+        _log.exception("stream failed", request_id=observation.request_id, model=runs[0].model.name)
         await _fail(events, observation, ServiceError("The service failed to answer the request."))
     return events.response
 
@@ -286,6 +285,6 @@ async def _fail(events: EventStream, observation: Observation, error: ServiceErr
     try:
         await events.fail(error)
     except (asyncio.CancelledError, ConnectionError):
-        # Clients go as soon as they have read how it ended, and some before the body has: that is no leaving.
-        if not events.told:
+        # Some clients disconnect as soon as they have read the last event.
+        if not events.complete:
             raise

@@ -13,8 +13,8 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
-from triton_openai.api.context import read_request
 from triton_openai.api.prompts import check_ids, rendered_chat
+from triton_openai.api.service import read_request
 from triton_openai.api.tools import Tool, plan
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts import offload
@@ -30,7 +30,7 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     """
     Either a ``prompt`` or ``messages``.
 
-    Special tokens are added to a prompt unless told otherwise, and not to messages, whose template writes its own.
+    Special tokens are added to a prompt by default, and not to messages, whose template writes its own.
     """
 
     prompt: str | None = None
@@ -73,7 +73,7 @@ async def tokenize(request: web.Request) -> web.Response:
     tokenizer = _tokenizer(prompter)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
-    # Looked at with a prompt too, which has no use for them: what is wrong is wrong.
+    # Checked with a prompt too, which does not use them.
     tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     if body.messages is not None:
         trusted = service.settings.api.trust_request_chat_template

@@ -125,11 +125,11 @@ Mode = Literal["none", "auto", "required", "named"]
 
 class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What becomes of a request's tools.
+    How a request's tools are used.
 
     ``prompt`` is what the template gets. ``schemas`` are the parameters' schemas of the tools that may be called, by
-    name. ``name`` is the tool that must be called in mode ``named``. ``legacy`` is whether the client speaks of
-    functions, and gets its answer in their form. ``parallel`` is whether there may be several calls.
+    name. ``name`` is the tool that must be called in mode ``named``. ``legacy`` is whether the client uses
+    ``functions``, the older form, also for its answer. ``parallel`` is whether there may be several calls.
     """
 
     prompt: Sequence[Mapping[str, Any]] = ()
@@ -156,7 +156,7 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def guide(self) -> Guide | None:
         """
-        Return what holds the answer to a call, where it has to be one.
+        Return the guide for an answer that must be a call, ``None`` if it need not be one.
 
         Raises :class:`InvalidRequest` for schemas nested beyond reason.
         """

@@ -34,23 +34,19 @@ class UsageObject(msgspec.Struct, frozen=True, kw_only=True):
 
 def usage_of(runs: Sequence[Run], *, n: int = 1, reasoning_tokens: int | None = None) -> UsageObject | None:
     """
-    Return the usage of all *runs* together, or ``None`` when it is not known for every one of them.
+    Return the usage of all *runs* together, or ``None`` if that of any of them is not known.
 
-    A prompt counts once, however many answers (*n*) it has.
+    A prompt counts once for its *n* answers.
     """
-    usage = _total([run.progress.usage for run in runs], n)
-    if usage is None or reasoning_tokens is None:
-        return usage
-    details = CompletionTokensDetails(reasoning_tokens=reasoning_tokens)
-    return msgspec.structs.replace(usage, completion_tokens_details=details)
+    return _total([run.progress.usage for run in runs], n, reasoning_tokens)
 
 
-def usage_so_far(runs: Sequence[Run], *, n: int = 1) -> UsageObject | None:
-    """Return the usage of all *runs* up to now, or ``None`` when a backend does not count as it goes."""
-    return _total([run.progress.usage_so_far for run in runs], n)
+def usage_so_far(run: Run) -> UsageObject | None:
+    """Return the usage of *run* up to now, or ``None`` if its backend does not count as it goes."""
+    return _total([run.progress.usage_so_far], 1, None)
 
 
-def _total(usages: Sequence[Usage | None], n: int) -> UsageObject | None:
+def _total(usages: Sequence[Usage | None], n: int, reasoning_tokens: int | None) -> UsageObject | None:
     prompt = completion = 0
     cached: int | None = 0
     for number, usage in enumerate(usages):
@@ -60,7 +56,12 @@ def _total(usages: Sequence[Usage | None], n: int) -> UsageObject | None:
         if number % n == 0:
             prompt += usage.prompt_tokens
             cached = None if cached is None or usage.cached_tokens is None else cached + usage.cached_tokens
-    total = UsageObject(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-    if cached is None:
-        return total
-    return msgspec.structs.replace(total, prompt_tokens_details=PromptTokensDetails(cached_tokens=cached))
+    return UsageObject(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=msgspec.UNSET if cached is None else PromptTokensDetails(cached_tokens=cached),
+        completion_tokens_details=msgspec.UNSET
+        if reasoning_tokens is None
+        else CompletionTokensDetails(reasoning_tokens=reasoning_tokens),
+    )

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from triton_openai.adapters._common.base import BoundParameter, Capabilities, Rule
-from triton_openai.api.chat import REFUSED as CHAT_REFUSED
-from triton_openai.api.completions import REFUSED as COMPLETIONS_REFUSED
+from triton_openai.api.chat import ChatRequest
+from triton_openai.api.completions import CompletionRequest
+from triton_openai.api.parameters import neutral_values
 from triton_openai.config import DefaultParameters, Settings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.models.served import Models, ServedModel
@@ -131,6 +132,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         notes = notes[:1] if capabilities.token_pairs and not tokenizer else []
     counted = "from the responses and the tokenizer" if tokenizer else "left out (nobody counts)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
+    refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if capabilities.generate else ()
     sigmoid = model.settings.score_activation == "sigmoid"
     scores = "the sigmoid of what the model gives" if sigmoid else "as the model gives them (score_activation)"
     return ModelReport(
@@ -143,7 +145,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         usage="from the backend" if capabilities.usage else counted,
         finish_reason="from the backend" if capabilities.finish_reason else counts,
         parameters=[_parameter(parameter) for parameter in model.adapter.parameters],
-        refused=sorted(CHAT_REFUSED.keys() | COMPLETIONS_REFUSED.keys()) if capabilities.generate else (),
+        refused=sorted(refused),
         tokenizer=tokenizer,
         chat_template=template if capabilities.generate else None,
         tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,

@@ -25,7 +25,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from triton_openai.access.guard import RELAY_GUARD
+from triton_openai.access.guard import GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
@@ -280,7 +280,7 @@ async def listening(
     try:
         frontends += await start_frontends(
             settings,
-            guard=app[RELAY_GUARD],
+            guard=app[GUARD],
             changed=app[SERVICE].control.changed_elsewhere,
             reuse_port=app[WORKER].count > 1,
         )

@@ -74,9 +74,8 @@ class CheckedResolver(AbstractResolver):
     """
     Asks the system, and fails unless *allows* says yes to every address of the answer.
 
-    *lookup* is called as :func:`socket.getaddrinfo`, in threads of its own: it blocks, for many seconds where a name
-    server is silent, and in the event loop's threads that would hold up what else is done there (tokenizing,
-    rendering).
+    *lookup* is called as :func:`socket.getaddrinfo`, in threads of its own. It can block for many seconds, and in the
+    event loop's default threads it would delay tokenizing and rendering.
     """
 
     def __init__(self, allows: AddressPolicy, lookup: Callable[..., Sequence[Any]] = socket.getaddrinfo) -> None:
@@ -103,7 +102,7 @@ class CheckedResolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Let the threads end."""
+        """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -164,13 +163,13 @@ def parse_url(text: str) -> URL:
 
 def _entry(text: str) -> tuple[str, int | None]:
     """Return the host of an entry, with its star, and its port."""
-    star, rest = ("*.", text[2:]) if text.startswith("*.") else ("", text)
+    star, host_port = ("*.", text[2:]) if text.startswith("*.") else ("", text)
     try:
-        url = URL(f"http://{rest}")
+        url = URL(f"http://{host_port}")
         host, port = url.raw_host, url.explicit_port
     except ValueError:
         host = port = None
-    if not host or rest.endswith(":") or any(character in rest for character in "*/@?#\\ "):
+    if not host or host_port.endswith(":") or any(character in host_port for character in "*/@?#\\ "):
         raise ConfigurationError(
             f"'{text}' is not a host for --allowed-media-domain: give example.com, *.example.com or either with :PORT."
         )

@@ -67,7 +67,7 @@ async def from_base64(text: str) -> Image:
         raise InvalidRequest(
             f"This is not an image of a supported format ({', '.join(_FORMATS)}).", code="invalid_image_format"
         )
-    # 63 bits, never 0: what a signed integer of 64 bits holds, and what says that there is something.
+    # 63 bits fit a signed integer of 64 bits; 0 would mean no image.
     number = int.from_bytes(digest.digest()[:8], "big") >> 1 or 1
     return Image(media_type=kind, base64=text, size=_decoded_size(text), digest=number)
 
@@ -120,7 +120,7 @@ async def from_data_url(url: str, *, largest: int) -> Image:
 
 
 class ImageReference(msgspec.Struct, frozen=True):
-    """Where a request names an image, as ``param`` shows it, and the URL that it gives."""
+    """An image in a request: its path, for an error's ``param``, and its URL."""
 
     place: str
     url: str
@@ -128,8 +128,7 @@ class ImageReference(msgspec.Struct, frozen=True):
 
 class ImageLoader:
     """
-    Turns references into images: at most *most* for a request, of at most *largest* bytes each and of *together* bytes
-    (in base64) in all.
+    Loads images: at most *most* for a request, of at most *largest* bytes each and *together* bytes (in base64) in all.
     """
 
     def __init__(self, fetcher: Fetcher, *, most: int, largest: int, together: int) -> None:
@@ -149,13 +148,12 @@ class ImageLoader:
                 code="too_many_images",
             )
 
-    async def load(self, references: Sequence[ImageReference], *, most: int | None = None) -> tuple[Image, ...]:
+    async def load(self, references: Sequence[ImageReference]) -> tuple[Image, ...]:
         """
-        Return the images in the order of *references*; *most* is the model's own limit, where it is known.
+        Return the images in the order of *references*, of which :meth:`check_count` has checked the number.
 
-        Raises :class:`InvalidRequest` that names the place. The first image that fails ends the work on all others.
+        Raises :class:`InvalidRequest` with the place of the image. The first image that fails cancels all others.
         """
-        self.check_count(references, most=most)
         tasks = [asyncio.ensure_future(self._load(reference)) for reference in references]
         try:
             images = await asyncio.gather(*tasks)

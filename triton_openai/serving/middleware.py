@@ -25,7 +25,7 @@ from triton_openai.access.restrictions import COUNTED, group_of
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.models.draining import DRAINING
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
-from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, REQUEST_ID, UPSTREAM, Observation, request_id
+from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, UPSTREAM, Observation, request_id
 
 _log = structlog.get_logger(__name__)
 
@@ -41,9 +41,8 @@ def _middleware(app: web.Application) -> Middleware:
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        name = request[REQUEST_ID] = request_id(request.headers)
         observation = request[OBSERVATION] = Observation(
-            request_id=name, method=request.method, path=request.path, request=request
+            request_id=request_id(request.headers), method=request.method, path=request.path, request=request
         )
         task = draining.enter()
         observers.started(observation)

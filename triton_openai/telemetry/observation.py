@@ -322,7 +322,6 @@ class Observers(Observer):
 
 OBSERVATION: web.RequestKey[Observation] = web.RequestKey("observation", Observation)
 OBSERVERS: web.AppKey[Observers] = web.AppKey("observers", Observers)
-REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 

@@ -14,7 +14,7 @@ from triton_openai.adapters._common.base import Adapter
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.adapters.trtllm import dense_bias, word_list
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
-from triton_openai.api.service import Task, prepare
+from triton_openai.api.generate import Task, prepare
 from triton_openai.config import ModelSettings
 from triton_openai.demo.configs import contracts
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError

@@ -23,9 +23,9 @@ from triton_openai.adapters.trtllm import GENERATION, check_size, read_logits
 from triton_openai.adapters.trtllm_ensemble import StepLogprobs
 from triton_openai.adapters.vllm import VllmLogprobs
 from triton_openai.answer.logprobs import log_probabilities
-from triton_openai.answer.stages import HeldLogprobs, StopStrings, TokenNames
+from triton_openai.answer.stages import LogprobsStage, StopStrings, TokenNames
+from triton_openai.api.generate import bias_words
 from triton_openai.api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from triton_openai.api.parameters import bias_words
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Logits, TokenLogprob, Vocabulary
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -289,7 +289,7 @@ def test_entries_end_where_the_text_does(pieces: list[str], stops: list[str], ch
         found = [(at + len(stop.encode()), at) for stop in stops if (at := whole.find(stop.encode())) >= 0]
         end, start = min(found) if found else (None, None)
         border = None if end is None else (end if include else start)
-        held = HeldLogprobs(stops, include=include)
+        held = LogprobsStage(stops, include=include)
         told: list[TokenLogprob] = []
         position = place = 0
         while place < len(entries):
@@ -306,7 +306,7 @@ def test_entries_end_where_the_text_does(pieces: list[str], stops: list[str], ch
         assert expected == [entry.id for entry in told]
 
 
-def passed(held: HeldLogprobs, entries: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
+def passed(held: LogprobsStage, entries: Sequence[TokenLogprob]) -> Sequence[TokenLogprob]:
     """Return what *held* passes on with *entries*."""
     delta = Delta(logprobs=entries)
     held.feed(delta)
@@ -315,7 +315,7 @@ def passed(held: HeldLogprobs, entries: Sequence[TokenLogprob]) -> Sequence[Toke
 
 def test_hidden_tokens_have_no_part_in_stop_strings() -> None:
     """A special token that is skipped stands between the two halves of one."""
-    held = HeldLogprobs(["bc"])
+    held = LogprobsStage(["bc"])
     entries = [
         TokenLogprob("ab", -1.0, b"ab"), TokenLogprob("<x>", -1.0, b"<x>", hidden=True), TokenLogprob("c", -1.0, b"c")
     ]  # fmt: skip
@@ -326,7 +326,7 @@ def test_hidden_tokens_have_no_part_in_stop_strings() -> None:
 @given(st.text("ab", max_size=12), st.integers(1, 4))
 def test_what_is_held_is_what_the_text_stage_holds(text: str, size: int) -> None:
     """With a character per token, the entries told are those of the text shown."""
-    stops, held = StopStrings(["aab"]), HeldLogprobs(["aab"])
+    stops, held = StopStrings(["aab"]), LogprobsStage(["aab"])
     shown = ""
     told: list[TokenLogprob] = []
     for place in range(0, len(text), size):

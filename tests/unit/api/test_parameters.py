@@ -25,7 +25,7 @@ from triton_openai.api.bodies import parse_json
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
-from triton_openai.api.parameters import guide_of, neutral_values, refuse, sampling, stop_strings, stream_options
+from triton_openai.api.parameters import guide_of, neutral_values, refuse_unused, sampling, stop_strings, stream_options
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
@@ -257,13 +257,13 @@ def test_refused_parameters(kind, base, known):
     assert known.items() <= refused.items()
     for name, neutral in refused.items():
         for value in (None, *neutral):
-            refuse(parse_json(msgspec.json.encode({**base, name: value}), kind), refused)
+            refuse_unused(parse_json(msgspec.json.encode({**base, name: value}), kind))
         for value in ("something", 2, True, {"a": 1}, ["a"], 3.5):
             if any(type(value) is type(item) and value == item for item in neutral):
                 continue
             # By its type already, or by the table.
             with pytest.raises(InvalidRequest) as caught:
-                refuse(parse_json(msgspec.json.encode({**base, name: value}), kind), refused)
+                refuse_unused(parse_json(msgspec.json.encode({**base, name: value}), kind))
             assert name == str(caught.value.param).partition("[")[0].partition(".")[0]
 
 

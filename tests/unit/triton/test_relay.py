@@ -469,7 +469,7 @@ async def test_log_lines_and_counts(tmp_path: Path) -> None:
             _, _, told = await ask(relays, "/v2/models/m/infer?secret=1", {**ALICE, "x-request-id": "mine"})
             await call(relays, "ModelInfer", infer("m"), headers={**ALICE, "x-request-id": "mine-too"})
             await ask(relays, "/v2/models/m/infer")
-        registry = relays.guard.metrics.registry if relays.guard.metrics is not None else None
+        registry = relays.guard.metrics.registry
 
     assert "mine" == told["x-request-id"] == triton.requests[0][1]["x-request-id"]
     assert "mine-too" == triton.calls[0][1]["x-request-id"]
@@ -479,7 +479,6 @@ async def test_log_lines_and_counts(tmp_path: Path) -> None:
     )
     assert ("mine-too", "grpc", "OK") == tuple(second[name] for name in ("request_id", "protocol", "status"))
     assert ("info", "401", "invalid_api_key") == tuple(third[name] for name in ("log_level", "status", "error"))
-    assert registry is not None
     counted = {"protocol": "grpc", "group": "inference", "status": "OK"}
     assert 1 == registry.get_sample_value("triton_openai_relayed_requests_total", counted)
     for protocol in ("http", "grpc"):
@@ -491,7 +490,6 @@ async def test_a_client_that_leaves() -> None:
     async with guarded() as (relays, triton):
         triton.answers.clear()
         metrics = relays.guard.metrics
-        assert metrics is not None
 
         async def seen(protocol: str) -> bool:
             labels = {"protocol": protocol, "group": "inference", "status": "cancelled"}

@@ -13,7 +13,7 @@ from triton_openai.errors import ConfigurationError
 from triton_openai.serving.sockets import bound_sockets
 
 if TYPE_CHECKING:
-    from triton_openai.access.guard import RelayGuard
+    from triton_openai.access.guard import Guard
     from triton_openai.triton.relay.grpc import GrpcRelay
     from triton_openai.triton.relay.http import HttpRelay
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 async def start_frontends(
-    settings: Settings, *, guard: RelayGuard, changed: Callable[[], None], reuse_port: bool = False
+    settings: Settings, *, guard: Guard, changed: Callable[[], None], reuse_port: bool = False
 ) -> list[Frontend]:
     """
     Start the frontends that are configured, and return them: the one over HTTP and the one over gRPC.

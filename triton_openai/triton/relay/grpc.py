@@ -24,7 +24,7 @@ from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.relay.rules import Operation, Rules, operation_of_rpc
 
 if TYPE_CHECKING:
-    from triton_openai.access.guard import RelayedRequest, RelayGuard
+    from triton_openai.access.guard import Guard, RelayedRequest
 
 # Set by gRPC itself on each connection.
 _OWN_METADATA = frozenset({"user-agent", "content-type", "te", "host"})
@@ -72,7 +72,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
     client has changed which models are loaded; *guard* authorizes clients.
     """
 
-    def __init__(self, client: GrpcClient, rules: Rules, *, guard: RelayGuard, changed: Callable[[], None]) -> None:
+    def __init__(self, client: GrpcClient, rules: Rules, *, guard: Guard, changed: Callable[[], None]) -> None:
         self._client, self._rules, self._guard, self._changed = client, rules, guard, changed
         self._server: Any = None
         #: The scheme and the port of its address, once started.

@@ -25,7 +25,7 @@ from triton_openai.triton.relay.rules import Operation, Rules, operation_of_path
 from triton_openai.triton.status import cut_off, unreachable
 
 if TYPE_CHECKING:
-    from triton_openai.access.guard import RelayedRequest, RelayGuard
+    from triton_openai.access.guard import Guard, RelayedRequest
 
 _log = structlog.get_logger(__name__)
 
@@ -56,7 +56,7 @@ class HttpRelay:
         rules: Rules,
         connection: ConnectionSettings,
         *,
-        guard: RelayGuard,
+        guard: Guard,
         changed: Callable[[], None],
         limits: LimitSettings,
         tls: ssl.SSLContext | None,
