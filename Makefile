@@ -7,8 +7,10 @@ SHELL := /bin/bash
 
 PORT ?= 9000
 ARGS ?=
-# Tests wait more than they compute; each worker has a Triton of its own. PARALLEL= runs them one after the other.
-PARALLEL ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Some tests wait, so there is a process more than cores, but no more than four: each has a Triton of its own.
+# PARALLEL= runs the tests one after the other.
+PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 1 )); echo $$(( n < 4 ? n : 4 )))
+PARALLEL ?= --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 

@@ -159,7 +159,8 @@ def until_nobody_is_left(own: Own, service: Watched, turn: int) -> float:
             mark = f"random {service.port} {turn} {number}"
             model, delay, n = chance.choice(list(ENGINES)), chance.choice([0, 0, 300]), chance.choice([1, 1, 2])
             prompt = steered(mark, text=WORDS, eos=False, delay_ms=20, first_delay_ms=delay)
-            stream = clients.enter_context(Stream(service, model, prompt, max_tokens=2000, n=n))
+            # An engine that gets the stop request before the request itself works to its end, after ten seconds.
+            stream = clients.enter_context(Stream(service, model, prompt, max_tokens=500, n=n))
             for _ in range(0 if delay else chance.randrange(4)):
                 stream.chunk()
             if chance.random() < 0.5:
