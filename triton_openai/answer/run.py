@@ -68,6 +68,7 @@ class Background:
 
 
 _STOP_REQUEST_TIMEOUT = 5.0
+_STOP_AGAIN = 1.0
 # A character has at most four tokens; of an incomplete one the first is counted.
 _UNSEEN_TOKENS = 2
 
@@ -206,9 +207,17 @@ class Work:
         stream.close(silent=silent)
         order = self._model.adapter.cancel(self._generation)
         if order is not None:
-            self._background.start(self._send(order), timeout=_STOP_REQUEST_TIMEOUT)
+            early = self._progress.first is None
+            self._background.start(self._send(order, again=early), timeout=_STOP_REQUEST_TIMEOUT)
 
-    async def _send(self, order: InferRequest) -> None:
+    async def _send(self, order: InferRequest, *, again: bool) -> None:
+        await self._send_once(order)
+        if again:
+            # Before its first answer the engine may not have the request yet, and forgets a stop that comes first.
+            await asyncio.sleep(_STOP_AGAIN)
+            await self._send_once(order)
+
+    async def _send_once(self, order: InferRequest) -> None:
         try:
             with self._upstream.call(order) as sent:
                 await gather(self._client, sent)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,6 +109,11 @@ class Answer:
         return "".join(delta.text for delta in self.deltas)
 
 
+@pytest.fixture(autouse=True)
+def _stop_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_openai.answer.run._STOP_AGAIN", 0.0)
+
+
 async def test_each_token_is_passed_on_at_once() -> None:
     """In the call that brings it, without a turn of the event loop; what comes together goes together."""
     answer = Answer()
@@ -137,6 +143,15 @@ async def test_closed_in_the_middle() -> None:
 
     assert ("one", True, [False]) == (answer.text, answer.run.progress.cancelled, answer.engine.closed)
     assert 1 == len(answer.engine.orders)
+
+
+async def test_closed_before_the_first_answer() -> None:
+    """The engine may get the first stop request before the request itself, so there is a second one."""
+    answer = Answer()
+    answer.run.close()
+    await answer.background.close()
+
+    assert 2 == len(answer.engine.orders)
 
 
 @given(
