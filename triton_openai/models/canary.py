@@ -89,7 +89,8 @@ class Canary(Observer):
 
     async def _watch(self, name: str) -> None:
         """Ask the Triton model *name* until it answers or is gone."""
-        while (model := self._models.served.get(name)) is not None:
+        # A Triton that is away before or after an attempt is what is wrong, and is reported elsewhere.
+        while await self._reachable() and (model := self._models.served.get(name)) is not None:
             try:
                 await self._ask(model)
                 break
@@ -102,9 +103,7 @@ class Canary(Observer):
             except Exception:  # noqa: BLE001 - an adapter's mistake says nothing of its model
                 _log.exception("an adapter failed to ask a model", model=name)
                 break
-            await self._models.catalog.refresh()
-            if not self._models.catalog.snapshot.reachable:
-                # Then that is what is wrong, and is reported elsewhere.
+            if not await self._reachable():
                 break
             if name not in self._silent and name in self._models.served:
                 self._silent[name] = model
@@ -112,6 +111,10 @@ class Canary(Observer):
                 self._report(model, False)
             await asyncio.sleep(_INTERVAL)
         self._forget(name)
+
+    async def _reachable(self) -> bool:
+        await self._models.catalog.refresh()
+        return self._models.catalog.snapshot.reachable
 
     def _forget(self, name: str) -> None:
         """Go back to where nothing is known against the model *name*."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
@@ -16,8 +16,9 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.scrape import scrape
 from triton_openai.config import Settings, TritonSettings
+from triton_openai.errors import UpstreamError
 from triton_openai.models import canary as canary_module
-from triton_openai.models.canary import CANARY, Canary
+from triton_openai.models.canary import CANARY, FAILURES, Canary
 from triton_openai.telemetry.observation import Observation
 
 DEAD = "Error generating stream: EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -171,3 +172,19 @@ async def test_an_embedding_model_is_asked_for_a_vector() -> None:
         assert {503} == {answer.status for answer in answers}
         await until(lambda: "embedder" in canary.not_answering)
         assert 503 == (await proxy.get("/health/ready")).status
+
+
+async def test_a_triton_that_is_away_is_not_asked() -> None:
+    """Failures while nothing can be reached say nothing about a model, even if Triton is back a moment later."""
+    models = MagicMock(served={"m": MagicMock(owner="m")})
+    models.catalog.refresh = AsyncMock()
+    models.catalog.snapshot.reachable = False
+    small = AsyncMock(side_effect=UpstreamError("nobody is there"))
+    canary = Canary(models, small)
+    lost = MagicMock(model="m", time_to_first_token=None, error=UpstreamError("lost"), client_left=False)
+    for _ in range(FAILURES):
+        canary.ended(lost)
+    assert ["m"] == list(canary.asking)
+    await until(lambda: not canary.asking)
+
+    assert (0, 1) == (small.await_count, models.catalog.refresh.await_count)
