@@ -272,9 +272,9 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 #: What is generated, by the document and the name of the part.
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
     "README.md": {"parameters": parameters, "errors": errors},
-    "docs/configuration.md": {"settings": settings},
-    "docs/operations.md": {"live": live},
-    "docs/observability.md": {"metrics": metrics, "vllm metrics": vllm_metrics},
+    "docs/reference/settings.md": {"settings": settings},
+    "docs/guides/scaling-out.md": {"live": live},
+    "docs/guides/observability.md": {"metrics": metrics, "vllm metrics": vllm_metrics},
 }
 
 

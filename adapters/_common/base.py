@@ -2,7 +2,7 @@
 What an adapter is, and the parts that all of them share.
 
 An adapter is made per *model*, from that model's Triton config, and knows what can be asked of it. A decoder is made
-per *request* and holds that stream's state. See ``docs/adapters.md``.
+per *request* and holds that stream's state. See ``docs/guides/writing-an-adapter.md``.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_what_is_chosen_counts_everywhere() -> None:
 def test_the_sample_in_the_documents() -> None:
     """Its queries are the dashboard's, but for what is chosen there."""
     asked = {(panel["title"], unchosen(target["expr"])) for panel in panels() for target in panel.get("targets", ())}
-    document = (ROOT / "docs/observability.md").read_text()
+    document = (ROOT / "docs/guides/observability.md").read_text()
     sample = document.partition("<!-- sample: dashboard -->")[2].partition("<!-- end of sample -->")[0]
     shown = re.findall(r"^\| (.+?) \| `(.+?)` \| ", sample, re.MULTILINE)
 
@@ -241,7 +241,7 @@ def test_the_dashboard_is_in_order() -> None:
 def test_alerts() -> None:
     """Each has a name of its own, a severity, a text, and its place in the documents."""
     alerts = [rule for rule in rules() if "alert" in rule]
-    document = (ROOT / "docs/observability.md").read_text()
+    document = (ROOT / "docs/guides/observability.md").read_text()
 
     assert len(alerts) == len({rule["alert"] for rule in alerts})
     for rule in alerts:

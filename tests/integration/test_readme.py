@@ -20,7 +20,12 @@ from triton_openai.config import Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ("README.md", "docs/chat-templates.md", "docs/configuration.md", "docs/troubleshooting.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/guides/chat-templates.md",
+    "docs/reference/settings.md",
+    "docs/guides/troubleshooting.md",
+)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: A model on the hub, which stands for the tokenizer of the demo's models here.
 HUB_NAME = "meta-llama/Llama-3.1-8B-Instruct"

@@ -23,7 +23,7 @@ from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import prompter
 
 ROOT = generate.ROOT
-DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+DOCUMENTS = ("README.md", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))))
 
 
 def read(document: str) -> str:
@@ -80,7 +80,7 @@ def test_every_parser_is_listed() -> None:
     """The tables of formats name every parser there is, and no other; the README counts them right."""
     calls, reasoning = (
         re.findall(r"^\| `(\w+)` \| ", part, re.MULTILINE)
-        for part in read("docs/tools-and-reasoning.md").split("| Reasoning |")
+        for part in read("docs/guides/tools-and-reasoning.md").split("| Reasoning |")
     )
 
     assert list(TOOL_PARSERS.built_in) == calls
@@ -111,7 +111,7 @@ def test_yaml(document: str, tmp_path: Path) -> None:
 
 def test_the_file_of_api_keys(tmp_path: Path) -> None:
     """The example is accepted as it stands."""
-    (text,) = blocks("docs/security.md", "yml")
+    (text,) = blocks("docs/explanation/security.md", "yml")
     file = tmp_path / "keys.yaml"
     file.write_text(text)
     ring = read_keys(AccessSettings(api_keys_file=file))
@@ -121,8 +121,8 @@ def test_the_file_of_api_keys(tmp_path: Path) -> None:
 
 async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is registered as the document says, claims its models, and serves them."""
-    (code,) = blocks("docs/adapters.md", "python")
-    (metadata,) = blocks("docs/adapters.md", "ini")
+    (code,) = blocks("docs/guides/writing-an-adapter.md", "python")
+    (metadata,) = blocks("docs/guides/writing-an-adapter.md", "ini")
     (tmp_path / "acme_adapters.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     parser = configparser.ConfigParser()
@@ -153,8 +153,8 @@ async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is registered as the document says, and reads the calls of a chat, streamed or not."""
-    (code,) = blocks("docs/tools-and-reasoning.md", "python")
-    (metadata,) = blocks("docs/tools-and-reasoning.md", "ini")
+    (code,) = blocks("docs/guides/tools-and-reasoning.md", "python")
+    (metadata,) = blocks("docs/guides/tools-and-reasoning.md", "ini")
     (tmp_path / "acme_parsers.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     parser = configparser.ConfigParser()
@@ -196,7 +196,7 @@ async def test_the_example_of_a_tool_parser(monkeypatch: pytest.MonkeyPatch, tmp
 
 async def test_a_model_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An adapter whose model has no input for the limit serves those who do not ask for one."""
-    (code,) = blocks("docs/adapters.md", "python")
+    (code,) = blocks("docs/guides/writing-an-adapter.md", "python")
     (tmp_path / "acme_unlimited.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     point = EntryPoint("prompt-completion", "acme_unlimited:PromptCompletion", registry.ENTRY_POINT_GROUP)

@@ -24,7 +24,7 @@ TEXTS = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
 # The changelog also names what is gone.
@@ -32,14 +32,14 @@ PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
 COMMANDS = {"--config", "--json", "--once", "--help", "--help-all", "--version"}
 # Of the programs that the documents call, by the document.
 FOREIGN = {
-    "docs/deployment.md": {
+    "docs/guides/deployment.md": {
         *("--build", "--build-arg", "--cap-drop", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--target"),
         *("--stop-timeout", "--tmpfs", "--create-namespace", "--namespace", "--set", "--values"),
         *("--from-file", "--from-literal"),
     },
-    "docs/benchmarks.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams"},
-    "docs/reliability.md": {"--clients", "--seconds", "--seed"},
-    "docs/tracing.md": {"--cases", "--trace-config"},
+    "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams"},
+    "docs/explanation/reliability.md": {"--clients", "--seconds", "--seed"},
+    "docs/guides/tracing.md": {"--cases", "--trace-config"},
 }
 # Triton's own.
 TRITON = {"--http-max-input-size", "--grpc-use-ssl", "--grpc-use-ssl-mutual"}
@@ -156,6 +156,10 @@ def test_commands(line: str, tmp_path: Path) -> None:
     load_settings(parsed.settings, {})
 
 
-def test_the_readme_leads_everywhere() -> None:
-    """Each document is linked from the README."""
-    assert [] == [name for name in TEXTS if name.startswith("docs/") and f"]({name}" not in TEXTS["README.md"]]
+def test_the_index_leads_everywhere() -> None:
+    """Each document is linked from the index of the documents, and that one from the README."""
+    index = TEXTS["docs/README.md"]
+    pages = [name.removeprefix("docs/") for name in TEXTS if name.startswith("docs/") and name != "docs/README.md"]
+
+    assert [] == [name for name in pages if f"]({name}" not in index]
+    assert "](docs/README.md" in TEXTS["README.md"]

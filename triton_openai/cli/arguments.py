@@ -27,7 +27,7 @@ _EPILOG = (
     "Every option can also be set in the environment (--triton-url as TRITON_OPENAI_TRITON_URL) and, after that, in "
     "the YAML file (as triton.url)."
 )
-_MORE = "More options: --help-all. All settings: docs/configuration.md. "
+_MORE = "More options: --help-all. All settings: docs/reference/settings.md. "
 
 # Defaults that differ by command: these two print their own messages instead of log lines.
 DEFAULTS = {"demo": {"log-level": "warning"}, "inspect": {"log-level": "error"}}
@@ -165,7 +165,7 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
         groups[section].add_argument(option.flag, dest=option.name, **keywords)
     if everything:
         keys = ", ".join(option.key for option in options() if option.file_only)
-        parser.add_argument_group("only in the YAML file", f"{keys}. See docs/configuration.md.")
+        parser.add_argument_group("only in the YAML file", f"{keys}. See docs/reference/settings.md.")
 
 
 def _help(option: Option, default: Any, *, everything: bool) -> str:

@@ -2,7 +2,7 @@
 Text to content, reasoning and tool calls: the formats stand in ``tools`` and ``reasoning``.
 
 A parser of another package subclasses :class:`ToolParser` or :class:`ReasoningParser`; see
-``docs/tools-and-reasoning.md``.
+``docs/guides/tools-and-reasoning.md``.
 """
 
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
