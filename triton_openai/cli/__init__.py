@@ -7,6 +7,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import structlog
+
+from triton_openai.cli.aliases import translate
 from triton_openai.cli.arguments import DEFAULTS, parse
 from triton_openai.config import config_file, load_settings
 from triton_openai.config.reload import Source
@@ -14,6 +17,8 @@ from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.telemetry.logging import configure_logging
 
 __all__ = ["main"]
+
+_log = structlog.get_logger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,16 +28,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 after a clean end, 1 when the command failed, 2 with one sentence on stderr for wrong arguments or settings.
     """
     try:
-        parsed = parse(sys.argv[1:] if arguments is None else arguments)
+        given = translate(sys.argv[1:] if arguments is None else arguments, os.environ)
+        environ = given.environ
+        parsed = parse(given.arguments)
         if parsed.command == "serve":
             # Ignored until the service can reload its settings: the default action would end the process.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         source = Source(
-            lambda: load_settings(parsed.settings, os.environ, DEFAULTS.get(parsed.command)),
-            config_file(parsed.settings, os.environ),
+            lambda: load_settings(parsed.settings, environ, DEFAULTS.get(parsed.command)),
+            config_file(parsed.settings, environ),
         )
         settings = source.load()
         configure_logging(settings.server)
+        for warning in given.warnings:
+            # Printed for people, because `inspect` logs errors only.
+            if settings.server.log_format == "console":
+                print(f"triton-openai: {warning}", file=sys.stderr)
+            else:
+                _log.warning(warning)
         # Imported only when needed, so that `--help` and errors in flags are fast.
         if parsed.command == "inspect":
             from triton_openai.cli.inspect import inspect
@@ -41,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "demo":
             from triton_openai.cli.demo import demo
 
-            return demo(settings, os.environ, once=parsed.once)
+            return demo(settings, environ, once=parsed.once)
         from triton_openai.cli.serve import serve
 
-        return serve(settings, source, os.environ)
+        return serve(settings, source, environ)
     except ServiceError as error:
         print(f"triton-openai: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1

@@ -1,0 +1,100 @@
+"""Names of other servers' flags and variables: each works with a warning, or says what to do instead."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from tests.cases import every_case
+from triton_openai.cli import main
+from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES, translate
+from triton_openai.cli.arguments import parse
+from triton_openai.config import load_settings, options
+from triton_openai.errors import ConfigurationError
+
+# One value of each kind that the flags take, as other servers write it and as it is in the settings.
+VALUES = {
+    "--port": ("9001", "server.port", 9001),
+    "--max-body-size": ("4096", "server.max_body_size", 4096),
+    "--log-level": ("critical", "server.log_level", "error"),
+    "--host": ("0.0.0.0", "server.host", "0.0.0.0"),
+    "--triton-url": ("http://triton:8001", "triton.url", ("grpc://triton:8001",)),
+    "--otlp-endpoint": ("http://c:4317", "traces.otlp_endpoint", "http://c:4317"),
+    "--tokenizer": ("/models/x", "defaults.tokenizer", "/models/x"),
+    "--default-max-tokens": ("7", "api.default_max_tokens", 7),
+    "--tls-certificate": ("c.pem", "tls.certificate", "c.pem"),
+    "--tls-key": ("k.pem", "tls.key", "k.pem"),
+    "--tls-client-ca": ("a.pem", "tls.client_ca", "a.pem"),
+    "--api-key": ("secret", "access.api_key", ("secret",)),
+}
+FLAGS = [(flag, ours) for flags in ALIASES.values() for flag, (ours, _) in flags.items()]
+
+
+def value_of(arguments: list[str], environ: dict[str, str], path: str) -> tuple[object, list[str]]:
+    """Return the setting at *path* after the command line and the environment, and the warnings."""
+    given = translate(arguments, environ)
+    group, _, name = path.partition(".")
+    value = getattr(getattr(load_settings(parse(given.arguments).settings, given.environ), group), name)
+    return value if isinstance(value, int | tuple) else str(value), [*given.warnings]
+
+
+@every_case("flag, ours", FLAGS)
+def test_flags(flag: str, ours: str) -> None:
+    """Each form of a flag sets ours."""
+    written, path, value = VALUES[ours]
+    forms = [[flag, written], [f"{flag}={written}"], *([] if flag.startswith("--") else [[flag + written]])]
+    for form in forms:
+        assert (value, [f"{flag} is accepted; its name here is {ours}."]) == value_of(["serve", *form], {}, path)
+
+
+@every_case("variable, flag", [item for item in VARIABLES.items() if "TEMPLATE" not in item[0]])
+def test_variables(variable: str, flag: str) -> None:
+    """A variable sets ours, and ours wins."""
+    ours = dict(FLAGS).get(flag, flag)
+    written, path, value = VALUES[ours]
+    name = next(option.variable for option in options() if option.flag == ours)
+
+    warning = f"{variable} is accepted; its name here is {name}."
+    assert (value, [warning]) == value_of(["serve"], {variable: written}, path)
+    both = translate(["serve"], {variable: "x", name: "y"})
+    assert ({name: "y"}, [f"{variable} is ignored: {name} is set."]) == (both.environ, both.warnings)
+
+
+@every_case("flag", [flag for flags in REFUSED.values() for flag in flags])
+def test_refused_flags(flag: str) -> None:
+    """The error names flags and settings of ours that are there."""
+    for form in ([flag, "x"], [f"{flag}=x"]):
+        with pytest.raises(ConfigurationError, match="has no counterpart here") as caught:
+            translate(["serve", *form], {})
+        assert caught.value.message.startswith(flag)
+        named = {word.strip(".,:") for word in caught.value.message.split()[1:] if word.startswith("--")}
+        assert named <= {option.flag for option in options() if not option.file_only}
+
+
+def test_no_alias_is_a_flag_of_ours() -> None:
+    """Ours are read as they are."""
+    theirs = {flag for flags in (*ALIASES.values(), *REFUSED.values()) for flag in flags}
+
+    assert {"--history-template"} == theirs & {option.flag for option in options()}
+    line = shlex.split("serve --port 1 --triton-url http://h:8001 --api-key=a:-p")
+    assert ([*line], []) == ([*translate(line, {}).arguments], translate(line, {}).warnings)
+
+
+def test_mistakes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag without its value, and a variable without a counterpart, end the command with one sentence."""
+    assert 2 == main(["serve", "-p"])
+    assert "triton-openai: Argument --port: expected one argument." in capsys.readouterr().err
+    monkeypatch.setenv("OPENAI_TRTLLM_HISTORY_TEMPLATE", "{{ items }}")
+    assert 2 == main(["serve"])
+    assert (
+        "OPENAI_TRTLLM_HISTORY_TEMPLATE, known from openai_trtllm, has no counterpart here" in capsys.readouterr().err
+    )
+
+
+def test_the_warning(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one line on stderr, and a log line where logs are JSON."""
+    monkeypatch.setattr("triton_openai.cli.serve.serve", lambda *_: 0)
+    for form, begin in (("console", "triton-openai: --openai-port"), ("json", '{"event":"--openai-port')):
+        assert 0 == main(["serve", "--openai-port", "9001", "--log-format", form])
+        assert capsys.readouterr().err.startswith(begin)
