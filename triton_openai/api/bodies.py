@@ -321,21 +321,20 @@ def _integer(match: re.Match[bytes]) -> bytes:
     return b"%d" % int(number) if whole else match[0]
 
 
-def explain(message: str, within: str = "") -> InvalidRequest:
-    """
-    Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``.
+def missing(field: str) -> InvalidRequest:
+    """Return the error for a request without *field*."""
+    return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
 
-    *within* is the path of the validated value in the request.
-    """
+
+def explain(message: str) -> InvalidRequest:
+    """Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``."""
     where = _WHERE.search(message)
-    path = within + (where.group("path").lstrip(".") if where else "")
+    path = where.group("path").lstrip(".") if where else ""
     # msgspec writes [...] where it does not say which element it is.
     param = path.replace("[...]", "").rstrip(".") or None
     what = message[: where.start()] if where else message
-    missing = _MISSING.search(what)
-    if missing:
-        field = f"{param}.{missing.group('field')}" if param else missing.group("field")
-        return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
+    if lacking := _MISSING.search(what):
+        return missing(f"{param}.{lacking.group('field')}" if param else lacking.group("field"))
     subject = f"'{param}'" if param else "the request's body"
     if where and where.group("key"):
         subject = f"a key of {subject}"

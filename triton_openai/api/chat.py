@@ -156,13 +156,15 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         size=sum(len(delta.text) for answer in answers for delta in answer.deltas) if any(answer_parsers) else 0,
         threshold=_LONGEST_INLINE,
     )
+    usages = [run.progress.usage for run in runs]
+    usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers))
     completion = ChatCompletion(
         id=task.id,
         object="chat.completion",
         created=now(),
         model=body.model,
         choices=choices,
-        usage=usage_of(runs, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers)) or msgspec.UNSET,
+        usage=usage or msgspec.UNSET,
         system_fingerprint=model.fingerprint,
         prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else prompt_logprobs(runs[0].prompt_logprobs),
         prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,

@@ -259,8 +259,9 @@ class ChatChunks(Chunks):
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return delayed + self._head + end + self._ended(choice)
 
-    def _usage(self, runs: Sequence[Run]) -> UsageObject | None:
-        return usage_of(runs, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
+    def _usage(self) -> UsageObject | None:
+        usages = [run.progress.usage for run in self._runs]
+        return usage_of(usages, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:
         """

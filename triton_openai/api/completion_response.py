@@ -26,28 +26,36 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. The last four fields are vLLM's; the last three are there when they were asked for."""
+    """
+    One answer, or a piece of it. The last four fields are vLLM's: ``stop_reason`` is there once the answer has ended,
+    the others when they were asked for.
+    """
 
     text: str
     index: int
-    logprobs: CompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer; ``usage`` is left out where nobody counted."""
+    """
+    The whole answer, or one event of a stream, as in OpenAI's API.
+
+    ``usage`` is left out where nobody counted. In a stream it is there when it was asked for, and null but in the last
+    event, which has no choices.
+    """
 
     id: str
     object: Literal["text_completion"] = msgspec.field(name="object")
     created: int
     model: str
     choices: Sequence[CompletionChoice]
-    usage: UsageObject | msgspec.UnsetType = msgspec.UNSET
-    system_fingerprint: str
+    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Echo(msgspec.Struct, frozen=True):
@@ -95,32 +103,6 @@ def completion_choice(
         prompt_token_ids=(run.generation.prompt_ids or ()) if token_ids else msgspec.UNSET,
         token_ids=answer.token_ids if token_ids else msgspec.UNSET,
     )
-
-
-class CompletionChunkChoice(msgspec.Struct, kw_only=True):
-    """One choice's part of a chunk."""
-
-    text: str
-    index: int
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
-    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class CompletionChunk(msgspec.Struct, kw_only=True):
-    """
-    One event of a stream. ``usage`` is there when it was asked for: null but for the last chunk, which has no choices.
-    """
-
-    id: str
-    object: Literal["text_completion"] = msgspec.field(name="object")
-    created: int
-    model: str
-    choices: Sequence[CompletionChunkChoice]
-    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
-    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionChunks(Chunks):

@@ -14,7 +14,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.answer.fan_out import Collected, collect
-from triton_openai.api.bodies import json_response
+from triton_openai.api.bodies import json_response, missing
 from triton_openai.api.completion_response import Completion, CompletionChunks, Echo, completion_choice
 from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.parameters import SamplingRequest, stream_options
@@ -22,7 +22,7 @@ from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
 from triton_openai.api.usage import usage_of
-from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter, UpstreamError
+from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -55,7 +55,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     n = body.n or 1
     task = await _task(context)
     if body.prompt is None:
-        raise InvalidRequest("Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter")
+        raise missing("prompt")
     special = body.add_special_tokens is not False
     with observation.stage("render prompt"):
         if body.suffix:
@@ -93,7 +93,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
             )
             for index, answer in enumerate(_best(answers, n=n, of=task.n))
         ],
-        usage=usage_of(runs, n=task.n) or msgspec.UNSET,
+        usage=usage_of([run.progress.usage for run in runs], n=task.n) or msgspec.UNSET,
         system_fingerprint=model.fingerprint,
     )
     return json_response(completion)

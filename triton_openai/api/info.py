@@ -129,30 +129,20 @@ async def _named(request: web.Request, kind: type[_Body]) -> tuple[str, _Body]:
 _NO_STORE = {"Cache-Control": "no-store"}
 
 
-class Live(msgspec.Struct, kw_only=True):
-    """The process answers."""
+class Health(msgspec.Struct, kw_only=True):
+    """
+    The state of the service, with the ``reason`` if it is not ready. ``not_answering`` are Triton models that leave
+    their requests without an answer.
+    """
 
-    status: Literal["live"] = "live"
-
-
-class Ready(msgspec.Struct, kw_only=True):
-    """Requests can be served; ``not_answering`` are Triton models that leave theirs without an answer."""
-
-    status: Literal["ready"] = "ready"
-    not_answering: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
-
-
-class NotReady(msgspec.Struct, kw_only=True):
-    """Requests cannot be served now."""
-
-    status: Literal["not ready"] = "not ready"
-    reason: str
+    status: Literal["live", "ready", "not ready"]
+    reason: str | msgspec.UnsetType = msgspec.UNSET
     not_answering: Sequence[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 async def live(request: web.Request) -> web.Response:
     """Answer 200 as long as the process does."""
-    return json_response(Live(), headers=_NO_STORE)
+    return json_response(Health(status="live"), headers=_NO_STORE)
 
 
 async def ready(request: web.Request) -> web.Response:
@@ -163,7 +153,7 @@ async def ready(request: web.Request) -> web.Response:
     if request.app[DRAINING].begun:
         reason = "The service is stopping."
     elif models.ready and canary.any_answers:
-        return json_response(Ready(not_answering=silent), headers=_NO_STORE)
+        return json_response(Health(status="ready", not_answering=silent), headers=_NO_STORE)
     elif models.ready:
         reason = "Triton has models that are ready, and none of them answers."
     elif snapshot.error is not None:
@@ -172,7 +162,7 @@ async def ready(request: web.Request) -> web.Response:
         reason = "No served model is ready yet."
     else:
         reason = "Triton has no model that can be served."
-    return json_response(NotReady(reason=reason, not_answering=silent), 503, _NO_STORE)
+    return json_response(Health(status="not ready", reason=reason, not_answering=silent), 503, _NO_STORE)
 
 
 class TritonVersion(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from triton_openai.errors import UpstreamError
-from triton_openai.generation import IMPOSSIBLE, Alternative, TokenLogprob
+from triton_openai.generation import IMPOSSIBLE, TokenLogprob
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -61,7 +61,12 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:
     """Return *entries* as a chat choice has them."""
     return ChatLogprobs(
         content=[
-            ContentLogprob(entry.token, _chosen(entry), _bytes(entry.raw), [_top(item) for item in entry.top])
+            ContentLogprob(
+                entry.token,
+                _chosen(entry),
+                _bytes(entry.raw),
+                [TopLogprob(item.token, _as_json(item.logprob), _bytes(item.raw)) for item in entry.top],
+            )
             for entry in entries
         ]
     )
@@ -137,10 +142,6 @@ def _characters(entry: TokenLogprob) -> int:
     if entry.raw is None:
         return len(entry.token)
     return sum(byte & 0xC0 != 0x80 for byte in entry.raw)
-
-
-def _top(item: Alternative) -> TopLogprob:
-    return TopLogprob(item.token, _as_json(item.logprob), _bytes(item.raw))
 
 
 def _bytes(raw: bytes | None) -> list[int] | None:

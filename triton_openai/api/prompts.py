@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from triton_openai.api.bodies import MAX_ITEMS, explain
+from triton_openai.api.bodies import MAX_ITEMS, missing
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
@@ -277,16 +277,6 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
     return prompter.with_template(template)
 
 
-class _ImageUrl(msgspec.Struct):
-    url: str
-    # No backend takes a level of detail, so each of them is accepted and has no effect.
-    detail: Literal["auto", "low", "high", "original"] | None = None
-
-
-class _ImagePart(msgspec.Struct):
-    image_url: str | _ImageUrl
-
-
 def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageReference]:
     """
     Return the images of *messages* in their order, not loaded yet.
@@ -304,11 +294,9 @@ def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageRefe
                     raise UnsupportedParameter(
                         f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
                     )
-                given = {} if part.image_url is None else {"image_url": part.image_url}
-                try:
-                    source = msgspec.convert(given, _ImagePart).image_url
-                except msgspec.ValidationError as error:
-                    raise explain(str(error), f"{place}.") from error
+                source = part.image_url
+                if source is None:
+                    raise missing(f"{place}.image_url")
                 url = source if isinstance(source, str) else source.url
                 found.append(ImageReference(f"{place}.image_url", url.strip()))
     return found

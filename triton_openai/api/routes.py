@@ -23,7 +23,7 @@ from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS, Restriction
 from triton_openai.api import chat, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
-from triton_openai.api.completion_response import Completion, CompletionChunk
+from triton_openai.api.completion_response import Completion
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config import Group, Settings
@@ -35,8 +35,8 @@ class Operation(msgspec.Struct, frozen=True):
 
     *name* is the operation's id, *group* what keys and restrictions open, and its tag. *request* is the type of the
     body, *answer* that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or
-    any object. *errors* are those that do not follow from the rest, *failures* answers of other types, by status.
-    *infers* is whether Triton is asked, within limits of time.
+    any object. *errors* are those that do not follow from the rest; *failure* is a status that can have the *answer*
+    itself as its body. *infers* is whether Triton is asked, within limits of time.
     """
 
     handler: Handler
@@ -48,7 +48,7 @@ class Operation(msgspec.Struct, frozen=True):
     event: type[msgspec.Struct] | None = None
     text: bool = False
     errors: tuple[type[errors.ServiceError], ...] = ()
-    failures: Mapping[int, type[msgspec.Struct]] = {}
+    failure: int | None = None
     infers: bool = False
 
 
@@ -118,8 +118,9 @@ def describe(settings: Settings) -> dict[str, Any]:
         for kind in _errors(operation, keys=keys, restricted=operation.group in restricted):
             raised.setdefault(kind.status, {})[kind] = None
             failures[kind.status] = {"$ref": f"#/components/responses/Error{kind.status}"}
-        for status, answer in operation.failures.items():
-            failures[status] = _failure(status, (), {"anyOf": [_schema(answer), _schema(ErrorEnvelope)]})
+        if operation.failure is not None and operation.answer is not None:
+            either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
+            failures[operation.failure] = _failure(operation.failure, (), either)
         headers = {"x-request-id": _REQUEST_ID, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         described: dict[str, Any] = {
             "operationId": operation.name,
@@ -244,8 +245,7 @@ def _schemas(*, strict: bool) -> dict[str, Any]:
     none.
     """
     bodies = [operation.request for operation in OPERATIONS if operation.request is not None]
-    answers = [(each.answer, each.event, *each.failures.values()) for each in OPERATIONS]
-    kinds = dict.fromkeys(kind for each in answers for kind in each if kind is not None)
+    kinds = dict.fromkeys(kind for each in OPERATIONS for kind in (each.answer, each.event) if kind is not None)
     template = "#/components/schemas/{name}"
     _, asked = msgspec.json.schema_components([*bodies, ToolDefinition], ref_template=template)
     _, answered = msgspec.json.schema_components([ErrorEnvelope, *kinds], ref_template=template)
@@ -304,7 +304,7 @@ OPERATIONS = (
     ),
     Operation(
         completions.handle, _openai("POST /completions"), "create_completion", "inference",
-        completions.CompletionRequest, Completion, event=CompletionChunk, infers=True,
+        completions.CompletionRequest, Completion, event=Completion, infers=True,
     ),
     Operation(
         embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding", embeddings.EmbeddingsRequest,
@@ -347,10 +347,10 @@ OPERATIONS = (
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
     # The OpenAPI Initiative's own schema describes this answer.
     Operation(openapi, ("GET /openapi.json",), "openapi", "info"),
-    Operation(info.live, ("GET /health/live",), "live", "health", answer=info.Live),
+    Operation(info.live, ("GET /health/live",), "live", "health", answer=info.Health),
     Operation(
         info.ready, ("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"), "ready", "health",
-        answer=info.Ready, failures={503: info.NotReady},
+        answer=info.Health, failure=503,
     ),
     Operation(info.metrics, ("GET /metrics",), "metrics", "metrics", text=True, errors=(errors.EndpointNotFound,)),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from triton_openai.answer.fan_out import Answers, too_long
 from triton_openai.answer.run import Run
 from triton_openai.api.parameters import StreamOptions
 from triton_openai.api.service import now
-from triton_openai.api.usage import UsageObject, usage_of, usage_so_far
+from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
@@ -91,17 +91,17 @@ class Chunks(ABC):
 
     def closing(self) -> bytes:
         """Return the chunk with the usage of all choices, where it is wanted and known, and the end."""
-        usage = self._usage(self._runs) if self._include_usage else None
+        usage = self._usage() if self._include_usage else None
         if usage is None:
             return _DONE
         return self._head + b"]" + self._fingerprint + b',"usage":' + _encode(usage) + b"}" + _END + _DONE
 
-    def _usage(self, runs: Sequence[Run]) -> UsageObject | None:
-        return usage_of(runs, n=self._n)
+    def _usage(self) -> UsageObject | None:
+        return usage_of([run.progress.usage for run in self._runs], n=self._n)
 
     def _counted(self, choice: int) -> bytes:
         """Return what follows the choice in a chunk that counts the tokens so far."""
-        usage = usage_so_far(self._runs[choice]) if self._continuous else None
+        usage = usage_of([self._runs[choice].progress.usage_so_far]) if self._continuous else None
         return self._tail if usage is None else b'],"usage":' + _encode(usage) + b"}" + _END
 
     def _ended(self, choice: int) -> bytes:

@@ -1,9 +1,8 @@
 """
-Token ids to text, as they come: what one step brings costs what it is long, and nothing is decoded twice.
+Makes text from token ids as they come.
 
-A character whose bytes are spread over tokens appears when it is complete. Where a token's bytes are known the bytes
-are joined; else a short window is decoded with and without the new ids, and the difference is the new text (the
-"prefix and read offset" of Hugging Face's text-generation-inference and of vLLM).
+A character whose bytes are spread over tokens appears when it is complete. Where the bytes of single tokens are known,
+they are joined, which is fast. Else the tokenizers library decodes the stream.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 import tokenizers
 from tokenizers import pre_tokenizers
+from tokenizers.decoders import DecodeStream
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Spaces, several bytes per character, a character that few vocabularies hold: what the ways of writing differ in.
@@ -31,7 +31,7 @@ class TokenPieces:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend = backend
+        self.backend = backend
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self._added = {number: token.content.encode() for number, token in added.items()}
@@ -50,11 +50,11 @@ class TokenPieces:
         """How many bytes of a text one token can stand for; ``None`` where it is not known that a token has bytes."""
         if not self.exact:
             return None
-        pieces = self._backend.get_vocab(with_added_tokens=False)
+        pieces = self.backend.get_vocab(with_added_tokens=False)
         most = max((len(piece if self._read is _byte_level else piece.encode()) for piece in pieces), default=0)
         most = max(most, *map(len, self._added.values()), 1)
         # A normalizer composes characters: three decomposed ones of Hangul become one.
-        return most if self._backend.normalizer is None else 3 * most
+        return most if self.backend.normalizer is None else 3 * most
 
     def first(self, token_id: int) -> bytes:
         """Return the bytes of a token that begins a text, where some tokenizers drop the space they always add."""
@@ -63,11 +63,11 @@ class TokenPieces:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of *ids*, decoded by the tokenizer itself."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def _find(self, token_id: int) -> bytes | None:
         try:
-            piece = self._backend.id_to_token(token_id)
+            piece = self.backend.id_to_token(token_id)
         except OverflowError:
             piece = None
         if piece is None:
@@ -75,7 +75,7 @@ class TokenPieces:
         return None if self._read is None else self._read(piece)
 
     def _proves(self) -> bool:
-        ids = self._backend.encode(_PROBE, add_special_tokens=False).ids
+        ids = self.backend.encode(_PROBE, add_special_tokens=False).ids
         joined = b"".join([*map(self.first, ids[:1]), *(self.raw(number) or b"" for number in ids[1:])])
         return joined.decode("utf-8", "replace") == self.decode(ids, False)
 
@@ -135,11 +135,8 @@ _OTHERS = [byte for byte in range(256) if chr(byte) not in _ALPHABET]
 _BYTES = {letter: ord(letter) if ord(letter) < 256 else _OTHERS[ord(letter) - 256] for letter in _ALPHABET}
 
 
-_REPLACEMENT = "\ufffd"
 # Ids before the text that the first one is decoded behind: a character has no more than four bytes.
 _CONTEXT = 4
-# A character, or a cluster of them that a decoder treats together, is complete after so many tokens or never.
-_LONGEST_WAIT = 16
 
 
 class ByteDetokenizer:
@@ -172,46 +169,26 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-class WindowDetokenizer:
-    """Decodes the ids since the text was last complete, behind those before them. Holds the state of one stream."""
+class StreamDetokenizer:
+    """Decodes with the tokenizer's own decoder, for tokens whose bytes are not known. Holds the state of one stream."""
 
     def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
-        self._pieces = pieces
-        self._skip = skip_special_tokens
-        # The ids of the window: the first *behind* of them are in the text already.
-        self._ids = list(context[-_CONTEXT:])
-        self._behind = len(self._ids)
-        self._before = self._decode(self._ids)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._pieces.decode(ids, self._skip)
+        self._backend = pieces.backend
+        self._stream = DecodeStream(list(context[-_CONTEXT:]), skip_special_tokens=skip_special_tokens)
+        # The stream would keep the ids that have no text.
+        self._skipped = pieces.special_ids if skip_special_tokens else frozenset[int]()
 
     def feed(self, ids: Sequence[int]) -> str:
         """Return the text that *ids* complete."""
-        return "".join([self._one(number) for number in ids])
-
-    def _one(self, number: int) -> str:
-        self._ids.append(number)
-        new = self._decode(self._ids)[len(self._before) :]
-        incomplete = not new or new.endswith(_REPLACEMENT)
-        if incomplete and len(self._ids) - self._behind < _LONGEST_WAIT:
-            return ""
-        self._move()
-        return new
-
-    def _move(self) -> None:
-        self._ids = self._ids[self._behind :][-_LONGEST_WAIT:]
-        self._behind = len(self._ids)
-        self._before = self._decode(self._ids)
+        step, shown = self._stream.step, [number for number in ids if number not in self._skipped]
+        return "".join([step(self._backend, number) or "" for number in shown])
 
     def flush(self) -> str:
-        """Return what was held back, now that nothing follows."""
-        new = self._decode(self._ids)[len(self._before) :]
-        self._move()
-        return new
+        """Return nothing: what is not complete is no text."""
+        return ""
 
 
-Detokenizer: TypeAlias = ByteDetokenizer | WindowDetokenizer
+Detokenizer: TypeAlias = ByteDetokenizer | StreamDetokenizer
 
 
 def detokenizer(pieces: TokenPieces, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
@@ -222,4 +199,4 @@ def detokenizer(pieces: TokenPieces, *, context: Sequence[int] = (), skip_specia
     """
     if pieces.exact:
         return ByteDetokenizer(pieces, context, skip_special_tokens)
-    return WindowDetokenizer(pieces, context, skip_special_tokens)
+    return StreamDetokenizer(pieces, context, skip_special_tokens)

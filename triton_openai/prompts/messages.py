@@ -16,20 +16,22 @@ from msgspec import Meta
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.prompts.offload import decoder
 
-_IMAGE_PROPERTIES = {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high", "original", None]}}
-_IMAGE = {"type": "object", "required": ["url"], "properties": _IMAGE_PROPERTIES}
-#: Not checked here: ``api/prompts.py`` reads it, and names the place of what is wrong. The schema is for OpenAPI.
-ImageUrl: TypeAlias = Annotated[Any, Meta(extra_json_schema={"anyOf": [{"type": "string"}, _IMAGE, {"type": "null"}]})]
+
+class ImageUrl(msgspec.Struct, frozen=True):
+    """Where an image is. No backend takes a level of detail, so each of them is accepted and has no effect."""
+
+    url: str
+    detail: Literal["auto", "low", "high", "original"] | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a message's content. Only its type is known here: which types work is the model's affair."""
+    """One part of a message's content. Which types of parts are accepted depends on the model."""
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
     #: An object with a ``url``; or the URL itself, as some clients and the Responses API write it.
-    image_url: ImageUrl = None
+    image_url: ImageUrl | str | None = None
 
 
 #: A message's content: text, parts (some clients put bare strings between them), or null.
