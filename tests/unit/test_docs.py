@@ -116,7 +116,7 @@ def test_the_file_of_api_keys(tmp_path: Path) -> None:
     file.write_text(text)
     ring = read_keys(AccessSettings(api_keys_file=file))
     assert ring is not None
-    assert {"team-a", "team-b"} == ring.names
+    assert {"team-a", "team-b"} == {key.name for key in ring.values()}
 
 
 async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import structlog
@@ -69,25 +69,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: tuple[_Entry, ...]
 
 
-class Keyring:
-    """All keys at one moment, by their SHA-256 digests."""
-
-    def __init__(self, keys: Iterable[tuple[bytes, ApiKey]]) -> None:
-        self._keys: dict[bytes, ApiKey] = {}
-        for digest, key in keys:
-            other = self._keys.get(digest)
-            if other is not None:
-                raise ConfigurationError(f"The API keys '{other.name}' and '{key.name}' are the same key.")
-            self._keys[digest] = key
-
-    @property
-    def names(self) -> set[str]:
-        """The names of the keys."""
-        return {key.name for key in self._keys.values()}
-
-    def find(self, presented: str) -> ApiKey | None:
-        """Return the key with the text *presented*, if there is one. Timing leaks nothing: digests are compared."""
-        return self._keys.get(sha256(presented))
+#: Keys by the SHA-256 digests of their texts. The time of a look-up tells nothing of a key: digests are compared.
+Keyring: TypeAlias = Mapping[bytes, ApiKey]
 
 
 def sha256(key: str) -> bytes:
@@ -103,20 +86,27 @@ def read_keys(settings: AccessSettings) -> Keyring | None:
     """
     if not settings.api_key and settings.api_keys_file is None:
         return None
-    keys: list[tuple[bytes, ApiKey]] = []
-    for text in settings.api_key:
+    ring: dict[bytes, ApiKey] = {}
+    for digest, key in (*_from_settings(settings.api_key), *_from_file(settings.api_keys_file)):
+        if digest in ring:
+            raise ConfigurationError(f"The API keys '{ring[digest].name}' and '{key.name}' are the same key.")
+        ring[digest] = key
+    if not ring:
+        raise ConfigurationError(f"{settings.api_keys_file} has no API key: nobody could ask.")
+    return ring
+
+
+def _from_settings(texts: Iterable[str]) -> Iterator[tuple[bytes, ApiKey]]:
+    for text in texts:
         name, named, key = text.rpartition(":")
         digest = sha256(key)
         # Enough to distinguish keys, too little to guess one.
-        keys.append((digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")))
-    if settings.api_keys_file is not None:
-        keys += _from_file(settings.api_keys_file)
-    if not keys:
-        raise ConfigurationError(f"{settings.api_keys_file} has no API key: nobody could ask.")
-    return Keyring(keys)
+        yield digest, ApiKey(name=name if named else f"key-{digest.hex()[:8]}")
 
 
-def _from_file(file: Path) -> Iterable[tuple[bytes, ApiKey]]:
+def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
+    if file is None:
+        return
     names = set[str]()
     for entry in _read(file).keys:
         where = f"The API key '{entry.name}' in {file}"
@@ -139,11 +129,10 @@ def _read(file: Path) -> _File:
         content: Mapping[str, Any] = yaml.safe_load(file.read_bytes())
     except OSError as error:
         raise ConfigurationError(f"The file of API keys {file} cannot be read: {error.strerror or error}.") from None
-    except yaml.MarkedYAMLError as error:
-        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f" in line {mark.line + 1}"
         raise ConfigurationError(f"The file of API keys {file} is not valid YAML{line}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError):
-        raise ConfigurationError(f"The file of API keys {file} is not valid YAML.") from None
     try:
         return msgspec.convert(content, _File)
     except msgspec.ValidationError as error:
@@ -159,9 +148,7 @@ class Keys:
 
     def __init__(self, settings: AccessSettings, *, interval: float = LOOK_SECONDS) -> None:
         self._interval = interval
-        self._settings = settings
-        self._file = _watch(settings)
-        self.ring = read_keys(settings)
+        self._settings, self._file, self.ring = settings, _watch(settings), read_keys(settings)
 
     def prepare(self, settings: AccessSettings) -> Callable[[], None]:
         """Read the keys of new *settings*, and return what puts them in force. Raises :class:`ConfigurationError`."""
@@ -188,7 +175,7 @@ class Keys:
                 file.used()
                 if settings is self._settings:
                     self.ring = ring
-                    _log.info("API keys are read again", names=len(ring.names) if ring is not None else 0)
+                    _log.info("API keys are read again", names=len({key.name for key in (ring or {}).values()}))
             changed()
 
 
@@ -207,23 +194,13 @@ _PLAIN_HEADERS = ("api-key", "x-api-key")
 KEY_HEADERS = ("authorization", *_PLAIN_HEADERS)
 
 
-def _presented(headers: CIMultiDictProxy[str]) -> Iterator[str]:
-    """Yield the keys that a request shows, one for each header at most."""
-    scheme, _, token = headers.get("Authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        yield token.strip()
-    for name in _PLAIN_HEADERS:
-        key = headers.get(name, "").strip()
-        if key:
-            yield key
-
-
 def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
-    """Return the first key of *ring* that is shown. Raises :class:`InvalidApiKey`."""
-    presented = list(_presented(headers))
+    """Return the first key of *ring* that stands in *headers*. Raises :class:`InvalidApiKey`."""
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    given = [token if scheme.lower() == "bearer" else "", *(headers.get(name, "") for name in _PLAIN_HEADERS)]
+    presented = [key for key in map(str.strip, given) if key]
     for key in presented:
-        found = ring.find(key)
-        if found is not None:
+        if found := ring.get(sha256(key)):
             return found
     if presented:
         raise InvalidApiKey("Incorrect API key provided.")

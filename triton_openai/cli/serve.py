@@ -30,7 +30,7 @@ from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
 from triton_openai.config import ServerSettings, Settings
-from triton_openai.config.reload import Reloader, Source, TakeOver, reloading
+from triton_openai.config.reload import Reloader, Source, TakeOver
 from triton_openai.config.tls import server_context
 from triton_openai.config.worker import WORKER, Worker, private_directory
 from triton_openai.models.draining import DRAINING, first_of
@@ -214,16 +214,20 @@ async def _serve(
                 async def take(new: Settings, renew: bool) -> None:
                     await running.take_over(adapted(new), renew)
 
-                banner = asyncio.create_task(show_banner())
+                tasks: list[asyncio.Task[Any]] = [asyncio.create_task(show_banner())]
+                if source is not None:
+                    reloader = Reloader(settings, source, take)
+                    # It stays until the process ends: without it, a SIGHUP during shutdown would kill the process.
+                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.request)
+                    tasks.append(asyncio.create_task(reloader.run()))
                 try:
-                    async with reloading(None if source is None else Reloader(settings, source, take)):
-                        waiting = [banner, *ends, *running.tasks]
-                        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                        results = {task: task.result() for task in done}
-                        return int(results.get(banner, 0))
+                    done, _ = await asyncio.wait([*tasks, *ends, *running.tasks], return_when=asyncio.FIRST_COMPLETED)
+                    results = {task: task.result() for task in done}
+                    return int(results.get(tasks[0], 0))
                 finally:
-                    banner.cancel()
-                    await asyncio.gather(banner, return_exceptions=True)
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

@@ -19,13 +19,13 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     One setting with all its names.
 
     *path* leads to it in the tree and in the YAML file; a setting of a single model has ``models.NAME`` before it.
-    *type* is its type without limits. The flags are as ``tree`` describes them. The flag and
-    the variable of a setting that is *file_only* only lead to an error message.
+    *annotation* is its type with its limits. The flags are as ``tree`` describes them. The flag and the variable of a
+    setting that is *file_only* only lead to an error message.
     """
 
     name: str
     path: tuple[str, ...]
-    type: Any
+    annotation: Any
     default: Any
     help: str
     metavar: str | tuple[str, ...] | None = None
@@ -54,6 +54,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     def section(self) -> str:
         """The first part of the path: the group under which the help lists it."""
         return self.path[0]
+
+    @property
+    def type(self) -> Any:
+        """Its type without limits."""
+        return bare_type(self.annotation)
 
     @property
     def is_switch(self) -> bool:
@@ -130,7 +135,7 @@ def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], prefix: str
     extra = {"name": field.name.replace("_", "-"), **group, **_extra(field.type)}
     extra["name"] = prefix + extra["name"]
     text = next(meta.description for meta in _metadata(field.type) if meta.description)
-    option = Option(path=path, type=bare_type(field.type), default=field.default, help=text, **extra)
+    option = Option(path=path, annotation=field.type, default=field.default, help=text, **extra)
     if option.is_list and not option.file_only:
         option = msgspec.structs.replace(option, help=f"{text} May be given several times.")
     return option

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,19 +143,3 @@ def _check_guards(old: AccessSettings, new: AccessSettings) -> None:
     ):
         if before and not after:
             raise ConfigurationError(f"They have no {what} any more; to serve without any takes a restart.")
-
-
-@contextlib.asynccontextmanager
-async def reloading(reloader: Reloader | None) -> AsyncIterator[None]:
-    """Keep the settings up to date: with their file, and on SIGHUP."""
-    if reloader is None:
-        yield
-        return
-    # The handler stays until the process ends: without it, a SIGHUP during shutdown would kill the process.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.request)
-    running = asyncio.create_task(reloader.run())
-    try:
-        yield
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)

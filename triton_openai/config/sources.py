@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 from urllib.parse import SplitResult, urlsplit
@@ -13,28 +13,16 @@ import msgspec
 import yaml
 
 from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, bare_type, is_struct, options
-from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, OTLP_PORTS, LoraSettings, Settings
+from triton_openai.config.tree import NAMED_KEY, OTLP_PATH, OTLP_PORTS, LoraSettings, Protocol, Settings
 from triton_openai.errors import ConfigurationError
 
-#: The path of a setting in the tree.
-Keys = tuple[str, ...]
-#: The settings of one source by their paths, each with its origin for error messages.
-Layer = dict[Keys, tuple[Any, str]]
+# The path of a setting in the tree.
+_Path = tuple[str, ...]
+# The settings of one source by their paths, each with its origin for error messages.
+_Layer = dict[_Path, tuple[Any, str]]
 
 # Names the YAML file, so it is not in the tree.
 _CONFIG_VARIABLE = f"{ENVIRONMENT_PREFIX}CONFIG"
-# The type of each group; of models, that of each model.
-_GROUPS = {
-    field.name: kind if is_struct(kind := bare_type(field.type)) else get_args(kind)[1]
-    for field in msgspec.structs.fields(Settings)
-}
-# Settings that are lists; a single value stands for a list of one.
-_LISTS = {
-    field.name
-    for group in _GROUPS.values()
-    for field in msgspec.structs.fields(group)
-    if get_origin(bare_type(field.type)) is tuple
-}
 # msgspec's names of types, in plain English.
 _PLAIN_WORDS = {
     "int": "a whole number",
@@ -92,19 +80,19 @@ def refuse_if_file_only(option: Option, origin: str) -> None:
 # Flags and environment variables: everything is text, lists are repeated or separated by commas
 
 
-def _read_flags(flags: Mapping[str, Any]) -> Layer:
+def _read_flags(flags: Mapping[str, Any]) -> _Layer:
     given = {f"--{name}": value for name, value in flags.items() if name != "config"}
     return _read_text(given, {option.flag: option for option in options()})
 
 
-def _read_environment(environ: Mapping[str, str]) -> Layer:
+def _read_environment(environ: Mapping[str, str]) -> _Layer:
     ours = {name: value for name, value in environ.items() if value and name.startswith(ENVIRONMENT_PREFIX)}
     ours.pop(_CONFIG_VARIABLE, None)
     return _read_text(ours, {option.variable: option for option in options()})
 
 
-def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> Layer:
-    written: Layer = {}
+def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> _Layer:
+    written: _Layer = {}
     for origin, value in given.items():
         option = known.get(origin)
         if option is None:
@@ -118,7 +106,10 @@ def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> Layer:
             written[option.path] = _split(value, "\n" if option.verbatim else ","), origin
         else:
             written[option.path] = value, origin
-    return _convert(_tree(written), lambda path: written[path][1], strict=False)
+    return {
+        path: (_converted(value, known[origin].annotation, path, origin, strict=False), origin)
+        for path, (value, origin) in written.items()
+    }
 
 
 def _objects(value: Any, option: Option, origin: str) -> list[dict[str, Any]]:
@@ -132,7 +123,7 @@ def _objects(value: Any, option: Option, origin: str) -> list[dict[str, Any]]:
     return [{first: _split(words[0]), **dict(zip(others, words[1:], strict=True))} for words in value]
 
 
-def _add_assignments(written: Layer, option: Option, values: list[str], origin: str) -> None:
+def _add_assignments(written: _Layer, option: Option, values: list[str], origin: str) -> None:
     for text in values:
         left, equals, right = text.partition("=")
         # A model's name has no slash (Triton makes it from a folder's name): else it is a path with "=" in it. An alias
@@ -175,7 +166,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_file(file: Path) -> Layer:
+def _read_file(file: Path) -> _Layer:
     try:
         with file.open("rb") as stream:
             content = yaml.load(stream, _Loader)  # a SafeLoader
@@ -186,32 +177,40 @@ def _read_file(file: Path) -> Layer:
             f"The settings file {file} is not valid YAML: {' '.join(str(error).split())}."
         ) from error
 
-    def place(path: Keys) -> str:
-        return f"{'.'.join(path)} in {file}" if path else f"The settings file {file}"
-
-    return _convert(_normalized({} if content is None else content, place), place, strict=True)
+    return dict(_read_mapping({} if content is None else content, Settings, (), file))
 
 
-def _normalized(content: Any, place: Callable[[Keys], str], at: Keys = ()) -> dict[str, Any]:
-    """Return a mapping of the file without empty values, and with single values of list settings as lists."""
+def _read_mapping(content: Any, kind: Any, at: _Path, file: Path) -> Iterator[tuple[_Path, tuple[Any, str]]]:
+    """Yield the settings in *content*, which stands for a value of *kind* at this path of the file."""
+
+    def place(*names: str) -> str:
+        return f"{'.'.join((*at, *names))} in {file}" if at or names else f"The settings file {file}"
+
     if not isinstance(content, dict):
-        raise ConfigurationError(f"{place(at)} has to be a mapping of names to values.")
-    kept: dict[str, Any] = {}
+        raise ConfigurationError(f"{place()} has to be a mapping of names to values.")
+    if is_struct(kind):
+        known = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    else:
+        known = dict.fromkeys(content, get_args(kind)[1])
     for name, value in content.items():
-        path = (*at, name)
         if not isinstance(name, str):
-            raise ConfigurationError(f"{place((*at, str(name)))} is not a name; put it in quotes.")
-        if isinstance(value, dict) or not at or (path[0] == "models" and len(path) == 2):
-            kept[name] = {} if value is None else _normalized(value, place, path)
+            raise ConfigurationError(f"{place(str(name))} is not a name; put it in quotes.")
+        if name not in known:
+            raise ConfigurationError(f"{place(name)} is not a setting.{closest(name, known)}")
+        annotation, path = known[name], (*at, name)
+        inner = bare_type(annotation)
+        if is_struct(inner) or get_origin(inner) is Mapping:
+            yield from _read_mapping({} if value is None else value, inner, path, file)
         elif value is not None:
-            kept[name] = [value] if name in _LISTS and isinstance(value, str) else value
-    return kept
+            # A text stands for a list of one.
+            listed = [value] if isinstance(value, str) and get_origin(inner) is tuple else value
+            yield path, (_converted(listed, annotation, path, place(name), strict=True), place(name))
 
 
 # Values
 
 
-def _tree(found: Layer) -> dict[str, Any]:
+def _tree(found: _Layer) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for path, (value, _) in found.items():
         branch = tree
@@ -221,70 +220,38 @@ def _tree(found: Layer) -> dict[str, Any]:
     return tree
 
 
-def _convert(tree: Mapping[str, Any], place: Callable[[Keys], str], *, strict: bool) -> Layer:
-    """Return the settings in *tree* as values of their types; *place* returns the origin of a path."""
-    found: Layer = {}
-    for group, content in tree.items():
-        if group not in _GROUPS:
-            raise ConfigurationError(f"{place((group,))} is not a setting.{closest(group, _GROUPS)}")
-        parts = {(group, name): part for name, part in content.items()} if group == "models" else {(group,): content}
-        for at, part in parts.items():
-            try:
-                made = msgspec.convert(part, _GROUPS[group], strict=strict, dec_hook=_decode)
-            except msgspec.ValidationError as error:
-                # Without the cause, whose traceback could show a secret.
-                raise ConfigurationError(_message(str(error), part, at, place)) from None
-            found.update((path, (value, place(path))) for path, value in _leaves(part, made, at))
-    return found
-
-
-def _leaves(part: Mapping[str, Any], made: msgspec.Struct, at: Keys) -> Iterator[tuple[Keys, Any]]:
-    for name in part:
-        value = getattr(made, name)
-        if isinstance(value, msgspec.Struct):
-            yield from _leaves(part[name], value, (*at, name))
-        else:
-            yield (*at, name), value
-
-
-def _message(error: str, part: Any, at: Keys, place: Callable[[Keys], str]) -> str:
-    """Return msgspec's *error* about a value in *part*, which is *at* this path, as a message for an operator."""
-    error, _, where = error.partition(" - at `$")
-    names = where.partition("[")[0].strip("`").split(".")[1:]
-    kind: Any = _GROUPS[at[0]]
-    for name in names:
-        part = part[name]
-        kind = bare_type(next(field.type for field in msgspec.structs.fields(kind) if field.name == name))
-    path = (*at, *names)
-    unknown = re.fullmatch("Object contains unknown field `(.*)`", error)
-    if unknown and is_struct(kind):
-        hint = closest(unknown[1], kind.__struct_fields__)
-        return f"{place((*path, unknown[1]))} is not a setting.{hint}"
+def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict: bool) -> Any:
+    """Return *value* as *annotation* has it. Raises :class:`ConfigurationError` with its *origin*."""
+    try:
+        return msgspec.convert(value, annotation, strict=strict, dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        problem = str(error).partition(" - at `$")[0]
+    # Raised here, without the cause, whose traceback could show a secret.
     like = ("defaults" if path[0] == "models" else path[0], path[-1])
     option = next((option for option in options() if option.path == like), None)
     if option is not None and option.secret:
         form = "without spaces and commas"
-        if repr(NAMED_KEY) in error:
+        if repr(NAMED_KEY) in problem:
             form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
-        reason = re.sub("matching regex .*", lambda _: form, error)
-        return f"{place(path)} is not accepted: {reason[0].lower()}{reason[1:]}."
+        reason = re.sub("matching regex .*", lambda _: form, problem)
+        raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
     if option is not None and option.choices:
         reason = f"expected {', '.join(option.choices[:-1])} or {option.choices[-1]}"
     else:
-        reason = re.sub(r", got .*|`| \| null", "", error).replace(" | ", " or ")
+        reason = re.sub(r", got .*|`| \| null", "", problem).replace(" | ", " or ")
         reason = re.sub(r"\b(int|float|bool|str|array)\b", lambda word: _PLAIN_WORDS[word[0]], reason)
-        reason = reason[0].lower() + reason[1:]
-    return f"{place(path)}: {part!r} is not accepted: {reason}."
+    raise ConfigurationError(f"{origin}: {value!r} is not accepted: {reason[0].lower()}{reason[1:]}.")
 
 
 def _decode(target: type, value: Any) -> Any:
-    if target is Path:
-        if isinstance(value, Path):
-            return value
-        if isinstance(value, str) and value:
-            return Path(value).expanduser()
-        raise ValueError("Expected a path")
-    raise NotImplementedError(target)
+    """Return a path, the one type of a setting that msgspec does not know."""
+    if target is not Path:
+        raise NotImplementedError(target)
+    if isinstance(value, Path):
+        return value
+    if isinstance(value, str) and value:
+        return Path(value).expanduser()
+    raise ValueError("Expected a path")
 
 
 # OpenTelemetry's own variables, and the addresses of collectors
@@ -296,7 +263,7 @@ _CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 _CONTENT_CHARACTERS = 1024
 
 
-def _add_opentelemetry(found: Layer, environ: Mapping[str, str]) -> None:
+def _add_opentelemetry(found: _Layer, environ: Mapping[str, str]) -> None:
     """
     Add what OpenTelemetry's variables set and no setting of ours does; ``OTEL_SDK_DISABLED`` switches traces off.
 
@@ -340,15 +307,15 @@ def _add_opentelemetry(found: Layer, environ: Mapping[str, str]) -> None:
         found.setdefault(endpoint, (url, origin))
     if wanted:
         found.setdefault(("traces", "content"), (_CONTENT_CHARACTERS, _CONTENT_VARIABLE))
-    if protocol and found.get(endpoint, (None, ""))[0] is not None:
-        standard = _convert({"traces": {"otlp_protocol": protocol}}, lambda _: protocol_origin, strict=True)
-        found.update({path: value for path, value in standard.items() if path not in found})
+    path = ("traces", "otlp_protocol")
+    if protocol and endpoint in found and path not in found:
+        found[path] = (_converted(protocol, Protocol, path, protocol_origin, strict=True), protocol_origin)
 
 
 # Settings that depend on each other
 
 
-def _check(found: Layer) -> None:
+def _check(found: _Layer) -> None:
     """Raise :class:`ConfigurationError` for settings that exclude or need each other, and for wrong addresses."""
 
     def get(group: str, name: str, default: Any = None) -> tuple[Any, str]:
@@ -391,7 +358,7 @@ def _check(found: Layer) -> None:
     _check_models(found)
 
 
-def _check_models(found: Layer) -> None:
+def _check_models(found: _Layer) -> None:
     aliases: dict[str, tuple[str, str]] = {}
     for path, (value, origin) in found.items():
         if path[-1] == "history_template":

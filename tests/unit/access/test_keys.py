@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from triton_openai.access.keys import Keyring, Keys, identify, read_keys
+from triton_openai.access.keys import Keyring, Keys, identify, read_keys, sha256
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config import AccessSettings, Settings, load_settings
 from triton_openai.errors import ConfigurationError, InvalidApiKey
@@ -38,30 +38,30 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_keys_of_the_settings() -> None:
     """They have the name they are given, or a short one of their own."""
     ring = ring_of(f"alice:{SECRET}", "sk-plain")
-    alice, plain = ring.find(SECRET), ring.find("sk-plain")
+    alice, plain = ring.get(sha256(SECRET)), ring.get(sha256("sk-plain"))
 
     assert alice is not None
     assert ("alice", None, False) == (alice.name, alice.models, alice.limit.any)
     assert plain is not None
     assert plain.name == f"key-{hashlib.sha256(b'sk-plain').hexdigest()[:8]}"
     for wrong in ("", "sk-a-secre", f"{SECRET}x", SECRET.upper(), f"alice:{SECRET}", "é", "\udcff", "x" * 100_000):
-        assert ring.find(wrong) is None
+        assert ring.get(sha256(wrong)) is None
     assert read_keys(AccessSettings()) is None
 
 
 def test_a_key_with_a_colon(tmp_path: Path) -> None:
     """The file takes it as it is; in the settings, what stands before the colon is a name."""
     quoted = written(tmp_path, "keys: [{name: a, key: 'team:sk-secret'}]")
-    whole = ring_of(file=quoted).find("team:sk-secret")
-    named = ring_of("team:sk-secret").find("sk-secret")
+    whole = ring_of(file=quoted).get(sha256("team:sk-secret"))
+    named = ring_of("team:sk-secret").get(sha256("sk-secret"))
 
     assert whole is not None
     assert named is not None
     assert ("a", "team") == (whole.name, named.name)
-    assert ring_of(file=quoted).find("sk-secret") is None
+    assert ring_of(file=quoted).get(sha256("sk-secret")) is None
     # As its environment has it, without a name
     (key,) = load_settings({}, {"TRITON_OPENAI_API_KEY": "sk-secret"}).access.api_key
-    assert ring_of(key).find("sk-secret") is not None
+    assert ring_of(key).get(sha256("sk-secret")) is not None
 
 
 @pytest.mark.parametrize("text", ["a:b:sk-secret", "sk secret"])
@@ -75,7 +75,7 @@ def test_keys_that_the_settings_do_not_take(text: str) -> None:
 @given(st.text())
 def test_nothing_else_is_a_key(text: str) -> None:
     """Whatever is presented."""
-    assert ring_of(SECRET).find(text) is None
+    assert ring_of(SECRET).get(sha256(text)) is None
 
 
 def test_the_file(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_file(tmp_path: Path) -> None:
         """,
     )
     ring = ring_of("c:sk-c", file=file)
-    found = [ring.find(key) for key in ("sk-old", "sk-older", "sk-new", "sk-b", "sk-c")]
+    found = [ring.get(sha256(key)) for key in ("sk-old", "sk-older", "sk-new", "sk-b", "sk-c")]
 
     assert ["team a", "team a", "team a", "b", "c"] == [key.name for key in found if key is not None]
     team = found[2]
@@ -150,7 +150,7 @@ async def test_rotation(tmp_path: Path) -> None:
 
     def known() -> list[str]:
         assert keys.ring is not None
-        return [key for key in ("one", "two", "three") if keys.ring.find(key) is not None]
+        return [key for key in ("one", "two", "three") if keys.ring.get(sha256(key)) is not None]
 
     async def becomes(expected: list[str]) -> None:
         looked.clear()
@@ -205,7 +205,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
     watching.cancel()
 
     assert keys.ring is not None
-    assert keys.ring.find("revoked") is None
+    assert keys.ring.get(sha256("revoked")) is None
     assert 1 == capsys.readouterr().out.count("the old API keys stay in force")
 
 
@@ -227,7 +227,7 @@ async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.close(writing)
 
     assert keys.ring is not None
-    assert keys.ring.find("one") is not None
+    assert keys.ring.get(sha256("one")) is not None
 
 
 @pytest.mark.parametrize(
