@@ -14,7 +14,6 @@ import os
 import ssl
 import sys
 import urllib.request
-from pathlib import Path
 
 _SECONDS = 2.0
 
@@ -33,11 +32,8 @@ def main() -> None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
         if certificate and os.environ.get("TRITON_OPENAI_TLS_CLIENT_CA"):
-            passphrase = ""
-            if file := os.environ.get("TRITON_OPENAI_TLS_KEY_PASSPHRASE_FILE"):
-                passphrase = Path(file).read_text(encoding="utf-8").partition("\n")[0].strip()
-            # Without a passphrase an encrypted key is an error, instead of a question to nobody.
-            context.load_cert_chain(certificate, os.environ.get("TRITON_OPENAI_TLS_KEY") or None, lambda: passphrase)
+            # With this an encrypted key is an error, instead of a question to nobody.
+            context.load_cert_chain(certificate, os.environ.get("TRITON_OPENAI_TLS_KEY") or None, lambda: "")
         with opener.open(url, timeout=_SECONDS):
             pass
     except OSError as error:

@@ -150,7 +150,7 @@ class RelayedRequest:
         self._fields["key"] = key.name
         if operation is None:
             return
-        if operation.manages:
+        if operation.loads:
             key.check_may_manage()
         self.names_models = key.models is not None and operation.about == "model"
         if operation.about == "everything":
@@ -200,7 +200,7 @@ class RelayedRequest:
             fields["error"] = error.code
         if status is None:
             fields["client_left"] = True
-        important = operation is not None and (operation.manages or operation.group == "inference")
+        important = operation is not None and (operation.loads or operation.group == "inference")
         refused = isinstance(error, InvalidApiKey | RateLimited)
         (_log.info if important or refused else _log.debug)("relayed", **fields)
         if error is not None and (error.status >= 500 or error.detail):

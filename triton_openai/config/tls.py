@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from triton_openai.config.files import FromFiles, read_file, read_secret
+from triton_openai.config.files import FromFiles, read_file
 from triton_openai.config.tree import TlsSettings
 from triton_openai.errors import ConfigurationError
 
@@ -49,34 +49,31 @@ class ReloadingContext(ssl.SSLContext):
 
 def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
     """Return the context to serve with; ``None`` for plain HTTP. Raises :class:`ConfigurationError`."""
-    certificate, file = settings.certificate, settings.key_passphrase_file
+    certificate = settings.certificate
     if certificate is None:
-        for name in ("key", "key_passphrase_file", "client_ca"):
+        for name in ("key", "client_ca"):
             if getattr(settings, name) is not None:
                 raise ConfigurationError(f"--tls-{name.replace('_', '-')} means nothing without --tls-certificate.")
         return None
 
     def read() -> ssl.SSLContext:
-        passphrase = None if file is None else read_secret(file, "--tls-key-passphrase-file")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_ciphers(_CIPHERS)
         # With renegotiation, a client can waste CPU time of the server.
         context.options |= ssl.OP_NO_RENEGOTIATION
         context.set_alpn_protocols(["http/1.1"])
-        load_identity(context, certificate, settings.key, passphrase, prefix="--tls")
+        load_identity(context, certificate, settings.key, prefix="--tls")
         if settings.client_ca is not None:
             load_authorities(context, settings.client_ca, "--tls-client-ca")
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    paths = (certificate, settings.key, file, settings.client_ca)
+    paths = (certificate, settings.key, settings.client_ca)
     return ReloadingContext.of(ssl.PROTOCOL_TLS_SERVER, read, paths, what="the certificate of this service")
 
 
-def load_identity(
-    context: ssl.SSLContext, certificate: Path, key: Path | None, passphrase: str | None = None, *, prefix: str
-) -> None:
+def load_identity(context: ssl.SSLContext, certificate: Path, key: Path | None, *, prefix: str) -> None:
     """
     Give *context* a certificate and its key; *prefix* begins the flags for both.
 
@@ -86,25 +83,17 @@ def load_identity(
     if key is not None:
         read_file(key, f"{prefix}-key")
     named = key or certificate
-    encrypted = False
 
-    def ask() -> str:
-        nonlocal encrypted
-        encrypted = True
+    def refuse() -> str:
         # Without this callback OpenSSL would ask at the terminal.
-        if passphrase is None:
-            hint = "--tls-key-passphrase-file" if prefix == "--tls" else "a key for Triton must not be"
-            raise ConfigurationError(f"The key in {named} is encrypted: {hint}.")
-        return passphrase
+        raise ConfigurationError(f"The key in {named} is encrypted; give one without a passphrase.")
 
     try:
-        context.load_cert_chain(certificate, key, password=ask)
+        context.load_cert_chain(certificate, key, password=refuse)
     except ssl.SSLError as error:
         reason = error.reason or "not readable"
         if reason == "KEY_VALUES_MISMATCH":
             problem = f"The private key {named} does not belong to the certificate {certificate}."
-        elif encrypted:
-            problem = f"The private key {named} cannot be decrypted with this passphrase."
         elif key is None:
             problem = (
                 f"The file {named} must hold a certificate and its private key (PEM), or {prefix}-key name the key."

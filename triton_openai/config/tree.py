@@ -116,13 +116,6 @@ class ServerSettings(_Group, frozen=True):
     enable_kserve_frontends: Annotated[bool, _flag("Relay Triton's own protocol too, over HTTP and gRPC.")] = False
     kserve_http_port: Annotated[Port, _flag("Port for Triton's HTTP protocol; 0 takes a free one.")] = 8000
     kserve_grpc_port: Annotated[Port, _flag("Port for Triton's gRPC protocol; 0 takes a free one.")] = 8001
-    kserve_allow: Annotated[
-        tuple[Literal["shared-memory", "trace", "logging", "model-overrides"], ...],
-        _file_only(
-            "What of Triton's protocol that manages the server is relayed too; loading models is, in explicit mode, "
-            "but configurations and files that come with a load only with 'model-overrides'."
-        ),
-    ] = ()
     log_format: Annotated[Literal["console", "json"], _common("Log for people, or JSON.")] = "console"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _flag("Least severe log line.")] = "info"
     log_content: Annotated[
@@ -135,8 +128,9 @@ class TlsSettings(_Group, frozen=True):
     """HTTPS. All files are PEM, and are read again when they change."""
 
     certificate: Annotated[File, _common("Serve HTTPS with this certificate and its chain.")] = None
-    key: Annotated[File, _common("The private key, where it is not in the certificate's file.")] = None
-    key_passphrase_file: Annotated[File, _flag("File whose first line is the passphrase of an encrypted key.")] = None
+    key: Annotated[
+        File, _common("The private key, without a passphrase, where it is not in the certificate's file.")
+    ] = None
     client_ca: Annotated[File, _flag("Accept only clients with a certificate from one of these authorities.")] = None
 
 

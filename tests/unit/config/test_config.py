@@ -195,9 +195,8 @@ def test_repository_takes_the_place_of_the_default_address(read) -> None:
         ("server: {port: 70000}", "server.port in FILE: 70000 is not accepted: expected a whole number <= 65535."),
         ("server: {log_format: xml}", "server.log_format in FILE: 'xml' is not accepted: expected console or json."),
         (
-            "server: {kserve_allow: [traces]}",
-            "server.kserve_allow in FILE: ['traces'] is not accepted: "
-            "expected shared-memory, trace, logging or model-overrides.",
+            "access: {openai_restricted_api: [{apis: [all], header: a, value: b}]}",
+            "access.openai_restricted_api in FILE is not accepted: invalid enum value 'all'.",
         ),
         ("server: 1", "server in FILE has to be a mapping of names to values."),
         ("server: {port: 1, port: 2}", "The settings file FILE is not valid YAML: 'port' is there twice"),

@@ -41,15 +41,20 @@ async def start_frontends(
     from triton_openai.triton.grpc import GrpcClient
     from triton_openai.triton.relay.grpc import GrpcRelay, server_credentials
     from triton_openai.triton.relay.http import HttpRelay
-    from triton_openai.triton.relay.rules import Rules
 
-    rules = Rules({*server.kserve_allow, *(["model-repository"] if triton.model_control_mode == "explicit" else ())})
+    may_load = triton.model_control_mode == "explicit"
     connection = ConnectionSettings(access=settings.triton_access)
     context, credentials = server_context(settings.tls), server_credentials(settings.tls)
     over_http = HttpRelay(
-        triton.http_url, rules, connection, guard=guard, changed=changed, limits=settings.limits, tls=context
+        triton.http_url,
+        connection,
+        guard=guard,
+        may_load=may_load,
+        changed=changed,
+        limits=settings.limits,
+        tls=context,
     )
-    over_grpc = GrpcRelay(GrpcClient(triton.grpc_url, connection), rules, guard=guard, changed=changed)
+    over_grpc = GrpcRelay(GrpcClient(triton.grpc_url, connection), guard=guard, may_load=may_load, changed=changed)
     try:
         sockets = bound_sockets(
             server.host,

@@ -21,7 +21,7 @@ from triton_openai.config.tls import server_context
 from triton_openai.errors import ConfigurationError, EndpointNotFound, InvalidRequest, ServiceError
 from triton_openai.triton.client import check_name
 from triton_openai.triton.grpc import GrpcClient
-from triton_openai.triton.relay.rules import Operation, Rules, operation_of_rpc
+from triton_openai.triton.relay.rules import Operation, check_load, check_operation, operation_of_rpc
 
 if TYPE_CHECKING:
     from triton_openai.access.guard import Guard, RelayedRequest
@@ -43,16 +43,11 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
     """
     Return what to listen with; ``None`` without TLS.
 
-    New connections get the newest certificate. Raises :class:`ConfigurationError`, also for a key with a passphrase,
-    which gRPC does not take.
+    New connections get the newest certificate. Raises :class:`ConfigurationError`.
     """
     certificate, key, client_ca = settings.certificate, settings.key, settings.client_ca
     if certificate is None:
         return None
-    if settings.key_passphrase_file is not None:
-        raise ConfigurationError(
-            "--enable-kserve-frontends needs a key without a passphrase in --tls-key: gRPC takes no other."
-        )
 
     def read() -> grpc.ServerCertificateConfiguration:
         # gRPC would report files that do not fit only as connections that fail.
@@ -68,12 +63,12 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
 
 class GrpcRelay(grpc.GenericRpcHandler):
     """
-    A gRPC server in front of Triton's, which *client* connects to; the relay closes it. *changed* is called when a
-    client has changed which models are loaded; *guard* authorizes clients.
+    A gRPC server in front of Triton's, which *client* connects to; the relay closes it. *guard* authorizes clients, who
+    load and unload models if they *may_load* any; *changed* is called when one has.
     """
 
-    def __init__(self, client: GrpcClient, rules: Rules, *, guard: Guard, changed: Callable[[], None]) -> None:
-        self._client, self._rules, self._guard, self._changed = client, rules, guard, changed
+    def __init__(self, client: GrpcClient, *, guard: Guard, may_load: bool, changed: Callable[[], None]) -> None:
+        self._client, self._guard, self._may_load, self._changed = client, guard, may_load, changed
         self._server: Any = None
         #: The scheme and the port of its address, once started.
         self.scheme = "grpc"
@@ -131,7 +126,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         try:
             try:
                 await relayed.authorize(operation)
-                operation = self._rules.check(operation, f"method {method}")
+                operation = check_operation(operation, f"method {method}", may_load=self._may_load)
                 code, details, trailers = await self._relay(method, operation, relayed, context)
             except ServiceError as error:
                 relayed.error = error
@@ -185,7 +180,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
                 found, name = _read(inspected, message)
                 if operation.loads:
                     check_name(name)
-                    self._rules.check_overrides(found.parameters)
+                    check_load(found.parameters)
                 if relayed.names_models:
                     relayed.check_models((name,))
             if begun and relayed.counted:

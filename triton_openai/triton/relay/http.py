@@ -21,7 +21,7 @@ from triton_openai.models.draining import Draining
 from triton_openai.serving.connections import HttpServer
 from triton_openai.serving.request_body import ask_for_body
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.relay.rules import Operation, Rules, operation_of_path
+from triton_openai.triton.relay.rules import Operation, check_operation, checked_load_body, operation_of_path
 from triton_openai.triton.status import cut_off, unreachable
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ _NOT_ADDED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_T
 
 class HttpRelay:
     """
-    An HTTP server in front of the one of the Triton at *url*. *changed* is called when a client has changed which
-    models are loaded, and *guard* authorizes clients.
+    An HTTP server in front of the one of the Triton at *url*. *guard* authorizes clients, who load and unload models if
+    they *may_load* any; *changed* is called when one has.
 
     Bodies are neither decompressed nor buffered: a client that reads slowly slows down the reading from Triton, and one
     that leaves closes the connection to it, which cancels the work.
@@ -53,16 +53,16 @@ class HttpRelay:
     def __init__(
         self,
         url: str,
-        rules: Rules,
         connection: ConnectionSettings,
         *,
         guard: Guard,
+        may_load: bool,
         changed: Callable[[], None],
         limits: LimitSettings,
         tls: ssl.SSLContext | None,
     ) -> None:
         self._base, self._connection = url.rstrip("/"), connection
-        self._rules, self._guard, self._changed = rules, guard, changed
+        self._guard, self._may_load, self._changed = guard, may_load, changed
         self._draining = Draining()
         self.scheme = "http" if tls is None else "https"
         app = web.Application(client_max_size=_LOADING_BYTES)
@@ -121,7 +121,7 @@ class HttpRelay:
     async def _relay(self, request: web.Request, path: str, relayed: RelayedRequest) -> web.StreamResponse:
         operation, names = operation_of_path(path)
         await relayed.authorize(operation)
-        operation = self._rules.check(operation, f"endpoint {path}", names)
+        operation = check_operation(operation, f"endpoint {path}", names, may_load=self._may_load)
         if request.method == hdrs.METH_HEAD:
             # Triton answers it with a body, which would be read as the next answer.
             raise MethodNotAllowed("Triton's endpoints do not take HEAD.")
@@ -148,7 +148,7 @@ class HttpRelay:
         if not request.body_exists:
             return None
         ask_for_body(request)
-        if not operation.loads or self._rules.overrides:
+        if not operation.loads:
             return request.content
         try:
             body = await request.read()
@@ -156,7 +156,7 @@ class HttpRelay:
             raise PayloadTooLarge("The body of a load or unload is too large for what it may say.") from error
         for name in (hdrs.CONTENT_LENGTH, hdrs.CONTENT_ENCODING):
             headers.popall(name, None)
-        return self._rules.loading_body(body)
+        return checked_load_body(body)
 
     async def _answer(
         self, request: web.Request, response: aiohttp.ClientResponse, relayed: RelayedRequest
