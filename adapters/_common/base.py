@@ -263,6 +263,8 @@ class Adapter:
         """
         self.config = config
         self.repository = repository
+        # Of an input with one value.
+        self._shapes = {name: config.wire_shape(spec, 1) for name, spec in config.inputs.items()}
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -331,7 +333,8 @@ class Adapter:
             raise ConfigurationError(
                 f"The adapter '{self.name}' needs the input '{name}', which the model '{self.config.name}' lacks."
             )
-        return Tensor(name, spec.datatype, self.config.wire_shape(spec, len(values)), values)
+        shape = self._shapes[name] if len(values) == 1 else self.config.wire_shape(spec, len(values))
+        return Tensor(name, spec.datatype, shape, values)
 
     def declared_tensors(self, **values: Any) -> list[Tensor]:
         """Return the inputs with these *values*, of those that the model declares."""

@@ -221,14 +221,11 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     if coding is not None and body:
         body = await decompress(body, coding, request.client_max_size)
     request[OBSERVATION].body_size = len(body)
-    ignored: list[str] = []
-    parsed = await offload.run(
-        lambda: read_within(body, kind, limits, None if strict else ignored),
-        size=len(body),
-        threshold=_LONGEST_INLINE,
-    )
-    request[OBSERVATION].unknown_fields = ignored
-    return parsed
+    ignored = request[OBSERVATION].unknown_fields = []
+    names = None if strict else ignored
+    if len(body) <= _LONGEST_INLINE:
+        return read_within(body, kind, limits, names)
+    return await asyncio.to_thread(read_within, body, kind, limits, names)
 
 
 def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: list[str] | None = None) -> _T:
@@ -246,6 +243,12 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
     too_large = PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
     if (request.content_length or 0) > most:
         raise too_large
+    if request.content.is_eof():
+        # It came with the head.
+        body = request.content.read_nowait()
+        if len(body) > most:
+            raise too_large
+        return body
     ask_for_body(request)
     pieces, size = [bytearray()], 0
     began = asyncio.get_running_loop().time()

@@ -88,8 +88,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a chat."""
     context = await begin(request, ChatRequest, "chat")
-    async with context.admitted(param="messages"):
-        return await context.answered(_answer)
+    return await context.admitted(lambda: context.answered(_answer), param="messages")
 
 
 async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
@@ -176,12 +175,11 @@ async def _task(context: RequestContext[ChatRequest], plan: ToolPlan, parsers: P
     body, model = context.body, context.model
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
-    # The schemas of a forced call are walked, in Python.
-    forced = await offload.run(
-        plan.guide,
-        size=offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT) if plan.forced else 0,
-        threshold=INLINE_WEIGHT,
-    )
+    forced = None
+    if plan.forced:
+        # The schemas are walked, in Python.
+        size = offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT)
+        forced = await offload.run(plan.guide, size=size, threshold=INLINE_WEIGHT)
     newer = body.max_completion_tokens
     task = task_of(
         context,

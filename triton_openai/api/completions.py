@@ -44,8 +44,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 async def handle(request: web.Request) -> web.StreamResponse:
     """Continue one or several prompts; the choices are numbered prompt by prompt."""
     context = await begin(request, CompletionRequest, "text_completion")
-    async with context.admitted(param="prompt"):
-        return await context.answered(_answer)
+    return await context.admitted(lambda: context.answered(_answer), param="prompt")
 
 
 async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamResponse:

@@ -119,8 +119,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
     inputs = await _as_taken(model, _inputs(body.input), truncation(body, side="right"))
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     observation.response_id = job.id
-    async with context.admitted(param="input"):
-        result = await embed(context.service, model, job, timeout=context.limits.total)
+    result = await context.admitted(
+        lambda: embed(context.service, model, job, timeout=context.limits.total), param="input"
+    )
     tokens = observation.input_tokens = await count_inputs(model, job, result)
     as_text = body.encoding_format == "base64"
 
@@ -334,8 +335,8 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
         raise InvalidValue(
             f"The query, once for each document, and the documents have more than {most} characters together.", param
         )
-    async with context.admitted(param=param):
-        result = await (_crossed if capabilities.score else _compared)(context, job_id, pairs)
+    score = _crossed if capabilities.score else _compared
+    result = await context.admitted(lambda: score(context, job_id, pairs), param=param)
     if not all(map(math.isfinite, result.scores)):
         raise UpstreamError("The model sent a score that is no number.")
     context.observation.input_tokens = result.prompt_tokens

@@ -251,7 +251,9 @@ async def _as_text(
         if task.token_ids:
             ids = tuple(await tokenizer.encode_async(prompt, special))
     biases = task.sampling.logit_bias if capabilities.bias_words else ()
-    words = await offload.run(lambda: bias_words(tokenizer, biases), size=len(biases), threshold=_INLINE_WORDS)
+    words: Sequence[tuple[str, float]] = ()
+    if biases:
+        words = await offload.run(bias_words, tokenizer, biases, size=len(biases), threshold=_INLINE_WORDS)
     return {"prompt": prompt, "written": written, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
 
 

@@ -48,7 +48,8 @@ def neutral_values(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
 def refuse_unused(request: msgspec.Struct) -> None:
     """Raise :class:`UnsupportedParameter` for the first field of *request* that is not supported and not neutral."""
     for name, neutral in neutral_values(type(request)).items():
-        if not is_neutral(getattr(request, name), neutral):
+        value = getattr(request, name)
+        if value is not None and not is_neutral(value, neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
 
 
@@ -277,9 +278,9 @@ def sampling(
     """
     given = defaults.given()
     stop = request.stop if request.stop is not None else given.get("stop")
-    values: dict[str, Any] = {
-        name: given.get(name) if (value := getattr(request, name)) is None else value for name in _PLAIN
-    }
+    values = {name: getattr(request, name) for name in _PLAIN}
+    if given:
+        values |= {name: given.get(name) for name, value in values.items() if value is None}
     limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
     if values["min_tokens"] is not None and values["min_tokens"] > limit:
         raise InvalidValue(
@@ -311,7 +312,7 @@ def sampling(
     for row in adapter.parameters:
         # Checked here because the adapter does not know the client's name of the limit.
         value = max_tokens if row.name == "max_tokens" else getattr(result, row.name)
-        if isinstance(value, int | float) and value not in _PLAIN.get(row.name, ()):
+        if value is not None and isinstance(value, int | float) and value not in _PLAIN.get(row.name, ()):
             check_range(max_tokens_name if row.name == "max_tokens" else row.name, value, row.datatype)
     return result
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -106,22 +105,23 @@ class RequestContext(Generic[_Body]):
     #: The time that is left after the wait for admission.
     limits: TimeLimits
 
-    @asynccontextmanager
-    async def admitted(self, *, param: str) -> AsyncIterator[None]:
+    async def admitted(self, work: Callable[[], Awaitable[_Answer]], *, param: str) -> _Answer:
         """
-        Wait for admission, and count the request as running during the block. The wait counts towards the time limits.
+        Wait for admission, and return what *work* returns, which counts as running. The wait counts towards the limits.
 
         *param* is the field to blame if the model refuses the input and names no field. Raises as
         :meth:`Admission.enter`.
         """
-        patience = self.limits.patience
+        admission, model = self.service.admission, self.model.owner
+        await admission.enter(model, self.observation, patience=self.limits.patience)
         try:
-            async with self.service.admission.enter(self.model.owner, self.observation, patience=patience):
-                self.limits = self.limits.after(self.observation.queued_seconds)
-                yield
+            self.limits = self.limits.after(self.observation.queued_seconds)
+            return await work()
         except PromptRefused as error:
             error.param = error.param or param
             raise
+        finally:
+            admission.leave(model)
 
     async def answered(self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]]) -> _Answer:
         """

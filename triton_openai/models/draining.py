@@ -8,9 +8,9 @@ requests, and makes changes in the others through :class:`Peers`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Protocol, cast
 
 from aiohttp import web
 
@@ -130,21 +130,20 @@ class ModelDraining:
         if model in self._closed:
             raise ModelUnloading(model)
 
-    @contextmanager
-    def entered(self, model: str) -> Iterator[None]:
-        """Count the current request in and out. Raises :class:`ModelUnloading`."""
+    def enter(self, model: str) -> None:
+        """Count the current task's request on *model*. Raises :class:`ModelUnloading`."""
         self.check(model)
         task = asyncio.current_task()
         assert task is not None
-        tasks = self._running.setdefault(model, set())
-        tasks.add(task)
-        try:
-            yield
-        finally:
-            tasks.discard(task)
-            if not tasks:
-                del self._running[model]
-                self._ended.set()
+        self._running.setdefault(model, set()).add(task)
+
+    def leave(self, model: str) -> None:
+        """Count it out."""
+        tasks = self._running[model]
+        tasks.discard(cast(asyncio.Task[Any], asyncio.current_task()))
+        if not tasks:
+            del self._running[model]
+            self._ended.set()
 
     @asynccontextmanager
     async def claim(self, models: Collection[str]) -> AsyncIterator[None]:

@@ -105,6 +105,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         ``generation_config.json`` recommends and this model can honour. Raises :class:`ConfigurationError`.
         """
         recommended = (await self.prompter()).recommended
+        if not recommended:
+            return self.settings.default_parameters
         honoured = {row.name for row in self.adapter.parameters if row.rule is not Rule.REFUSED}
         fitting = {name: value for name, value in recommended.items() if name in honoured}
         return DefaultParameters(**{**fitting, **self.settings.default_parameters.given()})

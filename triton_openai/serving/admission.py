@@ -12,8 +12,7 @@ import asyncio
 import math
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 
 from triton_openai.config import ServerSettings
 from triton_openai.config.worker import Worker
@@ -74,12 +73,9 @@ class Admission:
         """Requests that wait in this process."""
         return len(self._queue)
 
-    @asynccontextmanager
-    async def enter(
-        self, model: str, observation: Observation, *, patience: float | None = None
-    ) -> AsyncIterator[None]:
+    async def enter(self, model: str, observation: Observation, *, patience: float | None = None) -> None:
         """
-        Admit the current request for *model*, after a wait of at most *patience* seconds, and count it out at the end.
+        Admit the current request for *model*, after a wait of at most *patience* seconds; :meth:`leave` counts it out.
 
         Raises :class:`ServiceOverloaded` at once where the queue is full or the process cannot follow, and when the
         wait was too long; and :class:`ModelUnloading` where the model is being unloaded.
@@ -93,10 +89,15 @@ class Admission:
         else:
             await self._wait(model, observation, patience)
         try:
-            with self._model_draining.entered(model):
-                yield
-        finally:
-            self._leave(model)
+            self._model_draining.enter(model)
+        except BaseException:
+            self._release(model)
+            raise
+
+    def leave(self, model: str) -> None:
+        """Count the current request, which was admitted for *model*, out."""
+        self._model_draining.leave(model)
+        self._release(model)
 
     async def _wait(self, model: str, observation: Observation, patience: float | None) -> None:
         if len(self._queue) >= self._queue_limit:
@@ -114,7 +115,7 @@ class Admission:
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 # Admitted while it gave up: its place goes to the next one.
-                self._leave(model)
+                self._release(model)
             if isinstance(error, TimeoutError):
                 reason = f"The request waited {seconds:g} seconds for others to end."
                 raise ServiceOverloaded(reason, retry_after=seconds) from None
@@ -131,7 +132,7 @@ class Admission:
             if waiting_for == model and not turn.done():
                 turn.set_exception(ModelUnloading(model))
 
-    def _leave(self, model: str) -> None:
+    def _release(self, model: str) -> None:
         self._running[model] -= 1
         if not self._running[model]:
             del self._running[model]

@@ -178,8 +178,9 @@ class AccessLog(Observer):
             fields["first_token_seconds"] = round(first, 4)
         if observation.queued_seconds:
             fields["queued_seconds"] = round(observation.queued_seconds, 4)
-        if observation.finish_reasons:
-            fields["finish_reason"] = ",".join(dict.fromkeys(observation.finish_reasons))
+        reasons = observation.finish_reasons
+        if reasons:
+            fields["finish_reason"] = ",".join(dict.fromkeys(reasons))
         _log.info("request", **fields)
 
 

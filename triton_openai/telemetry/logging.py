@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TextIO
 
@@ -30,6 +31,7 @@ _REDACTED = frozenset((
 ))  # fmt: skip
 # A value with one of these is quoted, so that its end is visible.
 _QUOTED = frozenset(" =\"'")
+_NUMBERS = (int, float, bool)
 
 
 def warn(log: FilteringBoundLogger, event: str, error: ServiceError, /, **fields: Any) -> None:
@@ -67,14 +69,7 @@ class _Output:
 def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
     """Send every log line, also those of libraries, to stderr as *settings* say, with the number of the *worker*."""
     level = logging.getLevelName(settings.log_level.upper())
-    shared: list[Processor] = [
-        _add_request,
-        structlog.stdlib.add_logger_name,
-        structlog.stdlib.add_log_level,
-        *([] if worker is None else [partial(_add_worker, worker)]),
-        redact,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
+    shared: list[Processor] = [partial(_complete, {} if worker is None else {"worker": worker})]
     renderers = _renderers(settings.log_format)
     # Not through the standard library's logging, which takes longer than all the rest.
     structlog.configure(
@@ -99,18 +94,20 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     root.setLevel(level)
 
 
-def _add_request(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    for name, value in LOG_FIELDS.get().items():
-        event.setdefault(name, value)
-    return event
+def _complete(process: EventDict, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Return *event* with the fields of its request and of the *process*, its logger, level and time."""
+    record = event.get("_record")
+    return {
+        **process,
+        **LOG_FIELDS.get(),
+        **redact(event),
+        "logger": logger.name if record is None else record.name,
+        "level": method,
+        "timestamp": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+    }
 
 
-def _add_worker(worker: int, _logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    event.setdefault("worker", worker)
-    return event
-
-
-def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+def redact(event: EventDict) -> EventDict:
     """Replace the values of fields that could hold a client's text or a credential."""
     if not _REDACTED.isdisjoint(event):
         event.update(dict.fromkeys(_REDACTED & event.keys(), "<redacted>"))
@@ -140,12 +137,14 @@ def _plain_line(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """Return a line as the console has it, without its colours."""
     head = f"{event.pop('timestamp')} [{event.pop('level'):<9}] {event.pop('event')} [{event.pop('logger')}]"
     trace = event.pop("exception", None)
-    line = " ".join([head, *[f"{name}={_shown(event[name])}" for name in sorted(event)]])
+    line = " ".join([head, *[f"{name}={_shown(value)}" for name, value in event.items()]])
     return line if trace is None else f"{line}\n{trace}"
 
 
 def _shown(value: object) -> str:
     text = str(value)
+    if type(value) in _NUMBERS:
+        return text
     return text if text.isprintable() and _QUOTED.isdisjoint(text) else repr(text)
 
 

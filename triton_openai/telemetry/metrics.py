@@ -12,13 +12,14 @@ mode; the worker that answers a scrape adds them up.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, values
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, values
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import mark_process_dead
 from prometheus_client.registry import Collector
@@ -191,37 +192,60 @@ def forget_worker(directory: Path, index: int) -> None:
     mark_process_dead(index, str(metrics_folder(directory)))
 
 
-class LatencyHistogram(Collector):
+class Histogram(Collector):
     """
-    The histogram of inter-token latencies, which takes all latencies of an answer at once.
+    A histogram. ``prometheus_client``'s own takes several times as long for an observation, and one at a time.
 
-    ``prometheus_client``'s own one takes one observation at a time, about a microsecond each: too much for every token.
+    Its values are those of the library, so that workers share them.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._bounds = [*map(floatToGoString, LATENCY_BOUNDS), "+Inf"]
-        # By the values of the labels: one value for each bucket, and the sum.
-        self._series: dict[tuple[str, ...], list[Any]] = {}
+    def __init__(self, instrument: Instrument, registry: CollectorRegistry) -> None:
+        self._instrument = instrument
+        self._bounds = [*map(floatToGoString, instrument.buckets), "+Inf"]
+        self._series: dict[tuple[str, ...], HistogramSeries] = {}
+        if not instrument.labels:
+            self.labels()
         registry.register(self)
 
-    def add(self, labels: tuple[str, ...], latency: InterTokenLatency) -> None:
-        """Observe every latency of an answer."""
+    def labels(self, *labels: str) -> HistogramSeries:
+        """Return the series with these values of the labels."""
         if labels not in self._series:
-            name, names, text = INTER_TOKEN_LATENCY.name, _MODEL, INTER_TOKEN_LATENCY.help
-            bounds = [(f"{name}_bucket", (*names, "le"), (*labels, bound)) for bound in self._bounds]
-            series = [*bounds, (f"{name}_sum", names, labels)]
-            self._series[labels] = [values.ValueClass("histogram", name, *one, text) for one in series]
-        if latency.counts:
-            for value, count in zip(self._series[labels], (*latency.counts, latency.seconds), strict=True):
-                if count:
-                    value.inc(count)
+            one = self._instrument
+            parts = [(f"{one.name}_bucket", (*one.labels, "le"), (*labels, bound)) for bound in self._bounds]
+            parts.append((f"{one.name}_sum", tuple(one.labels), labels))
+            made = [values.ValueClass("histogram", one.name, *part, one.help) for part in parts]
+            self._series[labels] = HistogramSeries(one.buckets, made)
+        return self._series[labels]
 
     def collect(self) -> Iterable[Metric]:
-        family = HistogramMetricFamily(INTER_TOKEN_LATENCY.name, INTER_TOKEN_LATENCY.help, labels=_MODEL)
+        one = self._instrument
+        family = HistogramMetricFamily(one.name, one.help, labels=one.labels)
         for labels, series in list(self._series.items()):
-            *counts, seconds = (value.get() for value in series)
-            family.add_metric(labels, list(zip(self._bounds, accumulate(counts), strict=True)), seconds)
+            *counts, total = (value.get() for value in series.values)
+            family.add_metric(labels, list(zip(self._bounds, accumulate(counts), strict=True)), total)
         return [family]
+
+
+class HistogramSeries:
+    """One series of a histogram; *values* are the count of each bucket, not of those below it, and the sum."""
+
+    __slots__ = ("_bounds", "values")
+
+    def __init__(self, bounds: Sequence[float], values: Sequence[Any]) -> None:
+        self._bounds = bounds
+        self.values = values
+
+    def observe(self, amount: float) -> None:
+        """Count one observation."""
+        self.values[bisect_left(self._bounds, amount)].inc(1)
+        self.values[-1].inc(amount)
+
+    def add(self, latency: InterTokenLatency) -> None:
+        """Count every latency of an answer."""
+        if latency.counts:
+            for value, count in zip(self.values, (*latency.counts, latency.seconds), strict=True):
+                if count:
+                    value.inc(count)
 
 
 class Metrics(Observer):
@@ -241,8 +265,7 @@ class Metrics(Observer):
         disable_created_metrics()
         #: Not the library's global one: two services in one process must not count for each other.
         self.registry = CollectorRegistry()
-        self._latency = LatencyHistogram(self.registry)
-        self._metrics = {one.name: self._made(one) for one in INSTRUMENTS if one is not INTER_TOKEN_LATENCY}
+        self._metrics = {one.name: self._made(one) for one in INSTRUMENTS}
         self._series: dict[tuple[str, ...], Any] = {}
         if replaces:
             self.child(WORKERS_REPLACED).inc()
@@ -253,7 +276,7 @@ class Metrics(Observer):
         if one.kind == "gauge":
             # The sum over the workers that live.
             return Gauge(one.name, one.help, one.labels, registry=self.registry, multiprocess_mode="livesum")
-        return Histogram(one.name, one.help, one.labels, registry=self.registry, buckets=one.buckets)
+        return Histogram(one, self.registry)
 
     def child(self, instrument: Instrument, *labels: str) -> Any:
         """Return the series of *instrument* with these values of its labels. The library's own look-up is slower."""
@@ -261,7 +284,7 @@ class Metrics(Observer):
         found = self._series.get(key)
         if found is None:
             metric = self._metrics[instrument.name]
-            found = self._series[key] = metric.labels(*labels) if labels else metric
+            found = self._series[key] = metric.labels(*labels) if labels or instrument.buckets else metric
         return found
 
     def add_gauges(self, model: str, adapter: str, *, alias: bool = False) -> None:
@@ -308,7 +331,8 @@ class Metrics(Observer):
     def _count_answers(self, observation: Observation, model: tuple[str, ...], gen_ai: tuple[str, ...]) -> None:
         prompt_tokens = observation.input_tokens
         for number, answer in enumerate(observation.answers):
-            self._latency.add(model, answer.inter_token_latency)
+            if answer.steps > 1:
+                self.child(INTER_TOKEN_LATENCY, *model).add(answer.inter_token_latency)
             if answer.finish_reason is not None:
                 self.child(FINISHED, *model, answer.finish_reason.value).inc()
             usage = answer.usage_so_far

@@ -63,18 +63,17 @@ def generate_body(request: InferRequest) -> bytes:
 
     Triton infers the shapes from the model's metadata, in the way :meth:`ModelConfig.wire_shape` lays them out.
     """
-    fields = [b'{"id":', msgspec.json.encode(request.id)]
+    body: dict[str, Any] = {"id": request.id}
     for tensor in request.inputs:
         values = tensor.values
         if len(values) == 1:
-            value = msgspec.json.encode(values[0])
+            body[tensor.name] = values[0]
         elif tensor.datatype == "BYTES":
             # One by one: they may be images of many megabytes, and encoding keeps the interpreter lock.
-            value = b"[%b]" % b",".join(map(msgspec.json.encode, values))
+            body[tensor.name] = msgspec.Raw(b"[%b]" % b",".join(map(msgspec.json.encode, values)))
         else:
-            value = msgspec.json.encode(list(values))
-        fields += (b",", msgspec.json.encode(tensor.name), b":", value)
-    return b"".join([*fields, b"}"])
+            body[tensor.name] = list(values)
+    return msgspec.json.encode(body)
 
 
 def infer_body(request: InferRequest) -> tuple[bytes, int]:

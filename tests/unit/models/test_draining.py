@@ -42,9 +42,12 @@ class Visitor:
     async def _visit(self, model: str) -> None:
         task = self._process.draining.enter()
         try:
-            with self._process.models.entered(model):
+            self._process.models.enter(model)
+            try:
                 self.inside = True
                 await self._leave.wait()
+            finally:
+                self._process.models.leave(model)
         except asyncio.CancelledError:
             self.error = self._process.draining.reason()
         except ServiceError as error:
@@ -140,9 +143,10 @@ async def test_who_waits_is_turned_away(pair):
 
     async def ask(model: str) -> None:
         try:
-            async with admission.enter(model, Observation(request_id="r", method="POST", path="/")):
-                began.append(model)
-                await leave.wait()
+            await admission.enter(model, Observation(request_id="r", method="POST", path="/"))
+            began.append(model)
+            await leave.wait()
+            admission.leave(model)
         except ModelUnloading:
             ended.append(model)
 

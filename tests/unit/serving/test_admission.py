@@ -53,9 +53,12 @@ class Visitor:
 
     async def _visit(self, admission: Admission, model: str) -> None:
         try:
-            async with admission.enter(model, self.record):
+            await admission.enter(model, self.record)
+            try:
                 self.inside = True
                 await self._leave.wait()
+            finally:
+                admission.leave(model)
         finally:
             self.inside = False
             self.at_the_end()
@@ -132,8 +135,7 @@ async def test_a_full_queue_refuses_at_once() -> None:
     visitors = [Visitor(admission) for _ in range(2)]
     await settled()
     with pytest.raises(ServiceOverloaded) as caught:
-        async with admission.enter("m", observation()):
-            pass
+        await admission.enter("m", observation())
     assert (503, "7") == (caught.value.status, caught.value.headers()["Retry-After"])
     assert 1 == admission.queued
     for visitor in visitors:
@@ -146,8 +148,7 @@ async def test_who_waits_too_long_is_sent_away() -> None:
     first = Visitor(admission)
     await settled()
     with pytest.raises(ServiceOverloaded):
-        async with admission.enter("m", observation()):
-            pass
+        await admission.enter("m", observation())
     assert (0, 1) == (admission.queued, admission.running["m"])
     await first.leave()
     assert {} == dict(admission.running)
@@ -159,8 +160,7 @@ async def test_who_has_less_patience_waits_less() -> None:
     first = Visitor(admission)
     await settled()
     with pytest.raises(ServiceOverloaded) as caught:
-        async with admission.enter("m", observation(), patience=0.01):
-            pass
+        await admission.enter("m", observation(), patience=0.01)
     assert ("1", 0) == (caught.value.headers()["Retry-After"], admission.queued)
     await first.leave()
 
@@ -191,10 +191,8 @@ async def test_who_gives_up_while_being_let_in_passes_the_place_on() -> None:
 async def test_a_late_process_takes_nobody_in() -> None:
     """It is told before anything else is looked at."""
     with pytest.raises(ServiceOverloaded):
-        async with gate(lag=2.0).enter("m", observation()):
-            pass
-    async with gate(lag=0.5).enter("m", observation()):
-        pass
+        await gate(lag=2.0).enter("m", observation())
+    await gate(lag=0.5).enter("m", observation())
 
 
 @given(

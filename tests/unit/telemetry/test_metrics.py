@@ -35,11 +35,11 @@ from triton_openai.telemetry.metrics import (
     INSTRUMENTS,
     INTER_TOKEN_LATENCY,
     PROVIDER,
-    LatencyHistogram,
     Metrics,
     metrics_folder,
     outcome_of,
 )
+from triton_openai.telemetry.metrics import Histogram as OwnHistogram
 from triton_openai.telemetry.observation import LATENCY_BOUNDS, InterTokenLatency, Observation
 
 SERVED = {"model": "m", "adapter": "a"}
@@ -144,14 +144,14 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
     one_by_one = Histogram(
         INTER_TOKEN_LATENCY.name, INTER_TOKEN_LATENCY.help, ("model", "adapter"), registry=None, buckets=LATENCY_BOUNDS
     )
-    added = LatencyHistogram(CollectorRegistry())
+    added = OwnHistogram(INTER_TOKEN_LATENCY, CollectorRegistry())
     for answer in latencies:
         arrivals = [0.0]
         one_by_one.labels("m", "a")
         for latency in answer:
             arrivals.append(arrivals[-1] + latency)
             one_by_one.labels("m", "a").observe(arrivals[-1] - arrivals[-2])
-        added.add(("m", "a"), InterTokenLatency(arrivals))
+        added.labels("m", "a").add(InterTokenLatency(arrivals))
 
     def values(histogram: Collector) -> list[tuple[str, dict[str, str], Any]]:
         (metric,) = histogram.collect()
