@@ -103,6 +103,7 @@ class Vllm(Adapter):
         self.parameters = tuple(
             refused("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
         )
+        self._sampled = [(row.name, row.datatype) for row in self.parameters if row.target is not None]
         self.capabilities = Capabilities(
             generate=True,
             embed="embedding_request" in config.inputs,
@@ -162,11 +163,11 @@ class Vllm(Adapter):
         """
         asked = generation.sampling
         sampling: dict[str, Any] = {}
-        for row in self.parameters:
-            value = getattr(asked, row.name)
-            if row.target is not None and value is not None and value != ():
-                check_range(row.name, value, row.datatype)
-                sampling[row.name] = value
+        for name, datatype in self._sampled:
+            value = getattr(asked, name)
+            if value is not None and value != ():
+                check_range(name, value, datatype)
+                sampling[name] = value
         if self.capabilities.finish_reason and asked.stop_showable:
             # Which of them has ended the answer can be seen nowhere else; it is cut off here.
             sampling["include_stop_str_in_output"] = True

@@ -243,13 +243,13 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
     too_large = PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
     if (request.content_length or 0) > most:
         raise too_large
+    ask_for_body(request)
     if request.content.is_eof():
         # It came with the head.
         body = request.content.read_nowait()
         if len(body) > most:
             raise too_large
         return body
-    ask_for_body(request)
     pieces, size = [bytearray()], 0
     began = asyncio.get_running_loop().time()
     allowed = limits.body_timeout

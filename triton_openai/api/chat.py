@@ -17,6 +17,7 @@ from triton_openai.adapters._common.base import Rule
 from triton_openai.answer.fan_out import collect
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
 from triton_openai.api.chat_response import (
+    ChatChoice,
     ChatChunks,
     ChatCompletion,
     chat_choice,
@@ -139,22 +140,17 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         heartbeat = service.settings.server.heartbeat_interval
         return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
     answers = await collect(runs, timeout=limits.total)
-    choices = await offload.run(
-        lambda: [
-            chat_choice(
-                index,
-                answer,
-                parser,
-                plan,
-                field,
-                logprobs=bool(body.logprobs),
-                token_ids=bool(body.return_token_ids),
-            )
-            for index, (answer, parser) in enumerate(zip(answers, answer_parsers, strict=True))
-        ],
-        size=sum(len(delta.text) for answer in answers for delta in answer.deltas) if any(answer_parsers) else 0,
-        threshold=_LONGEST_INLINE,
-    )
+    wanted = {"logprobs": bool(body.logprobs), "token_ids": bool(body.return_token_ids)}
+
+    def rendered() -> list[ChatChoice]:
+        pairs = enumerate(zip(answers, answer_parsers, strict=True))
+        return [chat_choice(index, answer, parser, plan, field, **wanted) for index, (answer, parser) in pairs]
+
+    if any(answer_parsers):
+        size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
+        choices = await offload.run(rendered, size=size, threshold=_LONGEST_INLINE)
+    else:
+        choices = rendered()
     usages = [run.progress.usage for run in runs]
     usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers))
     completion = ChatCompletion(
