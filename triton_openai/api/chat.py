@@ -6,6 +6,7 @@ Source of the wire format: OpenAI's ``chat.completion`` and ``chat.completion.ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from msgspec import Meta
 
 from triton_openai.adapters._common.base import Rule
 from triton_openai.answer.fan_out import collect
+from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
 from triton_openai.api.chat_response import (
     ChatChoice,
@@ -92,11 +94,26 @@ async def handle(request: web.Request) -> web.StreamResponse:
     return await context.admitted(lambda: context.answered(_answer), param="messages")
 
 
-async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
-    service, model, body = context.service, context.model, context.body
-    observation, limits = context.observation, context.limits
-    options = stream_options(body, always_usage=service.settings.api.always_include_usage)
-    field = service.settings.api.reasoning_field
+class Turn(msgspec.Struct, frozen=True):
+    """
+    An assistant's turn, ready to be generated. The APIs for chats prepare one each, and render it in their own way.
+
+    *runs* are its answers, not yet started; *parsers* has the parser of each, ``None`` where its text is just text.
+    """
+
+    task: Task
+    plan: ToolPlan
+    runs: Sequence[Run]
+    parsers: Sequence[AnswerParser | None]
+
+
+async def prepare(context: RequestContext[ChatRequest], task_id: str) -> Turn:
+    """
+    Return the turn that answers the chat of *context*; *task_id* is the id of the answer.
+
+    Raises :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
+    """
+    service, model, body, observation = context.service, context.model, context.body, context.observation
     plan = plan_tools(
         tools=body.tools,
         tool_choice=body.tool_choice,
@@ -105,7 +122,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         parallel=body.parallel_tool_calls,
     )
     parsers = await model.parsers()
-    task = await _task(context, plan, parsers)
+    task = await _task(context, task_id, plan, parsers)
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
@@ -126,33 +143,42 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     runs = await runs_of(context, [prompt], task)
     answer_parsers = [make_parser(parsers, plan, prompt) for _ in runs]
     observation.reasoning_tokens = partial(reasoning_tokens, answer_parsers)
+    return Turn(task, plan, runs, answer_parsers)
+
+
+async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
+    service, model, body = context.service, context.model, context.body
+    options = stream_options(body, always_usage=service.settings.api.always_include_usage)
+    turn = await prepare(context, new_id("chatcmpl"))
+    task, plan, runs = turn.task, turn.plan, turn.runs
+    field, timeout = service.settings.api.reasoning_field, context.limits.total
     if body.stream:
         chunks = ChatChunks(
             task.id,
             body.model,
             runs,
-            parsers=answer_parsers,
+            parsers=turn.parsers,
             plan=plan,
             field=field,
             options=options,
             fingerprint=model.fingerprint,
         )
         heartbeat = service.settings.server.heartbeat_interval
-        return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
-    answers = await collect(runs, timeout=limits.total)
+        return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=timeout)
+    answers = await collect(runs, timeout=timeout)
     wanted = {"logprobs": bool(body.logprobs), "token_ids": bool(body.return_token_ids)}
 
     def rendered() -> list[ChatChoice]:
-        pairs = enumerate(zip(answers, answer_parsers, strict=True))
+        pairs = enumerate(zip(answers, turn.parsers, strict=True))
         return [chat_choice(index, answer, parser, plan, field, **wanted) for index, (answer, parser) in pairs]
 
-    if any(answer_parsers):
+    if any(turn.parsers):
         size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
         choices = await offload.run(rendered, size=size, threshold=_LONGEST_INLINE)
     else:
         choices = rendered()
     usages = [run.progress.usage for run in runs]
-    usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(answer_parsers))
+    usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     completion = ChatCompletion(
         id=task.id,
         object="chat.completion",
@@ -167,7 +193,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     return json_response(completion)
 
 
-async def _task(context: RequestContext[ChatRequest], plan: ToolPlan, parsers: Parsers) -> Task:
+async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPlan, parsers: Parsers) -> Task:
     body, model = context.body, context.model
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
@@ -179,7 +205,7 @@ async def _task(context: RequestContext[ChatRequest], plan: ToolPlan, parsers: P
     newer = body.max_completion_tokens
     task = task_of(
         context,
-        new_id("chatcmpl"),
+        task_id,
         defaults=await model.default_parameters(),
         n=body.n or 1,
         max_tokens=newer or body.max_tokens,
