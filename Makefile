@@ -112,6 +112,15 @@ VLLM_BACKEND ?= https://github.com/triton-inference-server/vllm_backend
 engine: $(VENV)/.demo ## compare with vLLM's own server, on this machine's CPU (3.6 GB, see CONTRIBUTING.md)
 	$(BIN)/python -m tests.engine --folder $(ENGINE) --backend $(VLLM_BACKEND) $(ARGS)
 
+# What the images install: versions that fit every supported Python, with their hashes. ARGS=--upgrade takes the newest.
+.PHONY: lock
+lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements.lock, which the images install
+	$(call announce,the service and uv,about 290 MB)
+	$(INSTALL) '.[lock]'
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra liquid --extra otlp --universal \
+	    --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --quiet \
+	    --output-file deploy/requirements.lock $(ARGS)
+
 # Of the service's own dependencies, and not of what the tests and the demo need.
 .PHONY: audit
 audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the service needs

@@ -3,8 +3,9 @@ Writes ``deploy/kubernetes``: what the Helm chart makes of two of its files of v
 
     pip install helm-python-sdk && python deploy/generate.py
 
-``--render`` reads ``{"values", "name", "namespace"}`` as JSON and writes what the chart makes, as ``{"manifests"}``
-by template or ``{"error"}``. That is for the tests: Helm's library is Go, and runs in a process of its own.
+``--render`` reads a list of ``{"values", "name", "namespace"}`` as JSON and writes for each what the chart makes, as
+``{"manifests"}`` by template or ``{"error"}``. That is for the tests: Helm's library is Go, and runs in a process of
+its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import yaml
 DEPLOY = Path(__file__).resolve().parent
 CHART = DEPLOY / "helm" / "triton-openai"
 FORMS = ("standalone", "sidecar")
+# The severity of a warning in what `helm lint` reports.
+_WARNING = 2
 
 _HEADER = """\
 # {summary}
@@ -42,7 +45,8 @@ def values_of(form: str) -> dict[str, Any]:
 
 def render(values: dict[str, Any], *, name: str, namespace: str) -> dict[str, Any]:
     """
-    Return what the chart makes of *values*: ``manifests`` by the path of their template, or the ``error`` of Helm.
+    Return what the chart makes of *values*: ``manifests`` by the path of their template, or the ``error`` of Helm or of
+    ``helm lint --strict``.
 
     Raises ImportError where Helm's library is missing.
     """
@@ -54,6 +58,10 @@ def render(values: dict[str, Any], *, name: str, namespace: str) -> dict[str, An
             manifests = chart.render(values, name=name, namespace=namespace)
         except helm_python.HelmError as error:
             return {"error": str(error)}
+    report = helm_python.lint(str(CHART), values, strict=True, namespace=namespace)
+    warnings = [one["error"] for one in report["messages"] if one["severity"] >= _WARNING]
+    if warnings or report["errors"]:
+        return {"error": f"helm lint --strict: {warnings or report['errors']}"}
     # Paths come with the name of the chart before them.
     return {"manifests": {path.partition("/")[2]: text for path, text in manifests.items()}}
 
@@ -71,7 +79,7 @@ def plain(form: str, manifests: dict[str, str]) -> str:
 def main() -> None:
     """Write the files, or render what is asked for."""
     if sys.argv[1:] == ["--render"]:
-        json.dump(render(**json.load(sys.stdin)), sys.stdout)
+        json.dump([render(**case) for case in json.load(sys.stdin)], sys.stdout)
         return
     for form in FORMS:
         made = render(values_of(form), name="triton-openai", namespace="default")

@@ -1,5 +1,5 @@
 """
-Writes the parts of the documents that follow from the code.
+Writes the parts of the documents that follow from the code, and the schema of ``settings`` in the Helm chart.
 
 ``python docs/generate.py`` rewrites them in place; a test fails while they are out of date. A part stands between
 ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``.
@@ -8,6 +8,7 @@ Writes the parts of the documents that follow from the code.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from triton_openai.telemetry.exposition import CACHE_USAGE, LOOKED_UP, RENAMED, 
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
+VALUES_SCHEMA = ROOT / "deploy" / "helm" / "triton-openai" / "values.schema.json"
 
 #: The adapters that generate text, by the table that they share.
 TABLES: Mapping[str, Sequence[Parameter | BoundParameter]] = {
@@ -289,8 +291,46 @@ def renewed(document: str, text: str) -> str:
     return text
 
 
+def values_schema(text: str) -> str:
+    """Return *text*, the schema of the chart's values, with that of ``settings`` as the service's types have it."""
+    _, types = msgspec.json.schema_components([Settings], schema_hook=_path, ref_template="#/definitions/{name}")
+    schema = json.loads(text)
+    schema["definitions"] = {
+        "Labels": schema["definitions"]["Labels"],
+        **{name: _plain_schema(made) for name, made in types.items()},
+    }
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _path(kind: type) -> dict[str, Any]:
+    if kind is Path:
+        return {"type": "string", "minLength": 1}
+    raise NotImplementedError(kind)
+
+
+def _plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *schema* as the settings file is read: one text may stand for a list of texts."""
+    plain: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "properties":
+            plain[key] = {name: _plain_schema(inner) for name, inner in value.items()}
+        elif key in ("items", "additionalProperties") and isinstance(value, Mapping):
+            plain[key] = _plain_schema(value)
+        elif key == "anyOf" and len(some := [one for one in value if one != {"type": "null"}]) == 1:
+            plain |= _plain_schema(some[0])
+        # Patterns are in Python's dialect of regular expressions, which Helm does not read.
+        elif key not in ("title", "default", "pattern") and value != []:
+            plain[key] = value
+    if plain.get("type") == "object":
+        plain.pop("description", None)
+    if plain.get("type") == "array" and "$ref" not in plain["items"]:
+        plain["type"] = ["array", "string"]
+    return plain
+
+
 def main() -> None:
-    """Rewrite the documents."""
+    """Rewrite the documents, and the schema of the chart's values."""
+    VALUES_SCHEMA.write_text(values_schema(VALUES_SCHEMA.read_text(encoding="utf-8")), encoding="utf-8")
     for document in PARTS:
         path = ROOT / document
         path.write_text(renewed(document, path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,10 +77,15 @@ def image_environment(stage: str) -> dict[str, str]:
     return dict(_assignment(word) for text in of_stage(stage, "ENV") for word in shlex.split(text))
 
 
-@cache
 def rendered(form: str) -> dict[str, str]:
     """Return what the chart makes of its own file of values for *form*, as the release ``demo`` in ``prod``."""
-    return render(load(CHART / "ci" / f"{form}-values.yaml"), name="demo", namespace="prod")
+    return _rendered_forms()[form]
+
+
+@cache
+def _rendered_forms() -> dict[str, dict[str, str]]:
+    made = render_all([load(CHART / "ci" / f"{form}-values.yaml") for form in FORMS])
+    return {form: one.get("manifests") or pytest.fail(one["error"]) for form, one in zip(FORMS, made, strict=True)}
 
 
 def render(values: Mapping[str, Any], *, name: str = "demo", namespace: str = "prod") -> dict[str, str]:
@@ -89,21 +94,30 @@ def render(values: Mapping[str, Any], *, name: str = "demo", namespace: str = "p
 
     Skips the test where Helm's library has no wheel.
     """
+    (made,) = render_all([values], name=name, namespace=namespace)
+    if "error" in made:
+        raise ValueError(made["error"])
+    manifests: dict[str, str] = made["manifests"]
+    return manifests
+
+
+def render_all(cases: Sequence[Mapping[str, Any]], *, name: str = "demo", namespace: str = "prod") -> list[Any]:
+    """
+    Return for each of *cases* what the chart makes of these values: ``{"manifests"}``, or the ``{"error"}`` of Helm.
+
+    Skips the test where Helm's library has no wheel.
+    """
     pytest.importorskip("helm_python")
-    case = {"values": values, "name": name, "namespace": namespace}
     done = subprocess.run(
         [sys.executable, str(DEPLOY / "generate.py"), "--render"],
-        input=json.dumps(case),
+        input=json.dumps([{"values": values, "name": name, "namespace": namespace} for values in cases]),
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    made = json.loads(done.stdout)
-    if "error" in made:
-        raise ValueError(made["error"])
-    manifests: dict[str, str] = made["manifests"]
-    return manifests
+    made: list[Any] = json.loads(done.stdout)
+    return made
 
 
 def documents(text: str) -> list[Any]:
@@ -176,7 +190,8 @@ def starts() -> Iterator[Start]:
 def start_of_pod(where: str, manifests: list[Any]) -> Start:
     """Return how the Deployment in *manifests* starts the service, with the settings of the ConfigMap."""
     pod = only(manifests, "Deployment")["spec"]["template"]["spec"]
-    settings = [one["data"]["settings.yaml"] for one in manifests if one["kind"] == "ConfigMap"]
+    data = [one["data"] for one in manifests if one["kind"] == "ConfigMap"]
+    settings = [one["settings.yaml"] for one in data if "settings.yaml" in one]
     return _start_of_container(
         where, service_container(pod), pod["terminationGracePeriodSeconds"], settings[0] if settings else None
     )

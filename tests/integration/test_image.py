@@ -127,9 +127,10 @@ def test_what_is_built(image: Image) -> None:
 
 
 def test_what_is_installed(image: Image) -> None:
-    """The extras, the health check, and no pip; modules are compiled, because nobody may write them later."""
+    """The locked packages, the health check, and no pip; modules are compiled, because nobody may write them later."""
     (packages,) = image.prefix.glob("lib/python3*/site-packages")
 
+    assert ["--require-hashes" in line and "--no-deps" in line for line in image.ran] == [False, True]
     assert not [line for line in image.ran if "compile" in line.lower()]
     assert not [name for stage in IMAGES.values() for name in image_environment(stage) if name.startswith("PIP_")]
     assert (packages / "liquid").is_dir()

@@ -11,8 +11,10 @@ import pytest
 import yaml
 
 from deploy import generate
+from docs import generate as docs_generate
 from tests import deploy_files as files
 from tests.deploy_files import CHART, DEPLOY, FORMS
+from triton_openai.config import options
 
 VALUES: dict[str, Any] = files.load(CHART / "values.yaml")
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -21,9 +23,8 @@ TEMPLATES = {path.name: path.read_text(encoding="utf-8") for path in sorted((CHA
 KUBERNETES = (re.search(r"1\.\d+", files.load(CHART / "Chart.yaml")["kubeVersion"])[0], "latest")  # type: ignore[index]
 # The least that this mode needs.
 SIDECAR = {"mode": "sidecar", "triton": {"modelRepository": {"volume": {"hostPath": {"path": "/models"}}}}}
-RESTRICTED_HEALTH = {"apis": ["metrics", "health"], "header": "admin-key", "value": "v"}
 # Kinds that Kubernetes itself does not know; what pods they have inside is checked as a pod.
-CUSTOM = {"ServiceMonitor", "ServingRuntime", "InferenceService"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "ServingRuntime", "InferenceService"}
 
 
 def valid(manifest: Mapping[str, Any], version: str) -> None:
@@ -119,9 +120,110 @@ def test_parts_fit_together(form: str) -> None:
         assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         known = {port["name"] for port in service["spec"]["ports"]}
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= known
-    for scaler in (one for one in manifests if one["kind"] == "HorizontalPodAutoscaler"):
+    scalers = [one for one in manifests if one["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")]
+    assert ("replicas" not in deployment["spec"]) == (len(scalers) == 1)
+    for scaler in scalers:
         assert deployment["metadata"]["name"] == scaler["spec"]["scaleTargetRef"]["name"]
-        assert "replicas" not in deployment["spec"]
+    ports = {port[key] for port in service["spec"]["ports"] for key in ("name", "port")}
+    for backend in backends(manifests):
+        assert service["metadata"]["name"] == backend["name"]
+        assert backend["port"] in ports
+
+
+def backends(manifests: list[Any]) -> list[dict[str, Any]]:
+    """Return the name and the port of the Services that Ingresses and HTTPRoutes lead to."""
+    found = []
+    for rule in (rule for one in manifests for rule in one.get("spec", {}).get("rules", ())):
+        services = [path["backend"]["service"] for path in rule.get("http", {}).get("paths", ())]
+        found += [{"name": one["name"], "port": one["port"]["name"]} for one in services]
+        found += rule.get("backendRefs", ())
+    return found
+
+
+def test_what_is_off_by_default() -> None:
+    """Without values there are a Deployment, a Service, an account, a disruption budget and the pod of `helm test`."""
+    made = files.render({})
+    kinds = [one["kind"] for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)]
+
+    assert ["Deployment", "Pod", "PodDisruptionBudget", "Service", "ServiceAccount"] == sorted(kinds)
+
+
+def test_the_api_is_opened_to_the_outside() -> None:
+    """By an Ingress or an HTTPRoute, and nothing but the API: not metrics, health or Triton's protocol."""
+    ingress = files.only(files.chart_documents("everything"), "Ingress")["spec"]
+    route = files.only(files.chart_documents("relays"), "HTTPRoute")["spec"]
+
+    assert [{"path": "/v1", "pathType": "Prefix"}] == [
+        {key: path[key] for key in ("path", "pathType")} for rule in ingress["rules"] for path in rule["http"]["paths"]
+    ]
+    assert [[{"path": {"type": "PathPrefix", "value": "/v1"}}]] == [rule["matches"] for rule in route["rules"]]
+    assert 1 == len(backends([{"spec": ingress}])) == len(backends([{"spec": route}]))
+    assert {"request": "0s"} == route["rules"][0]["timeouts"]
+    assert 30900 == files.only(files.chart_documents("relays"), "Service")["spec"]["ports"][0]["nodePort"]
+
+
+def test_alerts_and_dashboard_arrive_as_they_are() -> None:
+    """The operator and Grafana get the files of this repository, with the labels by which they find them."""
+    manifests = files.chart_documents("everything")
+    rule = files.only(manifests, "PrometheusRule")
+    (dashboard,) = [one for one in manifests if one["metadata"]["name"] == "llm-dashboard"]
+    (text,) = dashboard["data"].values()
+
+    assert files.load(DEPLOY / "prometheus/alerts.yaml") == rule["spec"]
+    assert "prometheus" == rule["metadata"]["labels"]["release"]
+    assert json.loads((DEPLOY / "grafana/triton-openai.json").read_text(encoding="utf-8")) == json.loads(text)
+    assert "1" == dashboard["metadata"]["labels"]["grafana_dashboard"]
+
+
+def test_keda_asks_what_its_own_manifest_asks() -> None:
+    """The chart's ScaledObject counts the requests of its own pods, and is as `deploy/kubernetes/keda.yaml`."""
+    scaler = files.only(files.chart_documents("relays"), "ScaledObject")["spec"]
+    plain = files.load(DEPLOY / "kubernetes/keda.yaml")["spec"]
+    own = 'namespace="prod",pod=~"demo-triton-openai-[^-]+-[^-]+"'
+    requests, cpu = scaler["triggers"]
+
+    assert 2 == requests["metadata"]["query"].count(own)
+    assert plain["triggers"][0]["metadata"]["query"] == requests["metadata"]["query"].replace(
+        own, 'namespace="default"'
+    )
+    assert scaler.keys() == plain.keys()
+    assert plain["advanced"] == scaler["advanced"]
+    assert {"authModes": "bearer"}.items() <= requests["metadata"].items()
+    assert {"name": "prometheus"} == requests["authenticationRef"]
+    assert {"containerName": "triton-openai", "value": "80"} == cpu["metadata"]
+
+
+def test_common_labels() -> None:
+    """Every object and pod has them, and no selector, because selectors cannot change."""
+    manifests = files.chart_documents("everything")
+    deployment = files.only(manifests, "Deployment")["spec"]
+    label = {"example.com/cost-center": "inference"}
+
+    for labels in (*(one["metadata"]["labels"] for one in manifests), deployment["template"]["metadata"]["labels"]):
+        assert label.items() <= labels.items()
+    assert not label.items() <= deployment["selector"]["matchLabels"].items()
+    assert {"team": "llm"}.items() <= deployment["template"]["metadata"]["labels"].items()
+
+
+def test_containers_around_the_service() -> None:
+    """Init containers run before Triton, for which they may fetch models; further containers run beside the service."""
+    pod = files.only(files.chart_documents("everything"), "Deployment")["spec"]["template"]["spec"]
+
+    assert ["prepare", "triton"] == [one["name"] for one in pod["initContainers"]]
+    assert ["triton-openai", "proxy"] == [one["name"] for one in pod["containers"]]
+
+
+def test_models_from_an_object_store() -> None:
+    """Triton reads the bucket itself; there is no volume, and the service looks for no files."""
+    made = files.render({"mode": "sidecar", "triton": {"modelRepository": {"url": "s3://models/production"}}})
+    (deployment,) = files.documents(made["templates/deployment.yaml"])
+    pod = deployment["spec"]["template"]["spec"]
+    (triton,), service = pod["initContainers"], files.service_container(pod)
+
+    assert "--model-repository=s3://models/production" in triton["args"]
+    mounts = [mount["name"] for container in (triton, service) for mount in container["volumeMounts"]]
+    assert "models" not in {*mounts, *(volume["name"] for volume in pod["volumes"])}
+    assert "TRITON_OPENAI_TRITON_REPOSITORY" not in {one["name"] for one in service["env"]}
 
 
 def test_triton_is_reached_through_the_service_alone() -> None:
@@ -226,11 +328,41 @@ def test_triton_ends_after_the_service() -> None:
 
 
 def test_every_template_is_used() -> None:
-    """The file of values with everything makes something of each template."""
-    made = files.rendered("everything")
+    """The files of values together make something of each template."""
+    made = {path.rpartition("/")[2] for form in FORMS for path, text in files.rendered(form).items() if text.strip()}
 
-    assert set(TEMPLATES) - {"_helpers.tpl"} == {path.rpartition("/")[2] for path in made}
-    assert all(text.strip() for text in made.values())
+    assert {name for name in TEMPLATES if not name.startswith("_")} == made
+
+
+def test_the_schema_of_settings_is_current() -> None:
+    """It follows from the types of the settings: `python docs/generate.py` writes it."""
+    text = docs_generate.VALUES_SCHEMA.read_text(encoding="utf-8")
+
+    assert docs_generate.values_schema(text) == text
+
+
+def test_the_schema_takes_what_the_service_takes() -> None:
+    """It has every setting of the reference; one text may stand for a list of texts, as in the service's own file."""
+    model = {
+        "aliases": "gpt-4o-mini",
+        "loras": ["a", {"name": "b", "task_id": 3, "path": "/b"}],
+        "default_parameters": {"temperature": 0, "stop": ["x"]},
+    }
+    settings = {
+        "server": {"workers": 2},
+        "triton": {"request_timeout": 60, "load_model": "*"},
+        "triton_access": {"headers": ["x-tenant: a"]},
+        "access": {"cors_allow_origin": "https://chat.example.com"},
+        "models": {"m": model},
+    }
+    files.render({"settings": settings})
+    types = SCHEMA["definitions"]
+    groups = {name: made.get("$ref", "").rpartition("/")[2] for name, made in types["Settings"]["properties"].items()}
+    described = {(group, name) for group, kind in groups.items() if kind for name in types[kind]["properties"]}
+
+    assert {option.path for option in options() if option.section != "models"} == described - {
+        ("defaults", "default_parameters")
+    }
 
 
 def _keys(values: Mapping[str, Any], at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
@@ -279,32 +411,48 @@ def test_the_schema_has_every_value() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "values, complaint",
-    [
-        ({"replicas": 3}, "replicas"),
-        ({"mode": "daemon"}, "mode"),
-        ({"mode": "sidecar"}, "volume"),
-        ({"triton": {"urls": ["triton:8000"]}}, "urls"),
-        ({"image": {"digest": "latest"}}, "digest"),
-        ({"autoscaling": {"enabled": True, "requestsInFlight": None}}, "requestsInFlight"),
-        ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
-        ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
-        ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
-        # Probes would fail for ever, and the pod be restarted each time.
-        ({"settings": {"access": {"openai_restricted_api": [RESTRICTED_HEALTH]}}}, "health"),
-        ({"settings": {"tls": {"certificate": "/etc/tls/tls.crt"}}}, "tls.existingSecret"),
-        # Prometheus would be turned away for ever.
-        ({"serviceMonitor": {"enabled": True}, "settings": {"access": {"api_key": ["k"]}}}, "endpoint.authorization"),
-        ({"serviceMonitor": {"enabled": True}, "apiKeys": {"existingSecret": "keys"}}, "endpoint.authorization"),
-        ({"serviceMonitor": {"enabled": True}, "tls": {"existingSecret": "tls"}}, "endpoint.tlsConfig"),
-        ({**SIDECAR, "serviceMonitor": {"enabled": True}, "networkPolicy": {"enabled": True}}, "tritonMetricsClients"),
-    ],
-)
-def test_wrong_values_are_refused(values: dict[str, Any], complaint: str) -> None:
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"replicas": 3}, "replicas"),
+    ({"mode": "daemon"}, "mode"),
+    ({"mode": "sidecar"}, "volume"),
+    ({"triton": {"urls": ["triton:8000"]}}, "urls"),
+    ({"image": {"digest": "latest"}}, "digest"),
+    ({"autoscaling": {"enabled": True, "requestsInFlight": None}}, "requestsInFlight"),
+    ({"tls": {"clientCertificates": True}}, "tls.existingSecret"),
+    ({"tracing": {"otlpEndpoint": "collector:4317"}}, "otlpEndpoint"),
+    ({"podDisruptionBudget": {"maxUnavailable": "half"}}, "maxUnavailable"),
+    ({"mode": "sidecar", "triton": {"modelRepository": {"url": "http://models"}}}, "url"),
+    ({"service": {"nodePort": 30900}}, "service.nodePort needs service.type"),
+    ({"ingress": {"enabled": True}}, "ingress needs hosts"),
+    ({"httpRoute": {"enabled": True}}, "parentRefs"),
+    ({"commonLabels": {"app.kubernetes.io/name": "x"}}, "app.kubernetes.io/name"),
+    # Settings that do not exist, and those that the chart sets.
+    ({"settings": {"sever": {"workers": 2}}}, "sever"),
+    ({"settings": {"server": {"workers": "two"}}}, "/settings/server/workers"),
+    ({"settings": {"models": {"m": {"tokeniser": "x"}}}}, "/settings/models/m.*tokeniser"),
+    ({"settings": {"server": {"port": 80}}}, "settings.server.port is not accepted"),
+    ({"settings": {"triton": {"url": "http://triton:8000"}}}, "set triton.urls"),
+    # The probes would not use HTTPS.
+    ({"settings": {"tls": {"certificate": "/etc/tls/tls.crt"}}}, "tls.existingSecret"),
+    # A ConfigMap is no place for secrets.
+    ({"settings": {"access": {"api_key": ["k"]}}}, "the Secret that apiKeys.existingSecret names"),
+    ({"settings": {"access": {"openai_restricted_api": []}}}, "from a Secret in extraEnvFrom"),
+    ({"settings": {"triton_access": {"headers": "Authorization: Bearer t"}}}, "a Secret in triton.token"),
+    # Prometheus would be turned away for ever.
+    ({"serviceMonitor": {"enabled": True}, "apiKeys": {"existingSecret": "keys"}}, "endpoint.authorization"),
+    ({"serviceMonitor": {"enabled": True}, "tls": {"existingSecret": "tls"}}, "endpoint.tlsConfig"),
+    ({**SIDECAR, "serviceMonitor": {"enabled": True}, "networkPolicy": {"enabled": True}}, "tritonMetricsClients"),
+]
+
+
+def test_wrong_values_are_refused() -> None:
     """They are named, instead of making manifests that do something else."""
-    with pytest.raises(ValueError, match=complaint):
-        files.render(values)
+    answers = files.render_all([values for values, _ in WRONG])
+    said = [one.get("error", "rendered") for one in answers]
+
+    assert [] == [
+        (complaint, error) for (_, complaint), error in zip(WRONG, said, strict=True) if not re.search(complaint, error)
+    ]
 
 
 def test_notes_say_who_can_reach_it() -> None:

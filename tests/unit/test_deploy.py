@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import configparser
 import json
 import re
 import shutil
@@ -20,6 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests import deploy_files as files
 from tests.deploy_files import DEPLOY, ROOT, Start
@@ -35,7 +38,8 @@ STARTS = {start.where: start for start in files.starts()}
 TEXTS = {
     path.relative_to(DEPLOY).as_posix(): path.read_text(encoding="utf-8")
     for path in sorted(DEPLOY.rglob("*"))
-    if path.is_file() and "__pycache__" not in path.parts
+    # A link is read as the file that it leads to.
+    if path.is_file() and not path.is_symlink() and "__pycache__" not in path.parts
 }
 HEALTH_CHECK = ["/opt/triton-openai/bin/python", "/opt/triton-openai/healthcheck.py"]
 # What Triton answers, and what the programs around it listen on.
@@ -148,6 +152,7 @@ def test_flags_that_are_named() -> None:
         ),
         *("--from", "--install", "--mount", "--chown", "--port-forward"),
         *("--no-cache-dir", "--no-deps", "--wheel-dir", "--without-pip", "--python", "--now"),
+        *("--require-hashes", "--requirement", "--hash", "--strict"),
         *("--interval", "--timeout", "--start-period", "--gid", "--uid", "--system", "--no-create-home"),
         *("--config.file", "--storage.tsdb.path", "--fail", "--silent", "--output", "--url"),
         *files.triton_flags(),
@@ -302,6 +307,25 @@ def test_the_image_is_made_of_what_is_there() -> None:
         (check_command,) = files.of_stage(stage, "HEALTHCHECK")
         assert HEALTH_CHECK == json.loads(check_command.partition(" CMD ")[2])
         assert [str(Settings().server.port)] == files.of_stage(stage, "EXPOSE")
+
+
+def test_the_lock_file_fits() -> None:
+    """It pins what the service and the image's extras need, with hashes, and names no place to get it from."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    lines = [*config["options"]["install_requires"].splitlines(), *extras["liquid"].splitlines()]
+    needed = [Requirement(line) for line in [*lines, *extras["otlp"].splitlines()] if line]
+    text = TEXTS["requirements.lock"]
+    pins = [Requirement(line.partition("\\")[0]) for line in text.splitlines() if re.match(r"\w", line)]
+
+    assert "://" not in text
+    assert len(pins) == len(re.findall(r"^\w.*\\\n    --hash=sha256:[0-9a-f]{64}", text, re.MULTILINE))
+    for one in needed:
+        versions = [pin.specifier for pin in pins if canonicalize_name(pin.name) == canonicalize_name(one.name)]
+        assert versions, one
+        for version in versions:
+            assert one.specifier.contains(str(version).removeprefix("==")), f"{one}: make lock"
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:

@@ -35,7 +35,16 @@ FOREIGN = {
     "docs/guides/deployment.md": {
         *("--build", "--build-arg", "--cap-drop", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--target"),
         *("--stop-timeout", "--tmpfs", "--create-namespace", "--namespace", "--set", "--values"),
-        *("--from-file", "--from-literal"),
+        *(
+            "--from-file",
+            "--from-literal",
+            "--format",
+            "--include",
+            "--network",
+            "--require-hashes",
+            "--strict",
+            "--variant",
+        ),
     },
     "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams"},
     "docs/explanation/reliability.md": {"--clients", "--seconds", "--seed"},

@@ -1,0 +1,48 @@
+{{/* What the schema cannot say, or not in words that help. */}}
+{{- define "triton-openai.checkValues" -}}
+{{- $secret := "settings are in a ConfigMap, which is no place for secrets" }}
+{{- $elsewhere := dict
+  "access.api_key" (printf "%s: put the keys into the Secret that apiKeys.existingSecret names" $secret)
+  "access.openai_restricted_api" (printf "%s: set TRITON_OPENAI_OPENAI_RESTRICTED_API from a Secret in extraEnvFrom" $secret)
+  "server.enable_kserve_frontends" "the Service would lack its ports: set kserve.enabled"
+  "server.host" "the chart sets it"
+  "server.log_format" "set logFormat"
+  "server.port" "the chart sets it; the port of the Service is service.port"
+  "server.shutdown_delay" "set shutdown.noticeSeconds"
+  "server.shutdown_grace" "set shutdown.graceSeconds"
+  "tls.certificate" "the probes would not use HTTPS: set tls.existingSecret"
+  "triton.model_repository" "set mode to sidecar, and triton.modelRepository"
+  "triton.url" "set triton.urls"
+}}
+{{- range $path, $instead := $elsewhere }}
+{{- $keys := splitList "." $path }}
+{{- if hasKey (default dict (get $.Values.settings (first $keys))) (last $keys) }}
+{{- fail (printf "settings.%s is not accepted: %s." $path $instead) }}
+{{- end }}
+{{- end }}
+{{- $headers := get (default dict (get .Values.settings "triton_access")) "headers" }}
+{{- range kindIs "string" $headers | ternary (list $headers) $headers }}
+{{- if regexMatch "(?i)^(proxy-)?authorization *:" . }}
+{{- fail (printf "settings.triton_access.headers is not accepted with credentials: %s: name a Secret in triton.token." $secret) }}
+{{- end }}
+{{- end }}
+{{- with .Values.triton.modelRepository }}
+{{- if and (include "triton-openai.sidecar" $) (eq (empty .volume) (empty .url)) }}
+{{- fail "mode sidecar needs either triton.modelRepository.volume or triton.modelRepository.url." }}
+{{- end }}
+{{- end }}
+{{- with .Values.autoscaling }}
+{{- if and .enabled (not (or .requestsInFlight .cpuUtilization)) }}
+{{- fail "autoscaling needs requestsInFlight or cpuUtilization." }}
+{{- end }}
+{{- end }}
+{{- if and .Values.service.nodePort (eq .Values.service.type "ClusterIP") }}
+{{- fail "service.nodePort needs service.type NodePort or LoadBalancer." }}
+{{- end }}
+{{- if and .Values.ingress.enabled (not .Values.ingress.hosts) }}
+{{- fail "ingress needs hosts." }}
+{{- end }}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) }}
+{{- fail "httpRoute needs parentRefs: the Gateway that it belongs to." }}
+{{- end }}
+{{- end }}
