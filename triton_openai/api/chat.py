@@ -41,6 +41,7 @@ from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, 
 from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
 from triton_openai.parsers.answer_parser import AnswerParser, ForcedCall, HeldCalls
 from triton_openai.parsers.choose import Parsers
@@ -107,36 +108,54 @@ class Turn(msgspec.Struct, frozen=True):
     parsers: Sequence[AnswerParser | None]
 
 
-async def prepare(context: RequestContext[ChatRequest], task_id: str) -> Turn:
-    """
-    Return the turn that answers the chat of *context*; *task_id* is the id of the answer.
-
-    Raises :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
-    """
-    service, model, body, observation = context.service, context.model, context.body, context.observation
-    plan = plan_tools(
+def plan_of(body: ChatRequest) -> ToolPlan:
+    """Return how the tools of *body* are used. Raises :class:`InvalidRequest`."""
+    return plan_tools(
         tools=body.tools,
         tool_choice=body.tool_choice,
         functions=body.functions,
         function_call=body.function_call,
         parallel=body.parallel_tool_calls,
     )
-    parsers = await model.parsers()
-    task = await _task(context, task_id, plan, parsers)
+
+
+async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tuple[str, Sequence[ImageReference]]:
+    """
+    Return the prompt of a chat, and its images, not loaded yet.
+
+    Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model that cannot chat.
+    """
+    service, model, body = context.service, context.model, context.body
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
+    prompt = await rendered_chat(
+        model,
+        body,
+        body.messages,
+        tools=plan.prompt,
+        images=pictures,
+        reasoning_effort=body.reasoning_effort,
+        trust_template=service.settings.api.trust_request_chat_template,
+    )
+    return await as_sent(model, prompt), pictures
+
+
+async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting: bool = False) -> Turn:
+    """
+    Return the turn that answers the chat of *context*; *task_id* is the id of the answer.
+
+    With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
+    :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
+    """
+    service, body, observation = context.service, context.body, context.observation
+    plan = plan_of(body)
+    parsers = await context.model.parsers()
+    task = await _task(context, task_id, plan, parsers)
+    if fitting and not task.open_ended:
+        task = msgspec.structs.replace(task, open_ended=True, most=task.sampling.max_tokens)
     with observation.stage("render prompt"):
-        prompt = await rendered_chat(
-            model,
-            body,
-            body.messages,
-            tools=plan.prompt,
-            images=pictures,
-            reasoning_effort=body.reasoning_effort,
-            trust_template=service.settings.api.trust_request_chat_template,
-        )
-        prompt = await as_sent(model, prompt)
+        prompt, pictures = await prompt_of(context, plan)
     if pictures:
         with observation.stage("load images"):
             task = msgspec.structs.replace(task, images=await service.images.load(pictures))

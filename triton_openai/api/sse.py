@@ -43,9 +43,42 @@ _HEADERS = {
 }
 
 
-class Chunks(ABC):
+def event(name: str, data: bytes) -> bytes:
+    """Return an event with a *name*, and the JSON *data*."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+class Events(ABC):
+    """Renders the events of one stream, with a choice for each run. Each method returns whole events, or nothing."""
+
+    @abstractmethod
+    def opening(self) -> bytes:
+        """Return the events that open all choices, in order."""
+
+    @abstractmethod
+    def piece(self, choice: int, delta: Delta) -> bytes:
+        """Return the events for *delta*."""
+
+    @abstractmethod
+    def last(self, choice: int) -> bytes:
+        """Return the events that end a choice."""
+
+    @abstractmethod
+    def closing(self) -> bytes:
+        """Return the events that end the stream."""
+
+    def keep_alive(self) -> bytes:
+        """Return what is sent while there is nothing to send, also before the first text."""
+        return _HEARTBEAT
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the events that end a stream that went wrong."""
+        return _FIELD + error.envelope() + _END
+
+
+class Chunks(Events):
     """
-    Renders the events of one stream, with a choice for each of *runs*. Each method returns whole events, or nothing.
+    Renders OpenAI's chunks, with a choice for each of *runs*.
 
     The parts that all chunks share are encoded once. *n* is the number of choices of each prompt. The fingerprint is in
     the chunk with the usage if there is one, else in the last chunk of each choice, as in vLLM's server.
@@ -76,14 +109,6 @@ class Chunks(ABC):
     @abstractmethod
     def first(self, choice: int) -> bytes:
         """Return the events that open a choice."""
-
-    @abstractmethod
-    def piece(self, choice: int, delta: Delta) -> bytes:
-        """Return the events for *delta*."""
-
-    @abstractmethod
-    def last(self, choice: int) -> bytes:
-        """Return the events that end a choice."""
 
     def opening(self) -> bytes:
         """Return the events that open all choices, in order: the official client takes the first chunk for choice 0."""
@@ -117,10 +142,11 @@ class EventStream:
     :meth:`push` renders and writes deltas in the same turn of the event loop in which they arrive. It does not wake the
     task, which waits in :meth:`relay` until a run ends or the client reads too slowly. The status line is written with
     the first text, or after *heartbeat* seconds; until then an error becomes a JSON answer with its own status. While
-    nothing else is sent, a comment goes out every *heartbeat* seconds. If the client does not read, the runs pause.
+    nothing else is sent, what keeps the connection alive goes out every *heartbeat* seconds. If the client does not
+    read, the runs pause.
     """
 
-    def __init__(self, request: web.Request, runs: Sequence[Run], chunks: Chunks, *, heartbeat: float) -> None:
+    def __init__(self, request: web.Request, runs: Sequence[Run], chunks: Events, *, heartbeat: float) -> None:
         self.response = web.StreamResponse(headers=_HEADERS)
         #: Whether the last event, the end or an error, was written.
         self.complete = False
@@ -177,7 +203,7 @@ class EventStream:
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
         events = b"" if self._flowing or not self._pending else await self._begin(answered=True)
-        await self._finish(events + _FIELD + error.envelope() + _END)
+        await self._finish(events + self._chunks.failed(error))
 
     def close(self) -> None:
         """Stop the runs and the heartbeat."""
@@ -190,7 +216,7 @@ class EventStream:
         return self.response.prepared or bool(self._pending)
 
     async def _begin(self, *, answered: bool) -> bytes:
-        """Write the status line. Return the first events, or a comment if there are none and no run is *answered*."""
+        """Write the status line. Return the first events; a sign of life if there are none and no run is *answered*."""
         if not self.response.prepared:
             if self._chunked:
                 # HTTP/1.0, which older proxies speak to their upstreams, ends the body with the connection.
@@ -198,7 +224,7 @@ class EventStream:
             await self.response.prepare(self._request)
         self._transport = self._request.transport
         if not answered and not self._pending:
-            return _HEARTBEAT
+            return self._chunks.keep_alive()
         self._flowing = True
         pending, self._pending = self._pending, []
         return self._chunks.opening() + b"".join(pending)
@@ -232,13 +258,13 @@ class EventStream:
             if self._transport is None:
                 self._answers.wake()
             elif not self._paused:
-                # No comments pile up for a client that does not read.
-                self._write(_HEARTBEAT)
+                # Nothing piles up for a client that does not read.
+                self._write(self._chunks.keep_alive())
         self._timer = asyncio.get_running_loop().call_later(left, self._check)
 
 
 async def stream(
-    request: web.Request, runs: Sequence[Run], chunks: Chunks, *, heartbeat: float, timeout: float | None
+    request: web.Request, runs: Sequence[Run], chunks: Events, *, heartbeat: float, timeout: float | None
 ) -> web.StreamResponse:
     """
     Stream *runs* to the client, for *timeout* seconds at most.
