@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -20,10 +21,13 @@ from triton_openai.adapters import trtllm, trtllm_ensemble, trtllm_llmapi, vllm
 from triton_openai.adapters._common.base import BoundParameter, Parameter, Rule
 from triton_openai.api import chat, completions
 from triton_openai.api.parameters import SamplingRequest, neutral_values
+from triton_openai.api.routes import OPERATIONS, prose
+from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES
 from triton_openai.config import Option, Settings, options
 from triton_openai.config.options import bare_type
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
+from triton_openai.telemetry import tracing
 from triton_openai.telemetry.exposition import CACHE_USAGE, LOOKED_UP, RENAMED, RENAMED_LABELS
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
@@ -209,6 +213,104 @@ def _source(name: str, only: Mapping[str, str]) -> str:
     return f"`{name}{{{chosen}}}`" if chosen else f"`{name}`"
 
 
+def endpoints() -> str:
+    """Return the table of all endpoints."""
+    rows = []
+    for operation in OPERATIONS:
+        first, *others = (f"`{re.sub(r':[^}]+', '', route)}`" for route in operation.routes)
+        text = prose(operation.handler.__doc__).partition("\n")[0]
+        rows.append([first, ", ".join(others), f"`{operation.group}`", text])
+    return "\n".join(_table(["Endpoint", "Also", "Group", "What it does"], rows))
+
+
+#: What each attribute of the service's spans means; a test fails when one is missing here.
+_ATTRIBUTES = {
+    "http.request.method": "The HTTP method.",
+    "url.path": "The path, cut and with keys masked.",
+    "url.scheme": "`http` or `https`.",
+    "http.route": "The route, such as `/v1/models/{model}`.",
+    "http.response.status_code": "The status; missing when the client left.",
+    "network.protocol.version": "The version of HTTP.",
+    "network.protocol.name": "`http` or `grpc`.",
+    "server.address": "The host that the client named; on a call, Triton's host.",
+    "server.port": "Its port.",
+    "user_agent.original": "The `User-Agent` header.",
+    "error.type": "The [error code](errors.md), or `cancelled` when the client left.",
+    "gen_ai.operation.name": "`chat`, `text_completion`, `embeddings`, `rerank` or `score`.",
+    "gen_ai.provider.name": "`triton`.",
+    "gen_ai.request.model": "The model name that the client sent.",
+    "gen_ai.request.stream": "True for a stream.",
+    "gen_ai.request.temperature": "As the client sent it.",
+    "gen_ai.request.top_p": "As the client sent it.",
+    "gen_ai.request.top_k": "As the client sent it.",
+    "gen_ai.request.frequency_penalty": "As the client sent it.",
+    "gen_ai.request.presence_penalty": "As the client sent it.",
+    "gen_ai.request.seed": "As the client sent it.",
+    "gen_ai.request.max_tokens": "As the client sent it.",
+    "gen_ai.request.stop_sequences": "The stop strings, each cut to 256 characters.",
+    "gen_ai.request.choice.count": "`n`, when it is not 1.",
+    "gen_ai.request.encoding_formats": "`encoding_format` of embeddings.",
+    "gen_ai.embeddings.dimension.count": "`dimensions` of embeddings.",
+    "gen_ai.output.type": "`text` or `json`, from `response_format`.",
+    "gen_ai.response.id": "The id of the answer.",
+    "gen_ai.response.model": "The Triton model or LoRA adapter behind the name.",
+    "gen_ai.response.finish_reasons": "One finish reason for each choice.",
+    "gen_ai.response.time_to_first_chunk": "Seconds to the first token of a stream.",
+    "gen_ai.usage.input_tokens": "Tokens of the prompt.",
+    "gen_ai.usage.output_tokens": "Tokens of the answer.",
+    "gen_ai.usage.cache_read.input_tokens": "Prompt tokens read from the engine's cache.",
+    "gen_ai.usage.reasoning.output_tokens": "Tokens of the reasoning.",
+    "gen_ai.input.messages": "The messages as JSON; only with `traces.content`.",
+    "gen_ai.output.messages": "The answers as JSON; only with `traces.content`.",
+    "triton.model_name": "The Triton model, as in Triton's own spans.",
+    "triton.request_id": "Triton's id for the request, as in Triton's own spans.",
+    "triton_openai.adapter": "The adapter that serves the model.",
+    "triton_openai.client_left": "True when the client left before the end.",
+    "triton_openai.lora": "The LoRA adapter of the call.",
+    "triton_openai.queued_seconds": "Seconds in this service's queue.",
+    "triton_openai.request_id": "The request's `x-request-id`.",
+}
+_SERVER_ADDRESS = ["server.address", "server.port"]
+#: The functions that make the attributes of each kind of span.
+_SPANS: Mapping[str, Sequence[Callable[..., Any]]] = {
+    "server": (
+        tracing.head_attributes, tracing.request_attributes, tracing.response_attributes, tracing.content_attributes,
+    ),
+    "call": (tracing.call_attributes,),
+}  # fmt: skip
+
+
+def spans() -> str:
+    """Return the table of the attributes of all spans, from the functions that make them."""
+    rows = []
+    for span, functions in _SPANS.items():
+        names = [name for function in functions for name in _attribute_names(function)]
+        if span == "call":
+            names.append("error.type")
+        if unknown := set(names) - _ATTRIBUTES.keys():
+            raise ValueError(f"describe these attributes in {__file__}: {sorted(unknown)}")
+        rows += [[f"`{name}`", span, _ATTRIBUTES[name]] for name in sorted(dict.fromkeys(names))]
+    return "\n".join(_table(["Attribute", "Span", "Meaning"], rows))
+
+
+def _attribute_names(function: Callable[..., Any]) -> Iterable[str]:
+    source = inspect.getsource(function)
+    if "_server(" in source:
+        yield from _SERVER_ADDRESS
+    if 'f"gen_ai.request.{name}"' in source:
+        yield from (f"gen_ai.request.{name}" for name in tracing._NUMBERS)
+    yield from re.findall(r'(?<!f)"([a-z_]+(?:\.[a-z_]+)+)":', source)
+
+
+def flags_of(server: str) -> str:
+    """Return the table of the flags and variables of another *server*."""
+    rows = [[f"`{theirs}`", f"`{ours}`; the other name works too"] for theirs, (ours, _) in ALIASES[server].items()]
+    rows += [[f"`{theirs}`", advice] for theirs, advice in REFUSED[server].items()]
+    if server == "openai_trtllm":
+        rows += [[f"`{variable}`", f"as `{flag}`"] for variable, flag in VARIABLES.items()]
+    return "\n".join(_table(["There", "Here"], rows))
+
+
 def _below(kind: type[ServiceError]) -> Iterable[type[ServiceError]]:
     for error in kind.__subclasses__():
         yield error
@@ -273,10 +375,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 #: What is generated, by the document and the name of the part.
 PARTS: Mapping[str, Mapping[str, Callable[[], str]]] = {
-    "README.md": {"parameters": parameters, "errors": errors},
-    "docs/reference/settings.md": {"settings": settings},
-    "docs/guides/scaling-out.md": {"live": live},
-    "docs/guides/observability.md": {"metrics": metrics, "vllm metrics": vllm_metrics},
+    "docs/guides/migrating.md": {f"flags of {server}": partial(flags_of, server) for server in ALIASES},
+    "docs/reference/endpoints.md": {"endpoints": endpoints},
+    "docs/reference/errors.md": {"errors": errors},
+    "docs/reference/metrics.md": {"metrics": metrics, "vllm metrics": vllm_metrics},
+    "docs/reference/parameters.md": {"parameters": parameters},
+    "docs/reference/settings.md": {"settings": settings, "live": live},
+    "docs/reference/spans.md": {"spans": spans},
 }
 
 

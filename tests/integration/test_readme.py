@@ -1,4 +1,4 @@
-"""What the README tells people to type does what it says, against a real Triton."""
+"""What the README, the tutorials and the examples tell people to type does what it says, against a real Triton."""
 
 from __future__ import annotations
 
@@ -15,134 +15,147 @@ import pytest
 
 from tests.clients.service import Service, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.cli.inspect import inspect_models, render
-from triton_openai.config import Settings, TritonSettings
-from triton_openai.demo.repository import build_repository
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = (
-    "README.md",
-    "docs/guides/chat-templates.md",
-    "docs/reference/settings.md",
-    "docs/guides/troubleshooting.md",
-)
+FIXTURES = ROOT / "tests/fixtures"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: A model on the hub, which stands for the tokenizer of the demo's models here.
 HUB_NAME = "meta-llama/Llama-3.1-8B-Instruct"
 
 
-def blocks(*languages: str) -> list[str]:
-    """Return the fenced blocks of these languages."""
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS]
-    return [body for text in texts for language, body in BLOCK.findall(text) if language in languages]
+def blocks(document: str, language: str) -> list[str]:
+    """Return the fenced blocks of a language."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return [body for kind, body in BLOCK.findall(text) if kind == language]
 
 
-CURL = [block for block in blocks("sh") if block.startswith("curl")]
-COMMANDS = [line for block in blocks("sh") if block not in CURL for line in block.splitlines()]
+PYTHON = {
+    f"{Path(name).stem} {number}": block
+    for name in (
+        "README.md",
+        "docs/tutorials/first-steps.md",
+        "docs/tutorials/langchain.md",
+        "docs/guides/tools-and-reasoning.md",
+    )
+    for number, block in enumerate(blocks(name, "python"))
+}
+SHELL = [
+    line
+    for name in ("README.md", "docs/guides/chat-templates.md", "docs/guides/keys-and-limits.md")
+    for block in blocks(name, "sh")
+    for line in re.sub(r"\\\n\s*", "", block).splitlines()
+]
+CURL = [
+    block
+    for name in ("README.md", "docs/tutorials/first-steps.md", "docs/reference/endpoints.md")
+    for block in blocks(name, "sh")
+    if block.startswith("curl")
+]
 
 
 @pytest.fixture(scope="module")
 def service(triton: TestTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service that the examples ask."""
-    folder = tmp_path_factory.mktemp("service")
-    with serving(folder, "--triton-url", triton.http_url, "--tokenizer", str(triton.tokenizer)) as running:
+    """The service that the examples ask; its models answer as those of the demo would."""
+    options = ("--tokenizer", str(triton.tokenizer), "--chat-template", str(FIXTURES / "examples.jinja"))
+    with serving(tmp_path_factory.mktemp("service"), "--triton-url", triton.http_url, *options) as running:
         yield running
         assert [] == running.complaints()
 
 
-def test_every_block_is_of_a_known_kind() -> None:
-    """There is no block in the README that no test here looks at."""
-    kinds = {language for language, _ in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))}
+def test_python(service: Service) -> None:
+    """Each example in Python runs as it stands and prints an answer."""
+    # One process for all: most of their time is that of imports.
+    code = "\n".join(f"print({name!r})\nexec({block!r}, {{'__name__': '__main__'}})" for name, block in PYTHON.items())
+    printed = python("-W", "error", "-c", code.replace("http://localhost:9000", service.address))
+    answers = re.split("|".join(map(re.escape, PYTHON)), printed)[1:]
 
-    assert {"sh", "python", "text"} == kinds
-    assert 2 == len(CURL)
-
-
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.split()[1])
-def test_python(service: Service, block: str) -> None:
-    """An example in Python runs as it stands and prints an answer."""
-    code = block.replace("http://localhost:9000", service.address)
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100, check=False
-    )
-
-    assert (0, "") == (result.returncode, result.stderr)
-    assert ("stand-in" in result.stdout) == ("chat" in block)
-    if "embeddings" in block:
-        assert "64" == result.stdout.split()[-1]
+    assert len(PYTHON) == len(answers) > 10
+    for name, answer in zip(PYTHON, answers, strict=True):
+        assert re.search("Paris|France|vectors of 64", answer), name
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-@pytest.mark.parametrize("block", CURL)
-def test_curl(service: Service, block: str) -> None:
+def test_the_example_with_langchain(service: Service) -> None:
+    """The program runs from its first to its last step."""
+    printed = python("-W", "error", "examples/langchain/chat.py", "--base-url", service.base_url)
+
+    assert "structured output: country='France' city='Paris'\n" in printed
+    assert "tool call: get_weather {'city': 'Paris'} -> It is sunny in Paris.\n" in printed
+    assert ["invoke", "stream", "structured output", "tool call", "search"] == re.findall(r"^([a-z ]+):", printed, re.M)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(service: Service) -> None:
     """An example with curl runs as it stands and prints an answer."""
-    command = block.replace("http://localhost:9000", service.address).replace("curl ", "curl -sS --fail -m 60 ", 1)
-    result = subprocess.run(["/bin/sh", "-ec", command], capture_output=True, text=True, timeout=100, check=False)
-
-    assert (0, "") == (result.returncode, result.stderr)
-    assert ('"relevance_score":' if "/rerank" in block else '"object":"chat.completion"') in result.stdout
-
-
-async def test_the_sample_of_inspect(triton: TestTriton) -> None:
-    """It is what the command prints for the demo's ensemble, but for the folder of the tokenizer."""
-    (sample,) = blocks("text")
-    reports = await inspect_models(Settings(triton=TritonSettings(url=(triton.http_url,))))
-    printed = render([report for report in reports if report.name == "ensemble"])
-
-    assert printed.replace(str(triton.tokenizer), "/models/tokenizer").startswith(sample.rstrip())
+    for block in CURL:
+        command = block.replace("http://localhost:9000", service.address).replace("curl ", "curl -sS --fail -m 60 ", 1)
+        printed = run(["/bin/sh", "-ec", command])
+        assert ('"relevance_score":' if "/rerank" in block else '"object":') in printed
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("triton-openai serve")])
 def test_commands(triton: TestTriton, tmp_path: Path, line: str) -> None:
-    """A command in the README is one that works; hosts, folders and hub names stand for those of the reader."""
-    program, *arguments = shlex.split(line)
-    if program in ("make", "pip"):
-        assert line in ("make demo", "pip install .")
-        # `make demo` is this in an environment that it has made; what pip makes is tests/integration/test_wheel.py's.
-        if program == "make":
-            assert "triton-openai demo" in (ROOT / "Makefile").read_text()
-            assert "stand-in" in run("demo", "--once", "--port", "0")
-        return
-    assert "triton-openai" == program
-    repository = "/models"
-    if repository in arguments:
-        repository = str(build_repository(tmp_path / "repository", models=["text_embedding"]).path)
-    replaced = {
-        "http://triton:8000": triton.http_url,
-        "grpc://triton:8001": triton.grpc_url,
-        HUB_NAME: str(triton.tokenizer),
-        "/models": repository,
-    }
+    """A command works; hosts, folders and hub names stand for those of the reader."""
+    replaced = {"http://triton:8000": triton.http_url, HUB_NAME: str(triton.tokenizer)}
+    arguments = shlex.split(line)[2:]
     for name, value in replaced.items():
         arguments = [argument.replace(name, value) for argument in arguments]
-    command, *options = arguments
-    if command == "inspect":
-        assert "  adapter  " in run(command, *options)
-        return
-    assert "serve" == command
-    with serving(tmp_path, *options) as running:
-        assert 200 == running.status("/health/ready")
-        key = options[options.index("--api-key") + 1].partition(":")[2] if "--api-key" in options else None
-        listing = running.send("GET", "/v1/models", headers={"api-key": key} if key else {})
-        listed = {model["id"] for model in listing.json["data"]}
+    with serving(tmp_path, *arguments) as running:
+        key = arguments[-1] if "--api-key" in arguments else None
         assert (401 if key else 200) == running.status("/v1/models")
-        if "/models" in line:
-            assert {"text_embedding"} == listed
-        if "gpt-4o-mini" in line:
-            assert "gpt-4o-mini" in listed
+        listing = running.send("GET", "/v1/models", headers={"api-key": key} if key else {})
+        assert "vllm_model" in {model["id"] for model in listing.json["data"]}
         if HUB_NAME in line:
             messages = [{"role": "user", "content": "Hello"}]
-            reply = running.post("/v1/chat/completions", {"model": "vllm_model", "messages": messages})
-            assert 200 == reply.status
-        if "/models" in line:
-            running.process.terminate()
-            assert 0 == running.process.wait(30)
+            assert 200 == running.post("/v1/chat/completions", {"model": "vllm_model", "messages": messages}).status
 
 
-def run(*arguments: str) -> str:
-    """Run the command and return what it prints."""
+def test_inspect(triton: TestTriton) -> None:
+    """It lists the models of the Triton that is named."""
+    (line,) = {line for line in SHELL if "inspect" in line}
+
+    assert "ensemble" in python("-m", *line.replace("-", "_", 1).replace("http://triton:8000", triton.http_url).split())
+
+
+def test_the_other_commands() -> None:
+    """`make demo` is this in an environment that it has made; what pip makes is tests/integration/test_wheel.py's."""
+    others = {line for block in blocks("README.md", "sh") if block not in CURL for line in block.splitlines()}
+    others = {line for line in others if not line.startswith("triton-openai ")}
+
+    assert {"make demo", "pip install ."} == others
+    assert "triton-openai demo" in (ROOT / "Makefile").read_text()
+    assert "stand-in" in python("-m", "triton_openai", "demo", "--once", "--port", "0")
+
+
+def test_the_example_with_onnx(tmp_path: Path, triton: TestTriton) -> None:
+    """The script writes a repository that the service starts a Triton on, here with a tiny encoder."""
+    source, repository = tmp_path / "source", tmp_path / "repository"
+    (source / "onnx").mkdir(parents=True)
+    shutil.copy(FIXTURES / "encoder.onnx", source / "onnx/model.onnx")
+    shutil.copy(triton.tokenizer / "tokenizer.json", source)
+    python("examples/embeddings-onnx/make_repository.py", "--source", str(source), str(repository))
+
+    with serving(tmp_path, "--model-repository", str(repository), "--tokenizer", str(triton.tokenizer)) as running:
+        texts = ["Paris is a city.", "Paris is a city.", "The sea"]
+        reply = running.post("/v1/embeddings", {"model": "text_embedding", "input": texts})
+        first, second, third = (item["embedding"] for item in reply.json["data"])
+        running.process.terminate()
+        assert 0 == running.process.wait(30)
+    assert 8 == len(first)
+    assert first == pytest.approx(second)
+    assert first != pytest.approx(third)
+    assert 1 == pytest.approx(sum(number * number for number in first), abs=1e-5)
+
+
+def python(*arguments: str) -> str:
+    """Run Python and return what it prints."""
+    return run([sys.executable, *arguments])
+
+
+def run(command: list[str]) -> str:
+    """Run a command in the top folder and return what it prints."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_OPENAI_")}
-    command = [sys.executable, "-m", "triton_openai", *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert 0 == result.returncode, result.stderr
     return result.stdout

@@ -466,8 +466,8 @@ def test_notes_say_who_can_reach_it() -> None:
 
 
 def test_the_values_in_the_guide() -> None:
-    """What docs/guides/deployment.md shows is accepted."""
-    text = (files.ROOT / "docs/guides/deployment.md").read_text(encoding="utf-8")
+    """What docs/guides/kubernetes.md shows is accepted."""
+    text = (files.ROOT / "docs/guides/kubernetes.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```yml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
     made = files.render(yaml.safe_load(block))

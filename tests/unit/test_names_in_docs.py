@@ -13,6 +13,7 @@ from docs import generate
 from tests import deploy_files as files
 from tests.cases import every_case
 from triton_openai.api.routes import add_routes
+from triton_openai.cli.aliases import ALIASES, REFUSED
 from triton_openai.cli.arguments import parse
 from triton_openai.config import ENVIRONMENT_PREFIX, load_settings, options
 from triton_openai.config.sources import closest
@@ -25,33 +26,45 @@ TEXTS = {
     for path in (
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "deploy/README.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
     )
 }
 # The changelog also names what is gone.
 PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
 COMMANDS = {"--config", "--json", "--once", "--help", "--help-all", "--version"}
 # Of the programs that the documents call, by the document.
+_DOCKER = {
+    *("--build", "--build-arg", "--cap-drop", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--target"),
+    *("--stop-timeout", "--tmpfs", "--name", "--ulimit"),
+}
+_KUBERNETES = {
+    *("--create-namespace", "--namespace", "--set", "--values", "--from-file", "--from-literal", "--wait", "--timeout"),
+}
 FOREIGN = {
-    "docs/guides/deployment.md": {
-        *("--build", "--build-arg", "--cap-drop", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--target"),
-        *("--stop-timeout", "--tmpfs", "--create-namespace", "--namespace", "--set", "--values"),
-        *(
-            "--from-file",
-            "--from-literal",
-            "--format",
-            "--include",
-            "--network",
-            "--require-hashes",
-            "--strict",
-            "--variant",
-        ),
+    "docs/guides/deployment.md": {*_DOCKER, "--format", "--include", "--network", "--strict", "--variant"},
+    "docs/guides/kubernetes.md": _KUBERNETES,
+    "docs/guides/migrating.md": {
+        *(flag for flags in (*ALIASES.values(), *REFUSED.values()) for flag in flags),
+        *("--lora-modules", "--tensor-parallel-size"),
     },
     "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams"},
     "docs/explanation/reliability.md": {"--clients", "--seconds", "--seed"},
     "docs/guides/tracing.md": {"--cases", "--trace-config"},
+    "docs/tutorials/tracing-on-kubernetes.md": _KUBERNETES,
+    "examples/embeddings-onnx/README.md": {"--source"},
+    "examples/kubernetes/README.md": _KUBERNETES,
+    "examples/langchain/README.md": {"--base-url", "--model", "--embedding-model"},
+    "examples/tensorrt-llm-llmapi/README.md": {*_DOCKER, "--depth", "--branch", "--model_repo"},
+    "examples/vllm/README.md": _DOCKER,
 }
 # Triton's own.
-TRITON = {"--http-max-input-size", "--grpc-use-ssl", "--grpc-use-ssl-mutual"}
+TRITON = {
+    "--http-max-input-size",
+    "--model-control-mode",
+    "--model-repository",
+    "--grpc-use-ssl",
+    "--grpc-use-ssl-mutual",
+}
 
 
 def unknown(named: Collection[str], known: Collection[str]) -> list[str]:
@@ -65,7 +78,7 @@ def test_flags(document: str) -> None:
     known = [option for option in options() if not option.file_only]
     flags = {option.flag for option in known} | COMMANDS
     switches = {f"--no-{option.name}" for option in known if isinstance(option.default, bool)}
-    named = re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", TEXTS[document])
+    named = re.findall(r"(?<![\w-])--[a-z][a-z_-]*[a-z]", TEXTS[document])
 
     assert [] == unknown(named, flags | switches | FOREIGN.get(document, set()) | TRITON)
 
@@ -85,8 +98,9 @@ def test_variables_and_settings(document: str) -> None:
         for name in re.findall(r"`([a-z_]+\.[a-z_]+)`", TEXTS[document])
         if name.partition(".")[0] in sections and not name.endswith(".py")
     }
-    # Attributes of spans that are called like Triton.
-    assert [] == unknown(named, places | values | {"triton.model_name", "triton.request_id", "models.NAME"})
+    # Attributes of spans that are called like settings.
+    spans = {"triton.model_name", "triton.request_id", "server.address", "server.port"}
+    assert [] == unknown(named, places | values | spans | {"models.NAME"})
 
 
 def _keys(values: object, at: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
