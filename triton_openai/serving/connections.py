@@ -11,6 +11,7 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
@@ -24,16 +25,10 @@ from triton_openai.serving.sockets import BACKLOG
 from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
 from triton_openai.telemetry.process import DESCRIPTORS
 
-# How long the rest of a refused body is read and thrown away. A connection that is closed while something is unread is
-# reset, and then its client may never see the answer (RFC 9112, section 9.6).
-_LINGER_SECONDS = 1.0
 # How long the event loop has for the connections that the kernel has accepted when the service stops to listen.
 _ACCEPT_SECONDS = 0.05
 # aiohttp waits this long, twice, for handlers that are left when the server closes.
 _SHUTDOWN_SECONDS = 0.5
-#: Returns the body of an error response.
-ErrorBody = Callable[[ServiceError], bytes]
-
 # Longest single header, or request line. A request may have 128 headers.
 _MAX_HEADER_SIZE = 16 * 1024
 #: Seconds after which a client that takes nothing of its answer is disconnected (on Linux).
@@ -47,7 +42,13 @@ class Connection(web.RequestHandler):
     *observer* observes what is not HTTP, which no handler sees.
     """
 
-    def __init__(self, manager: web.Server, limits: LimitSettings, body: ErrorBody, observer: Observer) -> None:
+    def __init__(
+        self,
+        manager: web.Server,
+        limits: LimitSettings,
+        error_body: Callable[[ServiceError], bytes],
+        observer: Observer,
+    ) -> None:
         super().__init__(
             manager,
             loop=asyncio.get_running_loop(),
@@ -58,9 +59,11 @@ class Connection(web.RequestHandler):
             max_line_size=_MAX_HEADER_SIZE,
             # Only a request that is authorized may cost more than its bytes.
             auto_decompress=False,
-            lingering_time=_LINGER_SECONDS,
+            # The rest of a refused body is read and thrown away. A connection that is closed while something is unread
+            # is reset, and then its client may never see the answer (RFC 9112, section 9.6).
+            lingering_time=1.0,
         )
-        self._header_timeout, self._error_body, self._observer = limits.header_timeout, body, observer
+        self._header_timeout, self._error_body, self._observer = limits.header_timeout, error_body, observer
         self._header_timer: asyncio.TimerHandle | None = None
         self._answering = self._draining = False
         #: Whether a request has come over it.
@@ -106,10 +109,10 @@ class Connection(web.RequestHandler):
         """
         if isinstance(exc, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise exc
-        request_id = uuid.uuid4().hex
+        request_id, error = uuid.uuid4().hex, ServiceError("The service failed to answer the request.")
         if isinstance(exc, HttpProcessingError):
             # Not the parser's own message: it repeats what it got.
-            error: ServiceError = InvalidRequest("The request is not valid HTTP.", code="invalid_http")
+            error = InvalidRequest("The request is not valid HTTP.", code="invalid_http")
             if isinstance(exc, LineTooLong) or exc.message.startswith("Too many headers"):
                 error = HeadersTooLarge(
                     f"The request line or a header is too long, or it has more than {self.max_headers} headers."
@@ -121,10 +124,12 @@ class Connection(web.RequestHandler):
         else:
             # It logs the error, and ends the connection where the response has begun.
             super().handle_error(request, status, exc, message)
-            error = ServiceError("The service failed to answer the request.")
-        headers = {"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"}
-        body = self._error_body(error)
-        response = web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
+        response = web.Response(
+            status=error.status,
+            body=self._error_body(error),
+            content_type="application/json",
+            headers={"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"},
+        )
         response.force_close()
         return response
 
@@ -152,27 +157,25 @@ class HttpServer:
         app: web.Application,
         limits: LimitSettings,
         *,
-        body: ErrorBody = ServiceError.envelope,
+        body: Callable[[ServiceError], bytes] = ServiceError.envelope,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._limits, self._body, self._tls = limits, body, tls
-        # The relays have none.
-        self._observer = app.get(OBSERVERS, Observer())
+        self._limits, self._tls = limits, tls
+        # The relays have no observers.
+        self._connect = partial(Connection, limits=limits, error_body=body, observer=app.get(OBSERVERS, Observer()))
         self._listeners: list[asyncio.Server] = []
 
     async def start(self) -> None:
         """Start the application."""
         await self._runner.setup()
-        server = self._runner.server
-        assert server is not None
+        assert self._runner.server is not None
+        self._server = server = self._runner.server
         make: Callable[..., web.BaseRequest] = server.request_factory
 
-        def begin(
-            message: RawRequestMessage, payload: StreamReader, protocol: web.RequestHandler, *rest: Any
-        ) -> web.BaseRequest:
+        def begin(message: RawRequestMessage, payload: StreamReader, protocol: Any, *rest: Any) -> web.BaseRequest:
             """Make a request when its head is complete."""
-            cast(Connection, protocol).begin_answer()
+            protocol.begin_answer()
             message, expects_continue = without_expectations(message)
             request = make(message, payload, protocol, *rest)
             request[EXPECTS_CONTINUE] = expects_continue
@@ -182,17 +185,15 @@ class HttpServer:
 
     async def listen(self, sock: socket.socket) -> None:
         """Accept connections on *sock*, a bound TCP socket."""
-        server, limits, tls = self._runner.server, self._limits, self._tls
-        assert server is not None, "The server is not started."
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
         listener = await asyncio.get_running_loop().create_server(
-            lambda: Connection(server, limits, self._body, self._observer),
+            partial(self._connect, self._server),
             sock=sock,
             backlog=BACKLOG,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else limits.header_timeout,
+            ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout,
         )
         self._listeners.append(listener)
 

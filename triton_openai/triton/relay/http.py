@@ -64,20 +64,18 @@ class HttpRelay:
         self._base, self._connection = url.rstrip("/"), connection
         self._guard, self._may_load, self._changed = guard, may_load, changed
         self._draining = Draining()
+        #: The scheme and the port of its address, once started.
         self.scheme = "http" if tls is None else "https"
+        self.port = 0
         app = web.Application(client_max_size=_LOADING_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.cleanup_ctx.append(self._connect)
         self._server = HttpServer(app, limits, body=error_body, tls=tls)
 
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        return self._server.port
-
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Relay whatever comes to *sockets*."""
         await self._server.start()
+        self.port = sockets[0].getsockname()[1]
         for one in sockets:
             await self._server.listen(one)
 
