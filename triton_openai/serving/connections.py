@@ -1,7 +1,4 @@
-"""
-The HTTP server: an application on listening sockets, with a time limit for request heads, errors in the API's own form
-for what is not HTTP, and an orderly shutdown.
-"""
+"""The HTTP server: time limits for request heads, errors in the API's own form for what is not HTTP, and shutdown."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import ssl
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 from aiohttp import StreamReader, web
@@ -33,6 +29,8 @@ _SHUTDOWN_SECONDS = 0.5
 _MAX_HEADER_SIZE = 16 * 1024
 #: Seconds after which a client that takes nothing of its answer is disconnected (on Linux).
 WRITE_TIMEOUT = 300.0
+#: Returns the body of an error response.
+ErrorBody = Callable[[ServiceError], bytes]
 
 
 class Connection(web.RequestHandler):
@@ -42,13 +40,7 @@ class Connection(web.RequestHandler):
     *observer* observes what is not HTTP, which no handler sees.
     """
 
-    def __init__(
-        self,
-        manager: web.Server,
-        limits: LimitSettings,
-        error_body: Callable[[ServiceError], bytes],
-        observer: Observer,
-    ) -> None:
+    def __init__(self, manager: web.Server, limits: LimitSettings, body: ErrorBody, observer: Observer) -> None:
         super().__init__(
             manager,
             loop=asyncio.get_running_loop(),
@@ -59,11 +51,11 @@ class Connection(web.RequestHandler):
             max_line_size=_MAX_HEADER_SIZE,
             # Only a request that is authorized may cost more than its bytes.
             auto_decompress=False,
-            # The rest of a refused body is read and thrown away. A connection that is closed while something is unread
-            # is reset, and then its client may never see the answer (RFC 9112, section 9.6).
+            # The rest of a refused body is read for a second. A connection that is closed while something is unread is
+            # reset, and then its client may never see the answer (RFC 9112, section 9.6).
             lingering_time=1.0,
         )
-        self._header_timeout, self._error_body, self._observer = limits.header_timeout, error_body, observer
+        self._header_timeout, self._error_body, self._observer = limits.header_timeout, body, observer
         self._header_timer: asyncio.TimerHandle | None = None
         self._answering = self._draining = False
         #: Whether a request has come over it.
@@ -124,12 +116,9 @@ class Connection(web.RequestHandler):
         else:
             # It logs the error, and ends the connection where the response has begun.
             super().handle_error(request, status, exc, message)
-        response = web.Response(
-            status=error.status,
-            body=self._error_body(error),
-            content_type="application/json",
-            headers={"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"},
-        )
+        headers = {"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"}
+        body = self._error_body(error)
+        response = web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
         response.force_close()
         return response
 
@@ -157,13 +146,13 @@ class HttpServer:
         app: web.Application,
         limits: LimitSettings,
         *,
-        body: Callable[[ServiceError], bytes] = ServiceError.envelope,
+        body: ErrorBody = ServiceError.envelope,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._limits, self._tls = limits, tls
-        # The relays have no observers.
-        self._connect = partial(Connection, limits=limits, error_body=body, observer=app.get(OBSERVERS, Observer()))
+        self._limits, self._body, self._tls = limits, body, tls
+        # The relays have none.
+        self._observer = app.get(OBSERVERS, Observer())
         self._listeners: list[asyncio.Server] = []
 
     async def start(self) -> None:
@@ -185,15 +174,16 @@ class HttpServer:
 
     async def listen(self, sock: socket.socket) -> None:
         """Accept connections on *sock*, a bound TCP socket."""
+        server, limits, tls = self._server, self._limits, self._tls
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
         listener = await asyncio.get_running_loop().create_server(
-            partial(self._connect, self._server),
+            lambda: Connection(server, limits, self._body, self._observer),
             sock=sock,
             backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else limits.header_timeout,
         )
         self._listeners.append(listener)
 
