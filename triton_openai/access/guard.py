@@ -81,12 +81,6 @@ class Guard:
 
         return take
 
-    def begin(
-        self, protocol: Literal["http", "grpc"], method: str, path: str, headers: CIMultiDictProxy[str]
-    ) -> RelayedRequest:
-        """Begin a request or call through a relay; *path* is as the client sent it, without its query."""
-        return RelayedRequest(self, protocol, method, path, headers)
-
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Watch the file of keys while *app* runs."""
         watching = asyncio.create_task(self.keys.watch())
@@ -100,7 +94,7 @@ GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
 
 class RelayedRequest:
     """
-    One request or call through a relay, from its head to its end.
+    One request or call through a relay, from its head to its end; *path* is as the client sent it, without its query.
 
     After :meth:`authorize` the relay reads these attributes: ``upstream_headers`` are added to the request to Triton,
     ``answer_headers`` to the answer. ``hidden`` are the names, in lower case, of the headers with which the client
@@ -109,7 +103,15 @@ class RelayedRequest:
     the first. The relay sets ``error`` to the error that the client gets instead of Triton's answer.
     """
 
-    def __init__(self, guard: Guard, protocol: str, method: str, path: str, headers: CIMultiDictProxy[str]) -> None:
+    def __init__(
+        self,
+        guard: Guard,
+        protocol: Literal["http", "grpc"],
+        path: str,
+        headers: CIMultiDictProxy[str],
+        *,
+        method: str | None = None,
+    ) -> None:
         self._guard = guard
         self._protocol = protocol
         self._headers = headers
@@ -119,7 +121,7 @@ class RelayedRequest:
         self._tickets: list[Ticket] = []
         name = request_id(headers)
         self._fields: dict[str, Any] = {"request_id": name, "protocol": protocol, "path": printable(path, 200)}
-        if method:
+        if method is not None:
             self._fields["method"] = printable(method, 32)
         self.upstream_headers: Mapping[str, str] = {"x-request-id": name}
         self.answer_headers: dict[str, str] = {"x-request-id": name}

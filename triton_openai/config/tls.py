@@ -91,8 +91,7 @@ def load_identity(context: ssl.SSLContext, certificate: Path, key: Path | None, 
     try:
         context.load_cert_chain(certificate, key, password=refuse)
     except ssl.SSLError as error:
-        reason = error.reason or "not readable"
-        if reason == "KEY_VALUES_MISMATCH":
+        if error.reason == "KEY_VALUES_MISMATCH":
             problem = f"The private key {named} does not belong to the certificate {certificate}."
         elif key is None:
             problem = (
@@ -100,7 +99,7 @@ def load_identity(context: ssl.SSLContext, certificate: Path, key: Path | None, 
             )
         else:
             # The other reasons ("PEM lib", "no start line") do not tell which of the two files is wrong.
-            problem = f"{certificate} must be a certificate and {key} its private key, both PEM ({reason})."
+            problem = f"{certificate} must be a certificate and {key} its private key, both PEM ({error.reason})."
         raise ConfigurationError(problem) from error
 
 

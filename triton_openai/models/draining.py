@@ -188,19 +188,15 @@ class ModelDraining:
         finally:
             here.cancel()
             await self.apply("open", models)
-            await self._peers_changed("open", models)
+            await self.changed("open", models)
 
-    async def changed(self) -> None:
-        """Have the other processes look at what Triton has loaded."""
-        await self._peers_changed("renew", ())
-
-    def _change_peers(self, action: ModelChange, models: Collection[str]) -> set[asyncio.Future[Any]]:
-        return set() if self._peers is None else {self._peers.change(action, models)}
-
-    async def _peers_changed(self, action: ModelChange, models: Collection[str]) -> None:
+    async def changed(self, action: ModelChange = "renew", models: Collection[str] = ()) -> None:
         """Have the other processes make a change, and wait until they have: the client may ask one of them next."""
         if changing := self._change_peers(action, models):
             await asyncio.wait(changing, timeout=_FAREWELL_SECONDS)
+
+    def _change_peers(self, action: ModelChange, models: Collection[str]) -> set[asyncio.Future[Any]]:
+        return set() if self._peers is None else {self._peers.change(action, models)}
 
     async def apply(self, action: ModelChange, models: Collection[str]) -> None:
         """Make a change here and return when it is made: a closed model is idle then."""

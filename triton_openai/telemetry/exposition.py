@@ -241,14 +241,11 @@ class TritonMetrics:
         return body.decode("utf-8")
 
 
-class _Families(Collector):
+class _Families(list[Metric], Collector):
     """Families that are already collected, for the library's renderers."""
 
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
     def collect(self) -> Iterable[Metric]:
-        return self._families
+        return self
 
 
 class Exposition:

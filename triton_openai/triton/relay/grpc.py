@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 from multidict import CIMultiDict, CIMultiDictProxy
 from tritonclient.grpc import service_pb2
 
+from triton_openai.access.guard import Guard, RelayedRequest
 from triton_openai.config import TlsSettings
 from triton_openai.config.files import FromFiles, read_file
 from triton_openai.config.tls import server_context
@@ -22,9 +23,6 @@ from triton_openai.errors import ConfigurationError, EndpointNotFound, InvalidRe
 from triton_openai.triton.client import check_name
 from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.relay.rules import Operation, check_load, check_operation, operation_of_rpc
-
-if TYPE_CHECKING:
-    from triton_openai.access.guard import Guard, RelayedRequest
 
 # Set by gRPC itself on each connection.
 _OWN_METADATA = frozenset({"user-agent", "content-type", "te", "host"})
@@ -120,7 +118,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
     async def _handle(self, method: str, context: Any) -> None:
         metadata = context.invocation_metadata() or ()
         texts = CIMultiDict((key, value) for key, value in metadata if isinstance(value, str))
-        relayed = self._guard.begin("grpc", "", method, CIMultiDictProxy(texts))
+        relayed = RelayedRequest(self._guard, "grpc", method, CIMultiDictProxy(texts))
         operation = operation_of_rpc(method)
         status: str | None = None
         try:

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,6 +15,7 @@ from aiohttp import hdrs, web
 from multidict import CIMultiDict
 from yarl import URL
 
+from triton_openai.access.guard import Guard, RelayedRequest
 from triton_openai.config import LimitSettings
 from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError, printable
 from triton_openai.models.draining import Draining
@@ -23,9 +24,6 @@ from triton_openai.serving.request_body import ask_for_body
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.relay.rules import Operation, check_operation, checked_load_body, operation_of_path
 from triton_openai.triton.status import cut_off, unreachable
-
-if TYPE_CHECKING:
-    from triton_openai.access.guard import Guard, RelayedRequest
 
 _log = structlog.get_logger(__name__)
 
@@ -99,7 +97,7 @@ class HttpRelay:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = request.raw_path.partition("?")[0]
-        relayed = self._guard.begin("http", request.method, path, request.headers)
+        relayed = RelayedRequest(self._guard, "http", path, request.headers, method=request.method)
         task = self._draining.enter()
         answer: web.StreamResponse | None = None
         try:
