@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from triton_openai.adapters._common.base import BoundParameter, Capabilities, Rule
+from triton_openai.adapters._common.base import Capabilities, Rule
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
@@ -27,7 +27,7 @@ _LOSES = (
 )
 
 
-class ParameterReport(msgspec.Struct, frozen=True, kw_only=True):
+class ParameterReport(msgspec.Struct, frozen=True):
     """How a model handles a request parameter; ``target`` is its input tensor, or the key in it."""
 
     name: str
@@ -144,7 +144,12 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         streaming="token by token" if capabilities.streaming else "whole answer as one chunk",
         usage="from the backend" if capabilities.usage else counted,
         finish_reason="from the backend" if capabilities.finish_reason else counts,
-        parameters=[_parameter(parameter) for parameter in model.adapter.parameters],
+        parameters=[
+            ParameterReport(
+                row.name, row.rule.value, row.target, row.datatype, row.why if row.rule is Rule.REFUSED else row.note
+            )
+            for row in model.adapter.parameters
+        ],
         refused=sorted(refused),
         tokenizer=tokenizer,
         chat_template=template if capabilities.generate else None,
@@ -201,16 +206,6 @@ def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
         return form
     known = None if tokenizer is None else recognise(tokenizer)
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"
-
-
-def _parameter(parameter: BoundParameter) -> ParameterReport:
-    return ParameterReport(
-        name=parameter.name,
-        treatment=parameter.rule.value,
-        target=parameter.target,
-        datatype=parameter.datatype,
-        note=parameter.why if parameter.rule is Rule.REFUSED else parameter.note,
-    )
 
 
 def render(reports: Sequence[ModelReport]) -> str:

@@ -17,7 +17,7 @@ from aiohttp import web
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
 
 # Longest time that cancelled requests may take to answer their clients, and other processes to make a change.
-_FAREWELL_SECONDS = 1.0
+_ANSWER_SECONDS = 1.0
 
 
 class Draining:
@@ -69,7 +69,7 @@ class Draining:
         for task in self._tasks:
             self.cancel(task, UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1))
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_FAREWELL_SECONDS)
+            await asyncio.wait(self._tasks, timeout=_ANSWER_SECONDS)
 
 
 async def first_of(events: Sequence[asyncio.Event], *, timeout: float) -> None:
@@ -183,7 +183,7 @@ class ModelDraining:
             if busy:
                 self._change_peers("end", models)
                 await self.apply("end", models)
-                await asyncio.wait(busy, timeout=_FAREWELL_SECONDS)
+                await asyncio.wait(busy, timeout=_ANSWER_SECONDS)
             yield
         finally:
             here.cancel()
@@ -193,7 +193,7 @@ class ModelDraining:
     async def changed(self, action: ModelChange = "renew", models: Collection[str] = ()) -> None:
         """Have the other processes make a change, and wait until they have: the client may ask one of them next."""
         if changing := self._change_peers(action, models):
-            await asyncio.wait(changing, timeout=_FAREWELL_SECONDS)
+            await asyncio.wait(changing, timeout=_ANSWER_SECONDS)
 
     def _change_peers(self, action: ModelChange, models: Collection[str]) -> set[asyncio.Future[Any]]:
         return set() if self._peers is None else {self._peers.change(action, models)}

@@ -235,7 +235,7 @@ async def test_a_process_that_starts_while_a_model_is_unloaded():
 
 async def test_a_process_that_hangs_holds_an_unload_up_no_longer_than_the_grace(monkeypatch):
     """It gets the message, and is not waited for."""
-    monkeypatch.setattr("triton_openai.models.draining._FAREWELL_SECONDS", 0.01)
+    monkeypatch.setattr("triton_openai.models.draining._ANSWER_SECONDS", 0.01)
     service = Workers()
     unloading = Process(service.start(0))
     Process(service.start(1))
