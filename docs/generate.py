@@ -265,8 +265,10 @@ _ATTRIBUTES = {
     "triton.model_name": "The Triton model, as in Triton's own spans.",
     "triton.request_id": "Triton's id for the request, as in Triton's own spans.",
     "triton_openai.adapter": "The adapter that serves the model.",
+    "triton_openai.chat_template": "The name of the template; `default` and `tool_use` are the tokenizer's own.",
     "triton_openai.client_left": "True when the client left before the end.",
     "triton_openai.lora": "The LoRA adapter of the call.",
+    "triton_openai.prompt_tokens": "The tokens of all prompts of the request.",
     "triton_openai.queued_seconds": "Seconds in this service's queue.",
     "triton_openai.request_id": "The request's `x-request-id`.",
 }
@@ -276,6 +278,7 @@ _SPANS: Mapping[str, Sequence[Callable[..., Any]]] = {
     "server": (
         tracing.head_attributes, tracing.request_attributes, tracing.response_attributes, tracing.content_attributes,
     ),
+    "stage": (tracing.stage_attributes,),
     "call": (tracing.call_attributes,),
 }  # fmt: skip
 

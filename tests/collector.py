@@ -36,6 +36,7 @@ class CollectedSpan:
     began: int
     ended: int
     attributes: Mapping[str, Any]
+    schemas: set[str]
     events: Sequence[str]
     failed: bool
 
@@ -89,6 +90,7 @@ class Collector:
                 began=span.start_time_unix_nano,
                 ended=span.end_time_unix_nano,
                 attributes=_values(span.attributes),
+                schemas={resource.schema_url, scope.schema_url},
                 events=[event.name for event in span.events],
                 failed=span.status.code == span.status.STATUS_CODE_ERROR,
             )

@@ -34,6 +34,7 @@ from triton_openai.api.service import SERVICE
 from triton_openai.config import TracesSettings
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
+from triton_openai.telemetry.tracing import SCHEMA_URL
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 PROTOCOLS = ("grpc", "http/protobuf")
@@ -183,6 +184,7 @@ async def test_one_trace_from_the_client_to_triton(
         "triton_openai.request_id": answer.headers["x-request-id"],
     }
     assert expected == {name: server.attributes.get(name) for name in expected}
+    assert {SCHEMA_URL} == server.schemas
 
     call = only(ours, kind="CLIENT")
     assert ("infer ensemble", server.id, ["first_token"]) == (call.name, call.parent, call.events)
@@ -192,6 +194,10 @@ async def test_one_trace_from_the_client_to_triton(
     )
     steps = [only(ours, name=name) for name in ("render prompt", "tokenize prompt")]
     assert [server.id] * 2 == [step.parent for step in steps]
+    assert [
+        {"triton_openai.chat_template": "default"},
+        {"triton_openai.prompt_tokens": usage["gen_ai.usage.input_tokens"]},
+    ] == [step.attributes for step in steps]
     assert server.began <= steps[0].began <= steps[1].ended <= call.ended <= server.ended
 
     top = only(tritons, name="InferRequest")
@@ -464,7 +470,7 @@ def test_the_process_is_configured_by_the_standard_variables(collector: Collecto
     assert "test" == server.resource["deployment.environment.name"]
     assert any(given.get("x-token") == "open" for given in collector.headers)
     (line,) = [line for line in lines if line["event"] == "request" and line["path"] == PATHS["chat"]]
-    assert (trace, server.id) == (line["trace_id"], line["span_id"])
+    assert (trace, server.id, "01") == (line["trace_id"], line["span_id"], line["trace_flags"])
     assert line["response_id"] == server.attributes["gen_ai.response.id"]
 
 

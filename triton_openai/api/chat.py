@@ -51,6 +51,7 @@ from triton_openai.parsers.tools.llama3_json import Llama3Json
 from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT
+from triton_openai.telemetry.observation import RENDER
 
 # Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
 _LONGEST_INLINE = 10_000
@@ -129,7 +130,7 @@ async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tup
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
-    prompt = await rendered_chat(
+    prompt, context.observation.chat_template = await rendered_chat(
         model,
         body,
         body.messages,
@@ -154,7 +155,7 @@ async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting
     task = await _task(context, task_id, plan, parsers)
     if fitting and not task.open_ended:
         task = msgspec.structs.replace(task, open_ended=True, most=task.sampling.max_tokens)
-    with observation.stage("render prompt"):
+    with observation.stage(RENDER):
         prompt, pictures = await prompt_of(context, plan)
     if pictures:
         with observation.stage("load images"):

@@ -23,6 +23,7 @@ from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
 from triton_openai.api.usage import usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
+from triton_openai.telemetry.observation import RENDER
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -56,7 +57,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     if body.prompt is None:
         raise missing("prompt")
     special = body.add_special_tokens is not False
-    with observation.stage("render prompt"):
+    with observation.stage(RENDER):
         if body.suffix:
             given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo), special=special)
         else:

@@ -36,6 +36,7 @@ from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_ids, cut_text
+from triton_openai.telemetry.observation import TOKENIZE
 
 # Seeds fit every backend's integer: some take 32 bits, some refuse negative ones.
 _SEEDS = 2**31 - 256
@@ -148,7 +149,7 @@ async def runs_of(context: RequestContext[Any], prompts: Sequence[Prompt], task:
     tokenizer = (await model.prompter()).tokenizer
     single = len(prompts) * count == 1
     runs: list[Run] = []
-    with observation.stage("tokenize prompt"):
+    with observation.stage(TOKENIZE):
         for place, prompt in enumerate(prompts):
             prepared = await prepare(model, tokenizer, prompt, task)
             fitted = await _fitted(model, tokenizer, prepared, task)

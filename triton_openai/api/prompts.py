@@ -204,9 +204,9 @@ async def rendered_chat(
     images: Sequence[ImageReference] = (),
     reasoning_effort: str | None = None,
     trust_template: bool,
-) -> str:
+) -> tuple[str, str]:
     """
-    Return *messages* as the chat template of *model*, or the request's own, renders them.
+    Return *messages* as the chat template of *model*, or the request's own, renders them; and the template's name.
 
     The template gets *tools*; *images* are those in the messages; *trust_template* is whether requests may have their
     own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the
@@ -240,7 +240,7 @@ async def rendered_chat(
     if images:
         found = marks(template, model.settings.image_placeholder, images[0].place)
         rendering = msgspec.structs.replace(rendering, images=found)
-    return await prompter.render_async(messages, rendering)
+    return await prompter.render_async(messages, rendering), template.name
 
 
 async def as_sent(model: ServedModel, prompt: str) -> str:

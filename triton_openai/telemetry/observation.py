@@ -25,6 +25,8 @@ from aiohttp import web
 from triton_openai.errors import ServiceError, holds_key, printable
 from triton_openai.generation import FinishReason, Usage
 
+#: The stages in which a prompt is made.
+RENDER, TOKENIZE = "render prompt", "tokenize prompt"
 #: Status of a request whose client left before it was answered, as nginx writes it.
 CLIENT_CLOSED_REQUEST = 499
 # Clients choose the length of both.
@@ -178,7 +180,8 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     after decompression, ``unknown_fields`` the names in it that the API does not have. ``response_id`` is the id of the
     answer, and the prefix of the ids of the requests to Triton. ``error`` may be set after the status was sent.
     ``upstream`` adds headers to requests to Triton, ``headers`` are added to the answer; ``log_fields`` are in every
-    log line of the request. ``reasoning_tokens`` counts those of the answers; most models have none.
+    log line of the request. ``chat_template`` is the name of the template that rendered the prompt.
+    ``reasoning_tokens`` counts those of the answers; most models have none.
     """
 
     # The request
@@ -205,6 +208,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     reasoning_tokens: Callable[[], int | None] = _none
     stages: list[Stage] = []
     answers: Sequence[Answer] = ()
+    chat_template: str | None = None
     input_tokens: int | None = None
     queued_seconds: float = 0.0
     status: int = CLIENT_CLOSED_REQUEST

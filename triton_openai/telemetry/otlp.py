@@ -22,6 +22,7 @@ from triton_openai import __version__
 from triton_openai.config import TracesSettings
 from triton_openai.config.sources import SDK_REFUSES
 from triton_openai.errors import ConfigurationError
+from triton_openai.telemetry.tracing import SCHEMA_URL
 
 _log = structlog.get_logger(__name__)
 
@@ -43,7 +44,7 @@ def exporter_class(settings: TracesSettings) -> type[SpanExporter]:
 
 def resource() -> Resource:
     """Return the resource that the environment describes, with this program's name and version as defaults."""
-    defaults = Resource.create({"service.name": "triton-openai", "service.version": __version__})
+    defaults = Resource.create({"service.name": "triton-openai", "service.version": __version__}, SCHEMA_URL)
     return defaults.merge(OTELResourceDetector().detect())
 
 
@@ -63,7 +64,7 @@ async def tracer(settings: TracesSettings, *, flush_timeout: float) -> AsyncIter
         # Any exception: only the SDK's own variables can still be wrong.
         raise ConfigurationError(f"{SDK_REFUSES}: {error}") from error
     try:
-        yield provider.get_tracer("triton_openai", __version__)
+        yield provider.get_tracer("triton_openai", __version__, schema_url=SCHEMA_URL)
     finally:
         # In a thread: the SDK may take 30 seconds.
         thread = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)

@@ -30,6 +30,8 @@ from triton_openai.telemetry.access_log import input_messages, output_messages
 from triton_openai.telemetry.metrics import PROVIDER
 from triton_openai.telemetry.observation import (
     CLIENT_CLOSED_REQUEST,
+    RENDER,
+    TOKENIZE,
     Answer,
     Observation,
     Observer,
@@ -42,6 +44,9 @@ from triton_openai.telemetry.observation import (
 Attributes: TypeAlias = dict[str, str | bool | int | float | Sequence[str]]
 _Found: TypeAlias = dict[str, str | bool | int | float | Sequence[str] | None]
 
+#: The conventions that the attributes follow: the last version that has those for generative AI, which then moved into
+#: a repository of their own.
+SCHEMA_URL = "https://opentelemetry.io/schemas/1.41.0"
 #: ``error.type`` of a request whose client left; metrics use the same word.
 CANCELLED = "cancelled"
 _NANOSECONDS = 1_000_000_000
@@ -91,8 +96,13 @@ class Tracing(Observer):
         attributes = head_attributes(observation)
         span = self.tracer.start_span(span_name(observation), parent, SpanKind.SERVER, attributes=attributes)
         context = span.get_span_context()
-        ids = {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
-        observation.log_fields = {**observation.log_fields, **ids}
+        # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
+        observation.log_fields = {
+            **observation.log_fields,
+            "trace_id": f"{context.trace_id:032x}",
+            "span_id": f"{context.span_id:016x}",
+            "trace_flags": f"{context.trace_flags:02x}",
+        }
         if span.is_recording():
             observation.upstream = Trace(self.tracer, span, observation, self._locate)
 
@@ -185,7 +195,9 @@ class Trace(Upstream):
         span.end(None if answer.ended is None else max(began, self._at(answer.ended)))
 
     def _add(self, stage: Stage) -> None:
-        span = self._tracer.start_span(stage.name, self._context, start_time=self._at(stage.began))
+        attributes = stage_attributes(stage.name, self._observation)
+        began = self._at(stage.began)
+        span = self._tracer.start_span(stage.name, self._context, attributes=attributes, start_time=began)
         if stage.failed:
             span.set_status(Status(StatusCode.ERROR))
         span.end(None if stage.ended is None else self._at(stage.ended))
@@ -299,6 +311,14 @@ def content_attributes(observation: Observation, max_chars: int) -> Attributes:
         "gen_ai.output.messages": output_messages(observation.answers, max_chars),
     }
     return {name: msgspec.json.encode(messages).decode() for name, messages in found.items() if messages}
+
+
+def stage_attributes(name: str, observation: Observation) -> Attributes:
+    """Return those of the stage *name*: how the prompt was rendered, and the tokens that came of it."""
+    if name == RENDER:
+        return _known({"triton_openai.chat_template": observation.chat_template})
+    usage = observation.usage if name == TOKENIZE else None
+    return {} if usage is None else {"triton_openai.prompt_tokens": usage.prompt_tokens}
 
 
 def call_attributes(request: TritonRequest, url: str | None, lora: str | None = None) -> Attributes:

@@ -366,7 +366,7 @@ def test_what_is_not_recorded_is_not_carried() -> None:
     assert {} == recorder.end(observation)
     assert {"x-request-id": "r"} == sent.headers
     # Other services of the trace may have recorded theirs.
-    assert "a" * 32 == observation.log_fields["trace_id"]
+    assert ("a" * 32, "00") == (observation.log_fields["trace_id"], observation.log_fields["trace_flags"])
 
 
 def test_headers_are_handed_on() -> None:
