@@ -32,19 +32,12 @@ from triton_openai.generation import Delta, Generation, Logits, Sampling, TokenL
 from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("max_tokens", ("request_output_len",)),
-    Parameter("temperature", ("temperature",), note="0 is sent as top_k 1", special=True),
-    Parameter("top_p", ("runtime_top_p",), note="0 is sent as top_k 1", special=True),
-    Parameter("top_k", ("runtime_top_k",), note="-1 (off) is sent as 0", special=True),
     *SHARED_PARAMETERS,
-    Parameter("length_penalty", ("len_penalty",), note="beam search only"),
     Parameter("bad_words", ("bad_words_list",), note="as token ids", special=True),
     Parameter("logit_bias", ("embedding_bias",), note="one value per token of the vocabulary", special=True),
-    Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
     Parameter("logprobs", ("return_log_probs",), note="alternatives by return_generation_logits", special=True),
     Parameter("stop", otherwise=Rule.SERVICE),
     Parameter("stop_token_ids", otherwise=Rule.SERVICE),
-    Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
     Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
 )
 
@@ -183,19 +176,7 @@ class Trtllm(TrtllmAdapter):
 
     def decoder(self, generation: Generation) -> TokenDecoder:
         """Return a decoder for one request."""
-        config, vocabulary, logprobs = self.config, generation.vocabulary, generation.sampling.logprobs
-        padding: Collection[int | None] = ()
-        if "sequence_length" not in config.outputs and vocabulary is not None:
-            # Without lengths (0.5) the ids are filled up behind the end.
-            padding = {*vocabulary.end_ids[:1], vocabulary.pad_id, -1}
-        return TokenDecoder(
-            generation.prompt_ids or (),
-            # Streams never repeat the prompt.
-            repeats="exclude_input_in_output" not in config.inputs and not config.decoupled,
-            padding=padding,
-            logprobs=None if logprobs is None else GENERATION if logprobs else LOGPROBS,
-            readers=self.readers(generation),
-        )
+        return TokenDecoder(self.config, generation, self.readers(generation))
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return the engine's stop request for answers that come at once: Triton does not see such a client leave."""
@@ -203,26 +184,19 @@ class Trtllm(TrtllmAdapter):
 
 
 class TokenDecoder:
-    """
-    Reads the ids of each response: those that are new when it streams, all of them when it does not.
+    """Reads the ids of each response: those that are new when it streams, all of them when it does not."""
 
-    *repeats* is whether the prompt may come first, *padding* the ids that fill up where no length says how many count,
-    *logprobs* the output from which log probabilities are made, those of the chosen tokens or the logits of all.
-    """
-
-    def __init__(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        repeats: bool,
-        padding: Collection[int | None],
-        logprobs: str | None,
-        readers: Sequence[Reader],
-    ) -> None:
-        self._prompt_ids = list(prompt_ids)
-        self._repeats = repeats
-        self._padding = padding
-        self._logprobs = logprobs
+    def __init__(self, config: ModelConfig, generation: Generation, readers: Sequence[Reader]) -> None:
+        vocabulary, logprobs = generation.vocabulary, generation.sampling.logprobs
+        self._prompt_ids = list(generation.prompt_ids or ())
+        # Streams never repeat the prompt.
+        self._repeats = "exclude_input_in_output" not in config.inputs and not config.decoupled
+        self._padding: Collection[int | None] = ()
+        if "sequence_length" not in config.outputs and vocabulary is not None:
+            # Without lengths (0.5) the ids are filled up behind the end.
+            self._padding = {*vocabulary.end_ids[:1], vocabulary.pad_id, -1}
+        # From which log probabilities are made: those of the chosen tokens, or the logits of all
+        self._logprobs = None if logprobs is None else GENERATION if logprobs else LOGPROBS
         self._readers = readers
         # The tokens so far, None before the first response.
         self._count: int | None = None

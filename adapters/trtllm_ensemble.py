@@ -28,15 +28,8 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 # What a client whose request is refused can do.
 _TOKEN_BY_TOKEN = "its engine can do it, answered token by token with --prefer-token-level always"
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("max_tokens", ("max_tokens",)),
-    Parameter("temperature", ("temperature",), note="0 is sent as top_k 1", special=True),
-    Parameter("top_p", ("top_p",), note="0 is sent as top_k 1", special=True),
-    Parameter("top_k", ("top_k",), note="-1 (off) is sent as 0", special=True),
     *SHARED_PARAMETERS,
-    Parameter("length_penalty", ("length_penalty",), note="beam search only"),
     Parameter("bad_words", ("bad_words",)),
-    Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
-    Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
     Parameter("logprobs", ("return_log_probs",), note="of the chosen tokens, where it streams", special=True),
     Parameter("logit_bias", ("embedding_bias_words",), note="as texts, with embedding_bias_weights", special=True),
     # The backend matches token ids and leaves the match in the text, so its stop words only end the work earlier.

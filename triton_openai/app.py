@@ -10,7 +10,7 @@ from aiohttp import web
 
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.guard import GUARD, Guard
-from triton_openai.adapters._common.registry import load as load_adapter
+from triton_openai.adapters._common.registry import Registry
 from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
 from triton_openai.api.info import EXPOSITION, probe
@@ -194,9 +194,10 @@ def _image_loader(settings: Settings) -> ImageLoader:
 
 def _check_names(settings: Settings) -> None:
     """Raise :class:`ConfigurationError` for unknown adapters, parsers and templates, before anything runs."""
+    adapters = Registry()
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
-            load_adapter(entry.adapter)
+            adapters.named(entry.adapter)
         history.load(entry.history_template)
         if entry.fim_template is not None:
             infill.parse(entry.fim_template)

@@ -1,11 +1,8 @@
-"""
-Finds adapters: the built-in ones in one literal table, a third party's under an entry point group, both through
-:func:`load`.
-"""
+"""Finds the adapter of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
@@ -19,7 +16,7 @@ _log = structlog.get_logger(__name__)
 
 ENTRY_POINT_GROUP = "triton_openai.adapters"
 
-# In the order in which they are asked; a class is imported when it is first needed.
+# In the order in which they are asked.
 BUILT_IN: Mapping[str, str] = {
     "vllm": "triton_openai.adapters.vllm:Vllm",
     "trtllm-ensemble": "triton_openai.adapters.trtllm_ensemble:TrtllmEnsemble",
@@ -81,55 +78,38 @@ class Claim(msgspec.Struct, frozen=True):
     reason: str
 
 
-def _points() -> dict[str, set[EntryPoint]]:
-    """Return what is registered under each name, built-in adapters first."""
-    found = {name: {EntryPoint(name, value, ENTRY_POINT_GROUP)} for name, value in BUILT_IN.items()}
-    for point in sorted(entry_points(group=ENTRY_POINT_GROUP)):
-        found.setdefault(point.name, set()).add(point)
-    return found
-
-
-def names() -> list[str]:
-    """Return the names of all adapters, built-in ones first."""
-    return list(_points())
-
-
-def load(name: str) -> type[Adapter]:
-    """
-    Return the adapter class called *name*.
-
-    Raises :class:`ConfigurationError` listing the known names, also for a name that two packages have.
-    """
-    return _load(name, _points())
-
-
-def _load(name: str, points: Mapping[str, set[EntryPoint]]) -> type[Adapter]:
-    known = f"Known adapters: {', '.join(points)}."
-    if name not in points:
-        raise ConfigurationError(f"There is no adapter '{name}'. {known}")
-    if len(points[name]) > 1:
-        values = ", ".join(point.value for point in points[name])
-        raise ConfigurationError(f"The adapter name '{name}' is taken twice ({values}). {known}")
-    (point,) = points[name]
+def _load(name: str, points: Collection[EntryPoint]) -> type[Adapter]:
+    """Return the adapter class of the name *name*. Raises :class:`ConfigurationError`, also if two packages have it."""
+    values = ", ".join(point.value for point in points)
+    if len(points) > 1:
+        raise ConfigurationError(f"The adapter name '{name}' is taken twice ({values}).")
+    (point,) = points
     try:
         loaded = point.load()
     except (ImportError, AttributeError) as error:
-        raise ConfigurationError(f"The adapter '{name}' ({point.value}) cannot be loaded: {error}.") from error
+        raise ConfigurationError(f"The adapter '{name}' ({values}) cannot be loaded: {error}.") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Adapter)):
         raise ConfigurationError(f"The adapter '{name}' is not a subclass of triton_openai.adapters.Adapter.")
     return loaded
 
 
 class Registry:
-    """All adapters, loaded once. A third party's are asked first: whoever installs one means it."""
+    """
+    All adapters, loaded once: the built-in ones, and those of other packages under an entry point group.
+
+    Those of other packages are asked first: whoever installs one means it.
+    """
 
     def __init__(self) -> None:
-        points = _points()
-        self._adapters = {name: _load(name, points) for name in sorted(points, key=BUILT_IN.__contains__)}
+        points = {name: {EntryPoint(name, value, ENTRY_POINT_GROUP)} for name, value in BUILT_IN.items()}
+        for point in sorted(entry_points(group=ENTRY_POINT_GROUP)):
+            points.setdefault(point.name, set()).add(point)
+        #: By name, in the order in which they are asked.
+        self.adapters = {name: _load(name, points[name]) for name in sorted(points, key=BUILT_IN.__contains__)}
 
     def claim(self, config: ModelConfig) -> Claim | None:
         """Return the first adapter that claims the model."""
-        for adapter in self._adapters.values():
+        for adapter in self.adapters.values():
             try:
                 reason = adapter.matches(config)
             except Exception:  # noqa: BLE001 - a third party's mistake must not keep the others from their models
@@ -141,5 +121,6 @@ class Registry:
 
     def named(self, name: str) -> Claim:
         """Return the adapter that the settings ask for by name. Raises :class:`ConfigurationError`."""
-        adapter = self._adapters.get(name) or load(name)
-        return Claim(adapter, "set in the configuration")
+        if name not in self.adapters:
+            raise ConfigurationError(f"There is no adapter '{name}'. Known adapters: {', '.join(self.adapters)}.")
+        return Claim(self.adapters[name], "set in the configuration")

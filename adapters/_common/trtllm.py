@@ -14,20 +14,27 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, Parameter, check_range
+from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, Parameter, Rule, check_range
 from triton_openai.adapters._common.decoding import Reader, cumulative_logprob
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat, Sampling
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
-#: What the engine and the models of text in front of it call the same.
+#: Those of the engine and of the models of text in front of it. Some have a name of their own in each.
 SHARED_PARAMETERS: tuple[Parameter, ...] = (
-    # The names before and after TensorRT-LLM 0.20.
+    Parameter("max_tokens", ("max_tokens", "request_output_len")),
+    Parameter("temperature", ("temperature",), note="0 is sent as top_k 1", special=True),
+    Parameter("top_p", ("top_p", "runtime_top_p"), note="0 is sent as top_k 1", special=True),
+    Parameter("top_k", ("top_k", "runtime_top_k"), note="-1 (off) is sent as 0", special=True),
+    # The names since TensorRT-LLM 0.20, and before.
     Parameter("min_tokens", ("min_tokens", "min_length")),
     Parameter("seed", ("seed", "random_seed")),
     Parameter("frequency_penalty", ("frequency_penalty",)),
     Parameter("presence_penalty", ("presence_penalty",)),
     Parameter("repetition_penalty", ("repetition_penalty",)),
+    Parameter("length_penalty", ("length_penalty", "len_penalty"), note="beam search only"),
+    Parameter("ignore_eos", ("end_id",), note="sent as -1", signed=True, special=True),
+    Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE),
 )
 #: What every model that takes token ids takes.
 ENGINE_INPUTS = frozenset({"input_ids", "input_lengths", "request_output_len"})

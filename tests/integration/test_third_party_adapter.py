@@ -35,14 +35,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_it_is_found_by_its_entry_point(installed):
     """The distribution is a real one to Python, and its adapter has a name beside the built-in ones."""
     assert "1.0" == distribution("counting-adapter").version
-    assert [*registry.BUILT_IN, "counting"] == registry.names()
-    assert "counting" == registry.load("counting").name
+    adapters = registry.Registry().adapters
+    assert {*registry.BUILT_IN, "counting"} == adapters.keys()
+    assert "counting" == adapters["counting"].name
 
 
 def test_without_it_the_name_is_unknown():
     """Nothing of it stays when it is not installed."""
     with pytest.raises(ConfigurationError, match="There is no adapter 'counting'"):
-        registry.load("counting")
+        registry.Registry().named("counting")
 
 
 async def test_it_serves_its_models(installed):

@@ -133,7 +133,7 @@ async def test_the_example_of_an_adapter(monkeypatch: pytest.MonkeyPatch, tmp_pa
             answer = await proxy.post("/v1/completions", {**request, "max_tokens": 7, "temperature": 0.5})
             refused = await proxy.post("/v1/completions", {**request, "top_p": 0.5})
 
-    assert name == registry.load(name).name == "prompt-completion"
+    assert name == registry.Registry().adapters[name].name == "prompt-completion"
     assert "one two" == answer.json["choices"][0]["text"]
     (asked,) = (body for _, body in triton.asked)
     assert {"PROMPT": "Hello", "LENGTH": 7, "TEMPERATURE": 0.5} == {key: asked[key] for key in asked if key != "id"}
