@@ -18,22 +18,10 @@ from triton_openai.adapters._common.base import Rule
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
-from triton_openai.api.chat_response import (
-    ChatChoice,
-    ChatChunks,
-    ChatCompletion,
-    chat_choice,
-    reasoning_tokens,
-)
+from triton_openai.api.chat_response import ChatChoice, ChatChunks, ChatCompletion, chat_choice, reasoning_tokens
 from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.logprobs import prompt_logprobs
-from triton_openai.api.parameters import (
-    ABSENT,
-    Accepted,
-    SamplingRequest,
-    stream_options,
-    unused,
-)
+from triton_openai.api.parameters import ABSENT, Accepted, SamplingRequest, unused
 from triton_openai.api.prompts import as_sent, images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
@@ -88,6 +76,17 @@ class ChatRequest(SamplingRequest, kw_only=True):
     echo: Annotated[Any, unused(False)] = None
     best_of: Annotated[Any, unused(1)] = None
     add_special_tokens: Annotated[Any, unused(False)] = None
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The limit of the answer's tokens, behind the name that the client gives it."""
+        newer = self.max_completion_tokens
+        return ("max_tokens", self.max_tokens) if newer is None else ("max_completion_tokens", newer)
+
+    @property
+    def alternatives(self) -> tuple[str, int | None]:
+        """The number of alternatives to each token, behind its name; ``None`` for no log probabilities."""
+        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
@@ -168,21 +167,11 @@ async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting
 
 async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     service, model, body = context.service, context.model, context.body
-    options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     turn = await prepare(context, new_id("chatcmpl"))
     task, plan, runs = turn.task, turn.plan, turn.runs
     field, timeout = service.settings.api.reasoning_field, context.limits.total
     if body.stream:
-        chunks = ChatChunks(
-            task.id,
-            body.model,
-            runs,
-            parsers=turn.parsers,
-            plan=plan,
-            field=field,
-            options=options,
-            fingerprint=model.fingerprint,
-        )
+        chunks = ChatChunks(context, task, runs, parsers=turn.parsers, plan=plan)
         heartbeat = service.settings.server.heartbeat_interval
         return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=timeout)
     answers = await collect(runs, timeout=timeout)
@@ -222,18 +211,8 @@ async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPl
         # The schemas are walked, in Python.
         size = offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT)
         forced = await offload.run(plan.guide, size=size, threshold=INLINE_WEIGHT)
-    newer = body.max_completion_tokens
-    task = task_of(
-        context,
-        task_id,
-        defaults=await model.default_parameters(),
-        n=body.n or 1,
-        max_tokens=newer or body.max_tokens,
-        max_tokens_name="max_tokens" if newer is None else "max_completion_tokens",
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        alternatives_name="top_logprobs",
-        keeps_special=False,
-    )
+    defaults = await model.default_parameters()
+    task = task_of(context, task_id, defaults=defaults, n=body.n or 1, keeps_special=False)
     if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
             "The model cannot be held to a tool call: it has no guided decoding. Use 'auto'.", param=plan.param

@@ -13,8 +13,9 @@ import msgspec
 
 from triton_openai.answer.fan_out import Collected
 from triton_openai.answer.run import Progress, Run
+from triton_openai.api.generate import Task
 from triton_openai.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
-from triton_openai.api.parameters import StreamOptions
+from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import Chunks
 from triton_openai.api.tools import ToolPlan
 from triton_openai.api.usage import UsageObject, usage_of
@@ -217,20 +218,17 @@ class ChatChunks(Chunks):
 
     def __init__(
         self,
-        completion_id: str,
-        model: str,
+        context: RequestContext[Any],
+        task: Task,
         runs: Sequence[Run],
         *,
         parsers: Sequence[AnswerParser | None],
         plan: ToolPlan,
-        field: ReasoningField,
-        options: StreamOptions,
-        fingerprint: str,
     ) -> None:
-        kind = "chat.completion.chunk"
-        super().__init__(kind, completion_id, model, runs, n=len(runs), options=options, fingerprint=fingerprint)
+        super().__init__("chat.completion.chunk", context, task, runs)
         self._parsers = parsers
         self._plan = plan
+        field = context.service.settings.api.reasoning_field
         self._reasoning_fields = ("reasoning_content", "reasoning") if field == "both" else (field,)
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
         self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % choice for choice in range(len(parsers))]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from triton_openai.answer.fan_out import Collected
 from triton_openai.answer.run import Run
+from triton_openai.api.generate import Task
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -17,7 +18,7 @@ from triton_openai.api.logprobs import (
     narrowed,
     prompt_logprobs,
 )
-from triton_openai.api.parameters import StreamOptions
+from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import Chunks
 from triton_openai.api.usage import UsageObject
 from triton_openai.generation import Delta, FinishReason
@@ -106,27 +107,17 @@ def completion_choice(
 
 
 class CompletionChunks(Chunks):
-    """The chunks of one stream: *n* choices for each prompt; each begins with *echo*."""
+    """The chunks of one stream; each choice begins with *echo*."""
 
-    def __init__(
-        self,
-        completion_id: str,
-        model: str,
-        runs: Sequence[Run],
-        *,
-        n: int,
-        echo: Echo | None,
-        options: StreamOptions,
-        fingerprint: str,
-    ) -> None:
-        super().__init__("text_completion", completion_id, model, runs, n=n, options=options, fingerprint=fingerprint)
+    def __init__(self, context: RequestContext[Any], task: Task, runs: Sequence[Run], echo: Echo | None) -> None:
+        super().__init__("text_completion", context, task, runs)
         self._text = self._head + b'{"text":'
         self._echo = echo
         choices = range(len(runs))
         self._text_tails = [
             b',"index":%d,"logprobs":null,"finish_reason":null}' % choice + self._tail for choice in choices
         ]
-        # The stream: characters of each choice so far
+        # Characters of each choice so far
         self._offsets = [len(run.generation.shown_prompt) if echo is not None else 0 for run in runs]
 
     def first(self, choice: int) -> bytes:

@@ -17,7 +17,7 @@ from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.api.bodies import json_response, missing
 from triton_openai.api.completion_response import Completion, CompletionChunks, Echo, completion_choice
 from triton_openai.api.generate import Task, runs_of, task_of
-from triton_openai.api.parameters import SamplingRequest, stream_options
+from triton_openai.api.parameters import SamplingRequest
 from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
@@ -41,6 +41,11 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
+    @property
+    def alternatives(self) -> tuple[str, int | None]:
+        """The number of alternatives to each token, behind its name; ``None`` for no log probabilities."""
+        return "logprobs", self.logprobs
+
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Continue one or several prompts; the choices are numbered prompt by prompt."""
@@ -51,7 +56,6 @@ async def handle(request: web.Request) -> web.StreamResponse:
 async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamResponse:
     service, model, body = context.service, context.model, context.body
     observation, limits = context.observation, context.limits
-    options = stream_options(body, always_usage=service.settings.api.always_include_usage)
     n = body.n or 1
     task = await _task(context)
     if body.prompt is None:
@@ -65,15 +69,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     runs = await runs_of(context, given, task)
     echo = Echo(body.logprobs) if body.echo else None
     if body.stream:
-        chunks = CompletionChunks(
-            task.id,
-            body.model,
-            runs,
-            n=n,
-            echo=echo,
-            options=options,
-            fingerprint=model.fingerprint,
-        )
+        chunks = CompletionChunks(context, task, runs, echo)
         heartbeat = service.settings.server.heartbeat_interval
         return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
     answers = await collect(runs, timeout=limits.total)
@@ -116,8 +112,6 @@ async def _task(context: RequestContext[CompletionRequest]) -> Task:
         new_id("cmpl"),
         defaults=await model.default_parameters(),
         n=best_of,
-        max_tokens=body.max_tokens,
-        logprobs=body.logprobs,
         echoed=body.logprobs if body.echo else None,
         scored=best_of > n,
     )

@@ -14,10 +14,12 @@ from triton_openai.answer.run import Run
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.parameters import (
     SamplingRequest,
+    StreamOptions,
     guide_of,
     priority,
     sampling,
     scoring,
+    stream_options,
     token_ids,
     truncation,
 )
@@ -65,6 +67,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     sampling: Sampling
     stream: bool = False
+    options: StreamOptions = StreamOptions()
     n: int = 1
     guide: Guide | None = None
     open_ended: bool = False
@@ -83,10 +86,6 @@ def task_of(
     *,
     defaults: DefaultParameters,
     n: int,
-    max_tokens: int | None,
-    max_tokens_name: str = "max_tokens",
-    logprobs: int | None,
-    alternatives_name: str = "logprobs",
     echoed: int | None = None,
     scored: bool = False,
     keeps_special: bool = True,
@@ -94,9 +93,8 @@ def task_of(
     """
     Return the task of a request to generate text.
 
-    *defaults* are the model's. *logprobs* is the number of alternatives to each token, ``None`` for no log
-    probabilities, and *echoed* the same for the tokens of the prompt. *max_tokens_name* and *alternatives_name* are the
-    client's names of the two. For the rest see :class:`Task`, :func:`sampling` and :func:`truncation`. Raises
+    *defaults* are the model's. *echoed* is the number of alternatives to each token of the prompt, ``None`` for no log
+    probabilities. For the rest see :class:`Task`, :func:`sampling` and :func:`truncation`. Raises
     :class:`InvalidRequest`.
     """
     body, model, settings = context.body, context.model, context.service.settings
@@ -105,20 +103,12 @@ def task_of(
         raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
     return Task(
         id=task_id,
-        sampling=sampling(
-            body,
-            max_tokens=max_tokens,
-            max_tokens_name=max_tokens_name,
-            logprobs=logprobs,
-            alternatives_name=alternatives_name,
-            defaults=defaults,
-            default_max_tokens=settings.api.default_max_tokens,
-            adapter=adapter,
-        ),
+        sampling=sampling(body, defaults=defaults, default_max_tokens=settings.api.default_max_tokens, adapter=adapter),
         stream=bool(body.stream),
+        options=stream_options(body, always_usage=settings.api.always_include_usage),
         n=n,
         guide=guide_of(body, adapter.capabilities.guides),
-        open_ended=max_tokens is None and model.settings.default_parameters.max_tokens is None,
+        open_ended=body.limit[1] is None and model.settings.default_parameters.max_tokens is None,
         most=defaults.max_tokens,
         truncation=truncation(body, keeps_special=keeps_special),
         priority=priority(body, model.priorities),

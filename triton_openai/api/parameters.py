@@ -71,7 +71,7 @@ _LogitBias = Annotated[
 ]
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``stream_options``. Obfuscation only pads events; leaving it out changes no answer."""
 
     include_usage: bool | None = None
@@ -200,6 +200,16 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
     thinking_token_budget: Annotated[Any, unused()] = None
     include_reasoning: Annotated[Any, unused(True)] = None
 
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The limit of the answer's tokens, behind the name that the client gives it."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def alternatives(self) -> tuple[str, int | None]:
+        """The number of alternatives to each token, behind its name; ``None`` for no log probabilities."""
+        raise NotImplementedError
+
 
 # Fields that a request and a sampling have in common, with the values that ask for what happens anyway.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -259,23 +269,16 @@ def _refused(adapter: Adapter) -> Sequence[tuple[str, tuple[Any, ...], str]]:
 
 
 def sampling(
-    request: SamplingRequest,
-    *,
-    max_tokens: int | None,
-    max_tokens_name: str,
-    logprobs: int | None,
-    alternatives_name: str = "logprobs",
-    defaults: DefaultParameters,
-    default_max_tokens: int,
-    adapter: Adapter,
+    request: SamplingRequest, *, defaults: DefaultParameters, default_max_tokens: int, adapter: Adapter
 ) -> Sampling:
     """
     Return the sampling of *request*, completed from the model's *defaults*.
 
-    *max_tokens_name* is the client's name of the limit, *logprobs* the number of alternatives to a token, and
-    *alternatives_name* its name. Raises :class:`InvalidRequest` for values that contradict each other, and
-    :class:`UnsupportedParameter` for those that the model cannot honour.
+    Raises :class:`InvalidRequest` for values that contradict each other, and :class:`UnsupportedParameter` for those
+    that the model cannot honour.
     """
+    max_tokens_name, max_tokens = request.limit
+    alternatives_name, logprobs = request.alternatives
     given = defaults.given()
     stop = request.stop if request.stop is not None else given.get("stop")
     values = {name: getattr(request, name) for name in _PLAIN}

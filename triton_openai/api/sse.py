@@ -11,6 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import monotonic
+from typing import Any
 
 import msgspec
 import structlog
@@ -18,8 +19,8 @@ from aiohttp import HttpVersion11, web
 
 from triton_openai.answer.fan_out import Answers, too_long
 from triton_openai.answer.run import Run
-from triton_openai.api.parameters import StreamOptions
-from triton_openai.api.service import now
+from triton_openai.api.generate import Task
+from triton_openai.api.service import RequestContext, now
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
@@ -80,29 +81,19 @@ class Chunks(Events):
     """
     Renders OpenAI's chunks, with a choice for each of *runs*.
 
-    The parts that all chunks share are encoded once. *n* is the number of choices of each prompt. The fingerprint is in
-    the chunk with the usage if there is one, else in the last chunk of each choice, as in vLLM's server.
+    The parts that all chunks share are encoded once. *kind* is the name of the chunks' type. The fingerprint is in the
+    chunk with the usage if there is one, else in the last chunk of each choice, as in vLLM's server.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        completion_id: str,
-        model: str,
-        runs: Sequence[Run],
-        *,
-        n: int,
-        options: StreamOptions,
-        fingerprint: str,
-    ) -> None:
-        head = {"id": completion_id, "object": kind, "created": now(), "model": model}
+    def __init__(self, kind: str, context: RequestContext[Any], task: Task, runs: Sequence[Run]) -> None:
+        head = {"id": task.id, "object": kind, "created": now(), "model": context.body.model}
         self._head = _FIELD + _encode(head)[:-1] + b',"choices":['
         self._runs = runs
-        self._n = n
-        self._include_usage = bool(options.include_usage)
-        self._continuous = bool(options.continuous_usage_stats)
-        self._ids = any(run.generation.token_ids for run in runs)
-        self._fingerprint = b',"system_fingerprint":' + _encode(fingerprint)
+        self._n = task.n
+        self._include_usage = bool(task.options.include_usage)
+        self._continuous = bool(task.options.continuous_usage_stats)
+        self._ids = task.token_ids
+        self._fingerprint = b',"system_fingerprint":' + _encode(context.model.fingerprint)
         #: What follows the choice in most chunks.
         self._tail = b'],"usage":null}' + _END if self._include_usage else b"]}" + _END
 

@@ -65,13 +65,7 @@ def sampled(
     rows |= {row.name: row for row in parameters}
     request = parse_json(msgspec.json.encode({"model": "m", "prompt": "Hi", **fields}), CompletionRequest)
     return sampling(
-        request,
-        max_tokens=request.max_tokens,
-        max_tokens_name="max_tokens",
-        logprobs=None,
-        defaults=defaults or DefaultParameters(),
-        default_max_tokens=limit,
-        adapter=Fake(*rows.values()),
+        request, defaults=defaults or DefaultParameters(), default_max_tokens=limit, adapter=Fake(*rows.values())
     )
 
 
@@ -192,15 +186,7 @@ def test_a_parameter_that_an_adapter_does_not_mention():
     """Silence is refusal: nothing is accepted and dropped."""
     request = parse_json(b'{"model": "m", "prompt": "Hi", "seed": 3}', CompletionRequest)
     with pytest.raises(UnsupportedParameter) as caught:
-        sampling(
-            request,
-            max_tokens=None,
-            max_tokens_name="max_tokens",
-            logprobs=None,
-            defaults=DefaultParameters(),
-            default_max_tokens=16,
-            adapter=Fake(),
-        )
+        sampling(request, defaults=DefaultParameters(), default_max_tokens=16, adapter=Fake())
 
     assert "seed" == caught.value.param
 

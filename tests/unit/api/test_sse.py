@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.api.parameters import StreamOptions
+from triton_openai.api.generate import Task
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.config import LimitSettings
 from triton_openai.errors import UpstreamError
-from triton_openai.generation import Delta
+from triton_openai.generation import Delta, Sampling
 from triton_openai.models.draining import DRAINING, Draining
 from triton_openai.serving.connections import HttpServer
 from triton_openai.telemetry.observation import OBSERVATION, Observation
@@ -76,7 +77,8 @@ class Marks(Chunks):
     """Events that can be told apart."""
 
     def __init__(self, runs: Sequence[Any]) -> None:
-        super().__init__("k", "id", "m", runs, n=len(runs), options=StreamOptions(), fingerprint="f")
+        context: Any = SimpleNamespace(body=SimpleNamespace(model="m"), model=SimpleNamespace(fingerprint="f"))
+        super().__init__("k", context, Task(id="id", sampling=Sampling(max_tokens=1), n=len(runs)), runs)
 
     def first(self, choice: int) -> bytes:
         return b"data: %d(\n\n" % choice
