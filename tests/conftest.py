@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import structlog
 
-pytest_plugins = ["tests.triton_fixture", "tests.proxy_fixture"]
+pytest_plugins = ["tests.triton_fixture", "tests.proxy_fixture", "tests.demo_fixture"]
 
 # A slow machine fails no test, and each run tries the same examples.
 hypothesis.settings.register_profile(

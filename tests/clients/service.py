@@ -155,31 +155,34 @@ def serving(
     *arguments: str,
     settings: Mapping[str, Any] | None = None,
     program: Sequence[str] = ("triton_openai",),
+    command: str = "serve",
     **environ: str,
 ) -> Iterator[Service]:
     """
-    Run ``triton-openai serve`` with *arguments* and *environ* on a free port; its log goes to a file in *folder*.
+    Run ``triton-openai serve``, or another *command*, with *arguments* and *environ* on a free port.
+
+    Its log goes to a file in *folder*.
 
     *settings* is what its YAML file holds.
     *program* is the module that is run, with its first arguments.
     """
     log = folder / "service.log"
-    command = [sys.executable, "-m", *program, "serve", "--port", "0", "--log-format", "json", *arguments]
+    line = [sys.executable, "-m", *program, command, "--port", "0", "--log-format", "json", *arguments]
     if settings is not None:
         # JSON is YAML too.
         file = folder / "settings.yaml"
         file.write_text(json.dumps(settings))
-        command += ["--config", str(file)]
+        line += ["--config", str(file)]
     # A file, because an unread pipe fills up and then holds the service.
     with log.open("w") as sink:
         process = subprocess.Popen(
-            command, env={**_ENVIRONMENT, **environ}, stdout=subprocess.PIPE, stderr=sink, text=True
+            line, env={**_ENVIRONMENT, **environ}, stdout=subprocess.PIPE, stderr=sink, text=True
         )
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, log.read_text()
-        yield Service(process, json.loads(line), log)
+        banner = process.stdout.readline()
+        assert banner, log.read_text()
+        yield Service(process, json.loads(banner), log)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()

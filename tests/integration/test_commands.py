@@ -213,7 +213,7 @@ def test_models_to_load_that_make_no_sense(arguments: tuple[str, ...], message: 
 
 def test_demo() -> None:
     """The demo builds its models, starts a Triton, asks its question over the API, and prints the answer."""
-    status, out, err = _run("demo", "--port", "0", "--once")
+    status, out, err = _run("demo", "--scripted", "--port", "0", "--once")
 
     assert (0, ["Starting Triton ..."]) == (status, err.splitlines())
     question, answer = re.findall(r"^[QA]: (.+)$", out, re.MULTILINE)

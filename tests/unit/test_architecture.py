@@ -20,7 +20,11 @@ PACKAGE = ROOT / "triton_openai"
 STANDINS = "triton_openai/demo/standins/"
 
 # Programs of their own, with a command line of their own: nothing of the service imports them to run in its process.
-PROGRAMS = {"triton_openai/tritonserver/_guard.py", "triton_openai/demo/make_tokenizer.py"}
+PROGRAMS = {
+    "triton_openai/tritonserver/_guard.py",
+    "triton_openai/demo/engine.py",
+    "triton_openai/demo/make_tokenizer.py",
+}
 
 # Words that name a backend. Which of them a model runs on is asked of its adapter, never of its name.
 BACKENDS = re.compile(

@@ -31,7 +31,10 @@ TEXTS = {
 }
 # The changelog also names what is gone.
 PRESENT = [name for name in TEXTS if name != "CHANGELOG.md"]
-COMMANDS = {"--config", "--json", "--once", "--help", "--help-all", "--version"}
+COMMANDS = {
+    *("--config", "--json", "--once", "--help", "--help-all", "--version"),
+    *("--all", "--model", "--scripted", "--weights"),
+}
 # Of the programs that the documents call, by the document.
 _DOCKER = {
     *("--build", "--build-arg", "--cap-drop", "--gpus", "--init", "--read-only", "--rm", "--shm-size", "--target"),

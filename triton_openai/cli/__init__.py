@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "demo":
             from triton_openai.cli.demo import demo
 
-            return demo(settings, environ, once=parsed.once)
+            return demo(settings, environ, parsed)
         from triton_openai.cli.serve import serve
 
         return serve(settings, source, environ)

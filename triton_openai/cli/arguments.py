@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -19,7 +20,7 @@ from triton_openai.errors import ConfigurationError
 
 _COMMANDS = {
     "serve": "Serve the models of a Triton through the OpenAI API.",
-    "demo": "Start an embedded Triton with demo models, serve them, and ask one question.",
+    "demo": "Start an embedded Triton with a small language model, serve it, and ask it something.",
     "inspect": "Show how each model of a Triton would be served: adapter, parameters, tokenizer, template.",
 }
 
@@ -45,6 +46,17 @@ _LEFT_OUT: Mapping[str, frozenset[str]] = {
         }
     ),
 }
+_FLAG: Mapping[str, Any] = {"action": "store_true"}
+_DEMO_SWITCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "once": ("End after the first answers.", _FLAG),
+    "all": ("Serve a model of every kind of backend, not only of two.", _FLAG),
+    "model": ("Another small model: a GGUF file, or a name on the Hugging Face hub.", {"metavar": "FILE|NAME"}),
+    "weights": (
+        "The file with the demo's own weights, where they are not installed.",
+        {"metavar": "FILE", "type": Path},
+    ),
+    "scripted": ("No language model: answers are made up, as docs/reference/scripted-models.md says.", _FLAG),
+}
 _TITLES = {
     **{"server": "service", "tls": "TLS", "triton": "Triton", "triton_access": "access to Triton", "api": "API"},
     **{"media": "images", "defaults": "models"},
@@ -58,6 +70,10 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
     json: bool = False
     once: bool = False
+    scripted: bool = False
+    all: bool = False
+    model: str | None = None
+    weights: Path | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,8 +97,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     return Parsed(
         command=given["command"],
         settings={name: value for name, value in given.items() if name == "config" or name in options_by_name()},
-        json=given.get("json", False),
-        once=given.get("once", False),
+        **{name: given[name] for name in ("json", *_DEMO_SWITCHES) if name in given},
     )
 
 
@@ -113,7 +128,8 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
         if name == "inspect":
             command.add_argument("--json", action="store_true", help="Print JSON.")
         if name == "demo":
-            command.add_argument("--once", action="store_true", help="End after the first answer.")
+            for switch, (help_text, keywords) in _DEMO_SWITCHES.items():
+                command.add_argument(f"--{switch}", help=help_text, **keywords)
         _add_settings(command, name, everything=everything)
     return parser
 

@@ -2,41 +2,79 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
+import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 
+from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
-from triton_openai.cli.serve import OnReady, serve_demo
+from triton_openai.cli.serve import serve_demo
 from triton_openai.config import AccessSettings, Settings, TlsSettings, TritonAccess
+from triton_openai.demo.engine import PASSIVE, Engine, missing
 from triton_openai.demo.repository import build_repository
+from triton_openai.demo.weights import find_model, write_tokenizer
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.sockets import listening_sockets
 from triton_openai.tritonserver.supervisor import triton_for
 
-_QUESTION = "What is the Triton Inference Server?"
+_QUESTION = "What is the capital of France?"
+_SCRIPTED_QUESTION = "What is the Triton Inference Server?"
+_WEATHER = "What is the weather in Paris?"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+# A model as small as the demo's goes on calling until it is stopped.
+_CALL = {"tools": [_TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 _PREFERRED_MODEL = "ensemble"
+_SHOWN = ("ensemble", "vllm_model", "text_embedding")
 _ANSWER_SECONDS = 60
 
 
-def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
+def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int:
     """
-    Build the demo models, start a Triton on them, serve, and ask one question; go on serving unless *once*.
+    Start the language model, build the demo models, start a Triton on them, serve, and ask a question and for a tool
+    call; go on serving unless the *options* say ``once``.
 
     Raises :class:`ConfigurationError` for settings that have no meaning here.
     """
     if settings.server.workers > 1:
         raise ConfigurationError("The demo is one process: workers are for 'serve'.")
+    asked_for = options.model is not None or options.weights is not None
+    if options.scripted and asked_for:
+        raise ConfigurationError("--scripted has no language model, so it takes no --model and no --weights.")
     with (
         listening_sockets(settings.server) as sockets,
         tempfile.TemporaryDirectory(prefix="triton-openai-demo-") as folder,
+        contextlib.ExitStack() as running,
     ):
-        repository = build_repository(Path(folder))
+        speaking = None if options.scripted else _start_engine(Path(folder), environ, options, required=asked_for)
+        if speaking is not None:
+            running.callback(speaking.engine.stop)
+        repository = build_repository(
+            Path(folder),
+            models=None if options.all else _SHOWN,
+            tokenizer=None if speaking is None else speaking.tokenizer,
+            engine=None if speaking is None else speaking.socket,
+        )
         replace = msgspec.structs.replace
         # In explicit mode all models are there at first, and can be unloaded.
         load = ("*",) if settings.triton.model_control_mode == "explicit" else ()
@@ -49,8 +87,42 @@ def demo(settings: Settings, environ: Mapping[str, str], *, once: bool) -> int:
             triton=replace(settings.triton, model_repository=(repository.path,), load_model=load),
             triton_access=TritonAccess(),
         )
-        triton = triton_for(settings, environ, backends=repository.backends)
-        return serve_demo(settings, sockets, triton, _ask_one_question(_headers(settings.access), once=once))
+        triton = triton_for(settings, {**environ, **PASSIVE}, backends=repository.backends)
+        if speaking is not None:
+            speaking.engine.wait()
+        talk = partial(_talk, headers=_headers(settings.access), speaks=speaking is not None, once=options.once)
+        return serve_demo(settings, sockets, triton, talk)
+
+
+@dataclass(frozen=True)
+class _Speaking:
+    """A language model that is being started."""
+
+    engine: Engine
+    socket: Path
+    tokenizer: Path
+
+
+def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, required: bool) -> _Speaking | None:
+    """Start the language model; without one that is *required*, say why there is none and return None."""
+    try:
+        if problem := missing():
+            raise ConfigurationError(f"The demo cannot run a language model here: {problem}.")
+        model = find_model(options.model, options.weights)
+        tokenizer = folder / "model"
+        write_tokenizer(model, tokenizer)
+    except ConfigurationError as error:
+        if required:
+            raise
+        _say(f"{error.message.rstrip('.')}. The answers are scripted.")
+        return None
+    socket = folder / "engine.sock"
+    _say(f"Loading {model.name} ({model.weights.stat().st_size / 1e6:.0f} MB) ...")
+    return _Speaking(Engine(model, socket, environ), socket, tokenizer)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _with_own_key(access: AccessSettings) -> AccessSettings:
@@ -69,32 +141,32 @@ def _headers(access: AccessSettings) -> dict[str, str]:
     return headers
 
 
-def _ask_one_question(headers: Mapping[str, str], *, once: bool) -> OnReady:
-    async def on_ready(banner: Banner) -> int | None:
-        names = [model.name for model in banner.models if model.adapter]
-        if not names:
-            raise ConfigurationError("The demo's models did not become ready.")
-        model = _PREFERRED_MODEL if _PREFERRED_MODEL in names else names[0]
-        print(f"Q: {_QUESTION}\nA: ", end="", flush=True)
-        problem = await _ask(banner.base_url, model, headers)
-        print(f"\n{problem}" if problem else "", flush=True)
-        if once:
-            return 1 if problem else 0
-        print(_snippets(banner.base_url, model), flush=True)
-        return None
-
-    return on_ready
-
-
-async def _ask(base_url: str, model: str, headers: Mapping[str, str]) -> str | None:
-    """Ask as a client, print the answer as it arrives, and return the error, if any."""
-    body = {"model": model, "messages": [{"role": "user", "content": _QUESTION}], "stream": True, "max_tokens": 64}
+async def _talk(banner: Banner, *, headers: Mapping[str, str], speaks: bool, once: bool) -> int | None:
+    """Ask as a client and print the answers; return the exit status if that is *once* and for all."""
+    names = [model.name for model in banner.models if model.adapter]
+    if not names:
+        raise ConfigurationError("The demo's models did not become ready.")
+    model = _PREFERRED_MODEL if _PREFERRED_MODEL in names else names[0]
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
+    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+        url = f"{banner.base_url}/chat/completions"
+        asked: dict[str, Any] = {"model": model, "stream": True, "max_tokens": 64, "temperature": 0, "seed": 1}
+        problem = await _ask(session, url, asked, _QUESTION if speaks else _SCRIPTED_QUESTION)
+        if speaks and problem is None:
+            problem = await _ask(session, url, {**asked, **_CALL}, _WEATHER)
+    if problem:
+        print(problem, flush=True)
+    if once:
+        return 1 if problem else 0
+    print(_snippets(banner.base_url, model, speaks=speaks), flush=True)
+    return None
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any], question: str) -> str | None:
+    """Ask a question, print the answer or the tool call as it arrives, and return the error, if any."""
+    print(f"Q: {question}\nA: ", end="", flush=True)
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(f"{base_url}/chat/completions", json=body, headers=headers) as response,
-        ):
+        async with session.post(url, json={**asked, "messages": [{"role": "user", "content": question}]}) as response:
             if response.status != 200:
                 return f"HTTP {response.status}: {await response.text()}"
             async for line in response.content:
@@ -106,27 +178,28 @@ async def _ask(base_url: str, model: str, headers: Mapping[str, str]) -> str | N
                     return str(chunk["error"]["message"])
                 for choice in chunk["choices"]:
                     print(choice["delta"].get("content") or "", end="", flush=True)
+                    for call in choice["delta"].get("tool_calls") or ():
+                        function = call["function"]
+                        name = f"{function['name']} " if function.get("name") else ""
+                        print(f"{name}{function.get('arguments', '')}", end="", flush=True)
     except TimeoutError:
         return f"No answer within {_ANSWER_SECONDS} s."
     except aiohttp.ClientError as error:
         return f"No answer: {error}"
+    finally:
+        print(flush=True)
     return None
 
 
-def _snippets(base_url: str, model: str) -> str:
-    return f"""
-Ask it yourself:
+def _snippets(base_url: str, model: str, *, speaks: bool) -> str:
+    def curl(path: str, **body: Any) -> str:
+        return f"  curl {base_url}/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
 
-  curl {base_url}/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    def user(content: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": content}]
 
-or, after pip install openai:
-
-  from openai import OpenAI
-
-  client = OpenAI(base_url="{base_url}", api_key="none")
-  answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello!"}}])
-  print(answer.choices[0].message.content)
-
-Ctrl-C ends the demo.
-"""
+    examples = [curl("chat/completions", model=model, messages=user("Hello!"), stream=True)]
+    if speaks:
+        examples.append(curl("chat/completions", model=model, messages=user(_WEATHER), **_CALL))
+    examples.append(curl("embeddings", model="text_embedding", input=["How do I bake bread?"]))
+    return "\n\n".join(["\nAsk it yourself:", *examples, "Ctrl-C ends the demo.\n"])

@@ -45,6 +45,7 @@ class _Site:
     repository: DemoRepository
     contracts: dict[str, Contract]
     token_delay_ms: float
+    engine: Path | None
 
     def write(self, name: str, config: str, module: str | None = None) -> Path:
         """Write a model's config, its code when *module* names it, and the settings that the Triton API hides."""
@@ -57,6 +58,7 @@ class _Site:
             "tokenizer": str(self.repository.tokenizer),
             "record": str(self.repository.record) if self.repository.record else None,
             "token_delay_ms": self.token_delay_ms,
+            "engine": str(self.engine) if self.engine else None,
         }
         _write_json(version / "standin.json", settings)
         return version
@@ -69,13 +71,15 @@ def build_repository(
     tokenizer: Path | None = None,
     record: Path | None = None,
     token_delay_ms: float = 0.0,
+    engine: Path | None = None,
 ) -> DemoRepository:
     """
     Write the stand-ins into *destination* and return where things are.
 
     *models* are the names to build (by default those of `model_names`; what an ensemble needs is added), *tokenizer* a
     folder to use in place of the demo's own, *record* a file to which the models append what they were asked and how it
-    ended, and *token_delay_ms* the pace of answers that are not steered. An older repository in *destination* is
+    ended, and *token_delay_ms* the pace of answers that are not steered. *engine* is the socket of a language model
+    (`triton_openai.demo.engine`); without it the answers are scripted. An older repository in *destination* is
     replaced.
     """
     destination = destination.resolve()
@@ -101,7 +105,7 @@ def build_repository(
         folder = repository.backends / backend
         folder.mkdir(parents=True)
         (folder / "model.py").write_text(_MODEL_FILE.format(levels=2, module=module, name=name))
-    site = _Site(repository, contracts(), token_delay_ms)
+    site = _Site(repository, contracts(), token_delay_ms, engine)
     for name in wanted:
         _BUILDERS[name][0](site, name)
     return repository
@@ -209,7 +213,7 @@ def _vllm(site: _Site, name: str) -> None:
     engine = {"model": str(site.repository.tokenizer), "max_model_len": _CONTEXT_LENGTH, "disable_log_stats": True}
     if embeds:
         engine["task"] = "embed"
-    else:
+    elif site.engine is None:
         engine["enable_lora"] = True
         _write_json(folder / "multi_lora.json", {lora: f"/loras/{lora}" for lora in _LORAS})
     _write_json(folder / "model.json", engine)
@@ -221,7 +225,7 @@ def _llmapi(site: _Site, name: str) -> None:
 
 
 def _text_embedding(site: _Site, name: str) -> None:
-    contract = Contract(["text STRING [1]"], ["embedding FP32 [64]"])
+    contract = Contract(["text STRING [1]"], [f"embedding FP32 [{384 if site.engine else 64}]"])
     text = render(name, contract, backend="python", max_batch_size=64, dynamic_batching=True, instances=1)
     site.write(name, text, "text_embedding")
 

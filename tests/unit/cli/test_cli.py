@@ -13,7 +13,7 @@ import pytest
 
 import triton_openai
 from triton_openai.cli import main
-from triton_openai.cli.arguments import parse
+from triton_openai.cli.arguments import Parsed, parse
 from triton_openai.cli.demo import _headers, _with_own_key, demo
 from triton_openai.config import AccessSettings, RestrictedApi, ServerSettings, Settings, options
 from triton_openai.errors import ConfigurationError
@@ -140,7 +140,7 @@ def test_the_demo_has_a_key_of_its_own_beside_a_file(tmp_path: Path) -> None:
 def test_the_demo_is_one_process() -> None:
     """Workers that a settings file asks for are refused, and not left out in silence."""
     with pytest.raises(ConfigurationError, match="one process"):
-        demo(Settings(server=ServerSettings(workers=2)), {}, once=True)
+        demo(Settings(server=ServerSettings(workers=2)), {}, Parsed(command="demo", settings={}, once=True))
 
 
 def test_the_demo_opens_its_own_door() -> None:

@@ -114,3 +114,25 @@ class _Lane:
             self._serial[job] = -1  # running; `hasten` replaces this mark and wins over the job's own delay
             return job
         return None
+
+
+class Threads:
+    """Calls each job on a thread of its own: for an engine whose tokens are waited for."""
+
+    def __init__(self) -> None:
+        self._closed = threading.Event()
+
+    def submit(self, job: Job, delay: float = 0.0) -> None:
+        """Take in a new job."""
+        threading.Thread(target=self._run, args=(job, delay), daemon=True).start()
+
+    def hasten(self, job: Job) -> None:
+        """Do nothing: the job is never far from its next step."""
+
+    def close(self) -> None:
+        """Drop the jobs that still run."""
+        self._closed.set()
+
+    def _run(self, job: Job, delay: float | None) -> None:
+        while delay is not None and not self._closed.wait(delay):
+            delay = job.advance()

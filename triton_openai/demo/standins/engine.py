@@ -1,45 +1,95 @@
 """
-What says the words: the one seam between the stand-ins' contracts and whatever makes the tokens.
+Where the tokens come from: the one seam between the stand-ins' contracts and whatever makes the tokens.
 
-An engine is asked for token ids and knows nothing of Triton. The one here is deterministic and says plainly what it is;
-a small language model can take its place by offering the same method.
+An engine is asked for token ids and knows nothing of Triton. The scripted one here is deterministic and says plainly
+what it is; `llama.LlamaEngine` has a language model.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from . import steering
+from .batcher import Batcher, Threads
+from .logits import MadeUp, Scores
+from .settings import Settings
 from .steering import Steering
 from .text import Vocabulary
+
+# What an engine yields in place of a token: nothing new yet, and the longest answer that it can give.
+WAITING = -1
+LIMIT = -2
+
+
+class EngineFailure(Exception):
+    """The engine failed while it generated."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a request asks of the engine itself. Stopping at a length or at words is not the engine's work."""
+    """
+    What a request asks of the engine itself. Stopping at a length or at words is the stand-in's work.
+
+    *max_tokens* is how many tokens are needed at most, *logprobs* how many alternatives to each token are (None: no log
+    probabilities), *bias* what is added to the logits of single tokens, and *bad_words* texts that must not come.
+    """
 
     seed: int | None = None
+    max_tokens: int = 0
     min_tokens: int = 0
     ignore_eos: bool = False
     guide: tuple[str, str] | None = None
     greedy: bool = False
     images: int = 0
+    logprobs: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    The ids of one answer as they are made, how it was steered, and the scores of the tokens so far.
+
+    The end-of-sequence id is yielded where the answer ends. The iterator may end only after that; with ``ignore_eos``
+    it goes on for as long as it is asked.
+    """
+
+    ids: Iterator[int]
+    scores: Scores
+    steering: Steering = field(default_factory=Steering)
 
 
 class Engine(Protocol):
     """Something that continues a prompt."""
 
-    def generate(self, prompt_ids: Sequence[int], options: Options) -> Iterator[int]:
-        """
-        Yield the ids that follow *prompt_ids*, one by one.
-
-        The end-of-sequence id is yielded where the answer ends. The iterator may end only after that; with
-        ``ignore_eos`` it goes on for as long as it is asked.
-        """
+    def batcher(self) -> Batcher | Threads:
+        """Return what advances the requests of one model."""
         ...
+
+    def answer(self, prompt: str, prompt_ids: Sequence[int], options: Options) -> Answer:
+        """Begin an answer to *prompt*, which is *prompt_ids*. Raises `ValueError` for what the engine cannot do."""
+        ...
+
+
+def engine_for(settings: Settings, vocabulary: Vocabulary) -> Engine:
+    """Return the engine that the demo was started with."""
+    if settings.engine is None:
+        return ScriptedEngine(vocabulary)
+    from .llama import LlamaEngine
+
+    return LlamaEngine(settings.engine, vocabulary)
 
 
 _VARIANTS = (
@@ -56,16 +106,29 @@ _TURNS = (
 )
 
 
-class HonestEngine:
-    """Answers every prompt by saying what it is and quoting the last words of the user."""
+class ScriptedEngine:
+    """Answers as the prompt tells it, or says what it is and quotes the last words of the user."""
 
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def batcher(self) -> Batcher:
+        """Return a batcher of a few threads, as the work is next to nothing."""
+        return Batcher()
+
+    def answer(self, prompt: str, prompt_ids: Sequence[int], options: Options) -> Answer:
+        """Begin the steered answer if there is one, else the honest one."""
+        steered, rest = steering.find(prompt)
+        return Answer(_Script(self._vocabulary, steered, rest).generate(options), MadeUp(), steered)
+
+
+class _Script:
     def __init__(self, vocabulary: Vocabulary, steering: Steering, prompt: str) -> None:
         self._vocabulary = vocabulary
         self._steering = steering
         self._prompt = prompt
 
-    def generate(self, prompt_ids: Sequence[int], options: Options) -> Iterator[int]:
-        """Yield the steered answer if there is one, else the honest one; see `Engine.generate`."""
+    def generate(self, options: Options) -> Iterator[int]:
         ids = self._planned(options)
         yielded = 0
         for token in ids:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .steering import Steering
-
-
-class SteeredFailure(Exception):
-    """The failure that a steered request asked for."""
+from .engine import LIMIT, WAITING, Answer, EngineFailure
 
 
 @dataclass(frozen=True)
@@ -20,22 +16,27 @@ class Step:
     eos: bool
     finish: str | None
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing has happened: the engine is still at work."""
+        return not self.ids and self.finish is None
+
 
 class Generation:
     """The state of one sequence. `step` gives what is new; `delay` says how long until the next step."""
 
     def __init__(
         self,
-        source: Iterator[int],
+        answer: Answer,
         *,
-        steering: Steering,
         end_id: int | None,
         max_tokens: int,
         default_delay_ms: float = 0.0,
         stops: Callable[[list[int]], bool] = lambda _: False,
     ) -> None:
-        self._source = source
-        self._steering = steering
+        self._source = answer.ids
+        self._steering = steering = answer.steering
+        self.scores = answer.scores
         self._end_id = end_id
         self._max_tokens = max_tokens
         self._stops = stops
@@ -55,20 +56,22 @@ class Generation:
         return first + self._delay * self._steering.tokens_per_response
 
     def step(self) -> Step:
-        """Produce the next step; raises `SteeredFailure` where the request asked for one."""
+        """Produce the next step; raises `EngineFailure` where the engine failed, or the request asked for that."""
         self._started = True
         new: list[int] = []
         while self.finish is None and len(new) < max(1, self._steering.tokens_per_response):
             if self._steering.fail_at is not None and len(self.ids) >= self._steering.fail_at:
                 if new:
                     return Step(new, eos=False, finish=None)
-                raise SteeredFailure(self._steering.error)
+                raise EngineFailure(self._steering.error)
             if new and self.hangs:
                 break
             token = next(self._source, None)
-            if token is None or token == self._end_id:
-                self.finish = "stop"
-                return Step(new, eos=token is not None, finish=self.finish)
+            if token == WAITING:
+                break
+            if token is None or token in (self._end_id, LIMIT):
+                self.finish = "length" if token == LIMIT else "stop"
+                return Step(new, eos=token is not None and token == self._end_id, finish=self.finish)
             self.ids.append(token)
             new.append(token)
             if self._stops(self.ids):
@@ -76,3 +79,9 @@ class Generation:
             elif len(self.ids) >= self._max_tokens:
                 self.finish = "length"
         return Step(new, eos=False, finish=self.finish)
+
+    def close(self) -> None:
+        """Let the engine stop."""
+        close = getattr(self._source, "close", None)
+        if close is not None:
+            close()

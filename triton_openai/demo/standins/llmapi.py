@@ -8,6 +8,7 @@ argument of the engine's call.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -16,17 +17,16 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from . import settings, steering
-from .batcher import Batcher
-from .engine import HonestEngine, Options
-from .generation import Generation, SteeredFailure
-from .logits import log_probability
+from . import settings
+from .engine import EngineFailure, Options, engine_for
+from .generation import Generation
 from .tensors import Recorder, array, as_text, scalar, strings
 from .text import Vocabulary
 from .trt_outputs import PrefixCache
 
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PREFIX = "sampling_param_"
+_NUMBERS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
 _DEFAULT_MAX_TOKENS = 32
 _MAX_NUM_TOKENS = 2048
 _FIRST_THAT_STREAMS = "lora_name"
@@ -46,7 +46,8 @@ class TritonPythonModel:
         self.cache = PrefixCache()
         self._running: dict[str, Request] = {}
         self._lock = threading.Lock()
-        self._batcher = Batcher()
+        self.engine = engine_for(self.settings, self.vocabulary)
+        self._batcher = self.engine.batcher()
 
     def execute(self, requests: list[Any]) -> None:
         """Start every request; answers are sent by the batcher."""
@@ -115,7 +116,6 @@ class Request:
                 " InputSequence]]"
             )
         prompt = as_text(text[0])
-        steered, rest = steering.find(prompt)
         self._echo = "" if _one(request, f"{_PREFIX}exclude_input_from_output", False) else prompt
         self._wanted = [
             name
@@ -132,14 +132,19 @@ class Request:
                 f" exceed max_num_tokens ({_MAX_NUM_TOKENS})"
             )
         self._reused_blocks = model.cache.reuse(ids)
+        limit = int(_one(request, f"{_PREFIX}max_tokens", _DEFAULT_MAX_TOKENS))
+        numbers = {name: _one(request, f"{_PREFIX}{name}", None) for name in _NUMBERS}
+        options = Options(
+            seed=int(_one(request, f"{_PREFIX}seed", 0)),
+            greedy=_greedy(request),
+            max_tokens=limit,
+            logprobs=0 if "cumulative_logprob" in self._wanted else None,
+            **{name: value for name, value in numbers.items() if value is not None},
+        )
         self.generation = Generation(
-            HonestEngine(model.vocabulary, steered, rest).generate(
-                ids,
-                Options(seed=int(_one(request, f"{_PREFIX}seed", 0)), greedy=_greedy(request)),
-            ),
-            steering=steered,
+            model.engine.answer(prompt, ids, options),
             end_id=model.vocabulary.eos_id,
-            max_tokens=int(_one(request, f"{_PREFIX}max_tokens", _DEFAULT_MAX_TOKENS)),
+            max_tokens=limit,
             default_delay_ms=model.settings.token_delay_ms,
         )
         self._due = 0.0
@@ -177,10 +182,13 @@ class Request:
             return self._pause(now)
         try:
             step = self.generation.step()
-        except SteeredFailure as failure:
+        except EngineFailure as failure:
+            self.generation.close()
             self._model.fail(self._sender, self.id, f"Error generating request: {failure}", len(self.generation.ids))
             self._model.forget(self)
             return None
+        if step.empty:
+            return 0.0
         last = step.finish is not None
         if self._stream or last:
             self._sender.send(self._response(step.finish), flags=_FINAL if last else 0)
@@ -196,7 +204,7 @@ class Request:
             "finish_reason": str(finish),
             "stop_reason": "None",
             # Text where the config declares a number.
-            "cumulative_logprob": str(float(np.sum([log_probability(token) for token in ids]))),
+            "cumulative_logprob": str(float(np.sum([*map(self.generation.scores.logprob, itertools.count(), ids)]))),
             "kv_cache_reused_block": str(self._reused_blocks),
         }
         names = ["text_output", *self._wanted]
@@ -205,6 +213,7 @@ class Request:
         return pb.InferenceResponse([pb.Tensor(name, strings([values[name]])) for name in names])
 
     def _ended(self, event: str) -> None:
+        self.generation.close()
         self._model.forget(self)
         self._model.recorder.ended(event, self.id, len(self.generation.ids))
 

@@ -1,14 +1,14 @@
 """
-The scores of the whole vocabulary, made up so that the chosen token's log probability is the one told elsewhere.
+The log probabilities of an answer's tokens, and scores of the whole vocabulary that agree with them.
 
-They are not normalised, as an engine's are not.
+The scores are not normalised, as an engine's are not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +18,39 @@ _SHIFT = 3.25
 def log_probability(token: int) -> float:
     """Return a made-up but constant log probability of a token."""
     return -0.05 - (token * 2654435761 % 1000) / 500.0
+
+
+class Scores(Protocol):
+    """What is known of the tokens of one answer, by their place in it."""
+
+    def logprob(self, place: int, token: int) -> float:
+        """Return the log probability of the *token* at *place*."""
+        ...
+
+    def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
+        """Return the *token* at *place*, then *count* of the likeliest: each with log probability and rank."""
+        ...
+
+    def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
+        """Return a row of scores for each of *tokens* from *first* on, float32 of shape ``[tokens, vocabulary]``."""
+        ...
+
+
+class MadeUp:
+    """Log probabilities that are constant for each token, and rows in which the chosen token has them."""
+
+    def logprob(self, place: int, token: int) -> float:
+        """Return `log_probability`."""
+        return log_probability(token)
+
+    def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
+        """Return the token as the likeliest, and others behind it."""
+        ids = [token, *((token + step) % vocabulary for step in range(1, count))]
+        return [(each, log_probability(token) - rank, rank + 1) for rank, each in enumerate(ids)]
+
+    def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
+        """Return scores; see `Scores.rows`."""
+        return rows(tokens, vocabulary)
 
 
 def rows(tokens: Sequence[int], vocabulary: int) -> Any:

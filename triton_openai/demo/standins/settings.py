@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one model instance."""
+    """The settings of one model instance; *engine* is the socket of the language model, None for scripted answers."""
 
     name: str
     config: dict[str, Any]
@@ -18,6 +18,7 @@ class Settings:
     tokenizer: str
     token_delay_ms: float
     folder: Path
+    engine: str | None = None
 
     def parameter(self, key: str, default: str) -> str:
         """Return a parameter of config.pbtxt; empty and unfilled ones count as absent."""
@@ -53,4 +54,5 @@ def load(args: dict[str, Any]) -> Settings:
         tokenizer=own["tokenizer"],
         token_delay_ms=float(own.get("token_delay_ms", 0.0)),
         folder=folder,
+        engine=own.get("engine"),
     )

@@ -1,4 +1,4 @@
-"""The channel by which a test tells a stand-in what to do; see STEERING.md."""
+"""The channel by which a test tells a stand-in what to do; see docs/reference/scripted-models.md."""
 
 from __future__ import annotations
 

@@ -14,14 +14,23 @@ from typing import Any
 
 import triton_python_backend_utils as pb
 
-from . import settings, steering, trt_outputs
-from .batcher import Batcher
-from .engine import HonestEngine, Options
-from .generation import Generation, SteeredFailure
+from . import settings, trt_outputs
+from .engine import EngineFailure, Options, engine_for
+from .generation import Generation
 from .tensors import Recorder, array, scalar
 from .text import Vocabulary
 
 _MAX_INPUT_LENGTH = 2048
+_NUMBERS = {
+    "temperature": "temperature",
+    "top_p": "runtime_top_p",
+    "top_k": "runtime_top_k",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+# As many alternatives as OpenAI allows, and some more.
+_ALTERNATIVES = 24
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 _TEXTS = {
@@ -63,7 +72,8 @@ class TritonPythonModel:
         self._cache = trt_outputs.PrefixCache()
         self._running: dict[str, Request] = {}
         self._lock = threading.Lock()
-        self._batcher = Batcher()
+        self._engine = engine_for(self.settings, self.vocabulary)
+        self._batcher = self._engine.batcher()
 
     def execute(self, requests: list[Any]) -> None:
         """Start every request; answers are sent by the batcher."""
@@ -186,25 +196,31 @@ class TritonPythonModel:
         self._loras.add(number)
 
     def _generation(self, request: Any, row: int, ids: list[int], index: int) -> Generation:
-        steered, prompt = steering.find(self.vocabulary.decode(ids, skip_special_tokens=False))
-        if steered.forget_loras:
-            self._loras.clear()
         end_id = scalar(request, "end_id")
         guide = scalar(request, "guided_decoding_guide_type")
+        limit = int(array(request, "request_output_len").reshape(-1)[row])
+        numbers = {name: scalar(request, tensor) for name, tensor in _NUMBERS.items()}
         options = Options(
             seed=int(scalar(request, "seed", scalar(request, "random_seed", 0))) + index,
+            max_tokens=limit,
             min_tokens=int(scalar(request, "min_tokens", scalar(request, "min_length", 0))),
             # Without the tokenizer's own end id in the request the engine does not know where to stop.
             ignore_eos=end_id != self.vocabulary.eos_id,
             guide=(guide, scalar(request, "guided_decoding_guide", "")) if guide else None,
             greedy=_greedy(scalar(request, "runtime_top_k", 0), scalar(request, "runtime_top_p", 0.0)),
+            logprobs=_logprobs(request),
+            bias=_bias(array(request, "embedding_bias"), row),
+            bad_words=[self.vocabulary.decode(word) for word in _words(array(request, "bad_words_list"), row)],
+            **{name: value for name, value in numbers.items() if value is not None},
         )
+        answer = self._engine.answer(self.vocabulary.decode(ids, skip_special_tokens=False), ids, options)
+        if answer.steering.forget_loras:
+            self._loras.clear()
         words = _words(array(request, "stop_words_list"), row)
         return Generation(
-            HonestEngine(self.vocabulary, steered, prompt).generate(ids, options),
-            steering=steered,
+            answer,
             end_id=end_id,
-            max_tokens=int(array(request, "request_output_len").reshape(-1)[row]),
+            max_tokens=limit,
             default_delay_ms=self.settings.token_delay_ms,
             stops=lambda produced: any(produced[-len(word) :] == word for word in words),
         )
@@ -286,10 +302,12 @@ class Request:
             return self._pause(now)
         try:
             step = sequence.generation.step()
-        except SteeredFailure as failure:
+        except EngineFailure as failure:
             self._sender.send(pb.InferenceResponse(error=pb.TritonError(str(failure))), flags=_FINAL)
             return self._ended("failed")
         self._turn += 1
+        if step.empty:
+            return 0.0
         if step.finish is not None:
             self._live.remove(sequence)
         last = not self._live
@@ -309,6 +327,8 @@ class Request:
         self._ended(event)
 
     def _ended(self, event: str) -> None:
+        for sequence in self._all:
+            sequence.generation.close()
         self._model.forget(self)
         self._model.recorder.ended(event, self.id, sum(len(s.generation.ids) for s in self._all))
 
@@ -316,6 +336,19 @@ class Request:
 def _greedy(top_k: int, top_p: float) -> bool:
     """Return whether the executor takes the likeliest token: also without both, whatever the temperature."""
     return top_k == 1 or (top_k == 0 and top_p == 0)
+
+
+def _logprobs(request: Any) -> int | None:
+    """Return how many alternatives to each token the engine has to tell, None without log probabilities."""
+    if scalar(request, "return_generation_logits", False):
+        return _ALTERNATIVES
+    return 0 if scalar(request, "return_log_probs", False) else None
+
+
+def _bias(values: Any, row: int) -> dict[int, float]:
+    if values is None or values.size == 0:
+        return {}
+    return {int(token): float(values[row][token]) for token in values[row].nonzero()[0]}
 
 
 def _words(encoded: Any, row: int) -> list[list[int]]:

@@ -22,6 +22,7 @@ class Vocabulary:
         self.pad_id = self._id(config, "pad_token")
         self._bytes = {character: byte for byte, character in _byte_characters().items()}
         self._cache: dict[int, bytes] = {}
+        self._ids: dict[bytes, int] | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of *text*."""
@@ -46,6 +47,12 @@ class Vocabulary:
                 known = bytes(self._bytes[character] for character in piece)
             self._cache[token_id] = known
         return known
+
+    def of_bytes(self, data: bytes) -> int | None:
+        """Return the token that stands for exactly these bytes, None if there is none."""
+        if self._ids is None:
+            self._ids = {self.token_bytes(number): number for number in range(len(self))}
+        return self._ids.get(data)
 
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())

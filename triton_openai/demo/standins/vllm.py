@@ -6,6 +6,7 @@ All requests of an instance run in its batcher, as they do in vLLM's own engine 
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import Any
@@ -13,15 +14,13 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from . import settings, steering
-from .batcher import Batcher
-from .engine import HonestEngine, Options
-from .generation import Generation, SteeredFailure
+from . import settings
+from .engine import EngineFailure, engine_for
+from .generation import Generation
 from .images import decode_images
-from .logits import log_probability
 from .tensors import Recorder, array, as_text, parameters_of, scalar, strings
 from .text import IncrementalText, Vocabulary
-from .vectors import DIMENSIONS, embed
+from .vectors import embedder_for
 from .vllm_parameters import Rejected, Sampling, check_request, parse
 from .vllm_text import DeltaText
 
@@ -84,7 +83,9 @@ class TritonPythonModel:
         self._release = _release(self.settings.config)
         self.vocabulary = Vocabulary(engine["model"])
         self.recorder = Recorder(self.settings.record, self.settings.name)
-        self._batcher = Batcher()
+        self.engine = engine_for(self.settings, self.vocabulary)
+        self._embedder = embedder_for(self.settings)
+        self._batcher = self.engine.batcher()
 
     def execute(self, requests: list[Any]) -> None:
         """Start every request; answers are sent by the batcher."""
@@ -167,7 +168,7 @@ class TritonPythonModel:
             raise ValueError(f"Model {self.settings.name} does not support 'embed' request")
         asked = json.loads(scalar(request, "embedding_request"))
         given = asked["input"]
-        dimensions = DIMENSIONS
+        dimensions = self._embedder.dimensions
         pooling = asked.get("pooling_params") or {}
         if "dimensions" in pooling:
             dimensions = pooling["dimensions"][0]
@@ -177,7 +178,7 @@ class TritonPythonModel:
             ids, text = given, self.vocabulary.decode(given)
         else:
             raise EngineError
-        vector = [float(value) for value in embed(text, dimensions)]
+        vector = [float(value) for value in self._embedder.embed([text], dimensions)[0]]
         tensors = [pb.Tensor("text_output", strings([json.dumps(vector)]))]
         for name, count in (("num_input_tokens", len(ids)), ("num_output_tokens", 0)):
             if scalar(request, f"return_{name}", False):
@@ -204,34 +205,24 @@ class Request:
         self._input = model.prompt_ids(prompt)
         self._echo = "" if self._stream or exclude else prompt
         self._wanted = [name for name in _OPTIONAL_OUTPUTS if scalar(request, f"return_{name}", False)]
-        steered, rest = steering.find(prompt)
+        room = min(sampling.max_tokens, model.room(len(self._input)))
         images = len(decode_images(array(request, "image")))
-        # A steered answer may be longer than the model's context: tests ask for very long ones.
-        limit = sampling.max_tokens if steered.scripted else min(sampling.max_tokens, model.room(len(self._input)))
+        answer = model.engine.answer(prompt, self._input, sampling.options(max_tokens=room, images=images))
         self._text = DeltaText(
             IncrementalText(model.vocabulary, skip_special_tokens=sampling.skip_special_tokens),
             sampling.stop,
             include_stop=sampling.include_stop,
         )
         self.generation = Generation(
-            HonestEngine(model.vocabulary, steered, rest).generate(
-                self._input,
-                Options(
-                    seed=sampling.seed,
-                    greedy=sampling.greedy,
-                    min_tokens=sampling.min_tokens,
-                    ignore_eos=sampling.ignore_eos,
-                    guide=sampling.guide,
-                    images=images,
-                ),
-            ),
-            steering=steered,
+            answer,
             end_id=model.vocabulary.eos_id,
-            max_tokens=limit,
+            # A steered answer may be longer than the model's context: tests ask for very long ones.
+            max_tokens=sampling.max_tokens if answer.steering.scripted else room,
             default_delay_ms=model.settings.token_delay_ms,
             stops=self._stops,
         )
         self._pending: list[int] = []
+        self._place = 0
         self._outputs = 0
         self._next_check = 0.0
 
@@ -243,24 +234,27 @@ class Request:
             return 3600.0  # nothing happens any more, and a cancellation is not seen either
         try:
             step = self.generation.step()
-        except SteeredFailure as failure:
+        except EngineFailure as failure:
             return self._failed(str(failure))
+        if step.empty:
+            return self._cancelled() if self._sender.is_cancelled() else 0.0
         new = [*step.ids, self._model.vocabulary.eos_id] if step.eos else step.ids
         self._pending += new
         self._outputs += 1
         final = step.finish is not None
         if self._stream or final:
             self._sender.send(self._response(step.finish), flags=_FINAL if final else 0)
+            self._place += len(self._pending)
             self._pending = []
         if final:
             self._ended("finished")
             return None
-        if self._left():
-            error = pb.TritonError("Request was cancelled", pb.TritonError.CANCELLED)
-            self._sender.send(pb.InferenceResponse(error=error), flags=_FINAL)
-            self._ended("cancelled")
-            return None
-        return self.generation.delay()
+        return self._cancelled() if self._left() else self.generation.delay()
+
+    def _cancelled(self) -> None:
+        error = pb.TritonError("Request was cancelled", pb.TritonError.CANCELLED)
+        self._sender.send(pb.InferenceResponse(error=error), flags=_FINAL)
+        self._ended("cancelled")
 
     def _left(self) -> bool:
         """Whether the client has gone, as seen at an output: from the second on, and not at every one of a flood."""
@@ -293,33 +287,31 @@ class Request:
         if name == "cumulative_logprob":
             if self._sampling.logprobs is None:
                 return np.asarray([np.nan], dtype=np.float32)
-            return np.asarray([sum(map(log_probability, self.generation.ids))], dtype=np.float32)
+            scores = map(self.generation.scores.logprob, itertools.count(), self.generation.ids)
+            return np.asarray([sum(scores)], dtype=np.float32)
         return strings([self._logprobs()])
 
     def _logprobs(self) -> str:
         count = self._sampling.logprobs
         if count is None:
             return "null"
-        entries = []
-        for token in self._pending:
-            # The sampled token, then the likeliest others; that it is the likeliest itself is made up.
-            others = [(token + step) % len(self._model.vocabulary) for step in range(1, count)]
-            entries.append(
-                {
-                    str(each): {
-                        "logprob": log_probability(token) - rank,
-                        "rank": rank + 1,
-                        "decoded_token": self._model.vocabulary.token(each),
-                    }
-                    for rank, each in enumerate([token, *others])
-                }
-            )
+        vocabulary = self._model.vocabulary
+        top = self.generation.scores.top
+        entries = [
+            {
+                str(each): {"logprob": logprob, "rank": rank, "decoded_token": vocabulary.token(each)}
+                for each, logprob, rank in top(self._place + offset, token, count, len(vocabulary))
+            }
+            for offset, token in enumerate(self._pending)
+        ]
         return json.dumps(entries)
 
     def _failed(self, reason: str) -> None:
+        self.generation.close()
         self._model.fail(self._sender, self._request.request_id(), reason, len(self.generation.ids))
 
     def _ended(self, event: str) -> None:
+        self.generation.close()
         self._model.recorder.ended(event, self._request.request_id(), len(self.generation.ids))
 
 

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from .engine import Options
+
 # Keys whose annotation is a simple type are coerced with it; an optional one accepts null, a plain one does not.
 _SIMPLE: dict[str, type] = {
     "n": int,
@@ -34,6 +36,9 @@ _PASSED = {
 }  # fmt: skip
 _GUIDES = {"r25.11": ("structured_outputs",), "r25.01": ("guided_decoding",), "r24.12": ()}
 _GUIDE_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 _MAX_LOGPROBS = 20
 
 
@@ -57,7 +62,23 @@ class Sampling:
     logprobs: int | None = None
     logit_bias: bool = False
     guide: tuple[str, str] | None = None
-    other: dict[str, Any] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def options(self, *, max_tokens: int, images: int) -> Options:
+        """Return what the engine is asked for."""
+        return Options(
+            seed=self.seed,
+            greedy=self.greedy,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
+            guide=self.guide,
+            images=images,
+            logprobs=self.logprobs,
+            bad_words=self.bad_words,
+            **self.numbers,
+        )
 
 
 def parse(values: dict[str, Any], release: str) -> Sampling:
@@ -92,6 +113,8 @@ def parse(values: dict[str, Any], release: str) -> Sampling:
         logprobs=known.get("logprobs"),
         logit_bias=bool(known.get("logit_bias")),
         guide=guide,
+        bad_words=tuple(known.get("bad_words") or ()),
+        numbers={key: known[key] for key in _NUMBERS if key in known},
     )
 
 
@@ -115,7 +138,8 @@ def _guide(value: Any) -> tuple[str, str]:
     kinds = [kind for kind in _GUIDE_KINDS if isinstance(fields, dict) and fields.get(kind) is not None]
     if len(kinds) != 1:
         raise Rejected("You must use exactly one kind of structured outputs constraint")
-    return kinds[0], json.dumps(fields[kinds[0]])
+    guide = fields[kinds[0]]
+    return kinds[0], guide if isinstance(guide, str) else json.dumps(guide)
 
 
 def _check(values: dict[str, Any]) -> None:

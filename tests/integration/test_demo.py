@@ -1,0 +1,165 @@
+"""The demo with its language model: what it answers is what was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema_rs
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, SecretStr
+
+from tests.clients.service import Service, exchange
+
+QUESTION = "What is the capital of France?"
+ANSWER = "The capital of France is Paris."
+MODELS = ("ensemble", "vllm_model")
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "size": {"enum": ["small", "large"]},
+        "districts": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["city", "size", "districts"],
+    "additionalProperties": False,
+}
+
+
+class City(BaseModel):
+    """What LangChain is asked to fill in."""
+
+    name: str
+    size: Literal["small", "large"]
+
+
+@pytest.fixture
+def client(demo: Service) -> Iterator[openai.OpenAI]:
+    """The official client."""
+    with openai.OpenAI(base_url=demo.base_url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def asked(model: str, question: str = QUESTION, **more: Any) -> dict[str, Any]:
+    """Return a request for the likeliest answer."""
+    messages = [{"role": "user", "content": question}]
+    return {"model": model, "messages": messages, "temperature": 0, "seed": 1, "max_tokens": 32, **more}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_text(client: openai.OpenAI, model: str) -> None:
+    """A model answers sensibly, whole and streamed, with exact counts, log probabilities and reasons."""
+    whole = client.chat.completions.create(**asked(model, logprobs=True, top_logprobs=2))
+    streamed = client.chat.completions.create(**asked(model, stream=True))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
+    stopped = client.chat.completions.create(**asked(model, stop=[" France"])).choices[0]
+    short = client.chat.completions.create(**asked(model, max_tokens=2))
+
+    choice = whole.choices[0]
+    assert (ANSWER, "stop") == (choice.message.content, choice.finish_reason)
+    assert ANSWER == "".join(pieces)
+    assert len([piece for piece in pieces if piece]) > 4
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    assert ANSWER == "".join(token.token for token in tokens).removesuffix("<|im_end|>")
+    # Greedy: each token is the likeliest one.
+    assert all(token.logprob == max(other.logprob for other in token.top_logprobs) < 0 for token in tokens)
+    assert ("The capital of", "stop") == (stopped.message.content, stopped.finish_reason)
+    assert short.usage is not None
+    assert ("The capital", "length", 2) == (
+        short.choices[0].message.content,
+        short.choices[0].finish_reason,
+        short.usage.completion_tokens,
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_guides(client: openai.OpenAI, model: str) -> None:
+    """Answers fit the schema, the expression, the choice or the grammar, and a tool is called when it has to be."""
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+    answer = client.chat.completions.create(**asked(model, "Describe Paris.", max_tokens=64, response_format=form))
+    jsonschema_rs.validate(SCHEMA, json.loads(answer.choices[0].message.content or ""))
+    for guide, expected in (
+        ({"guided_regex": "[0-9]{2}/x"}, r"12/x"),
+        ({"guided_choice": ['a "b"']}, 'a "b"'),
+        ({"guided_grammar": 'root ::= "yes" "!"'}, "yes!"),
+    ):
+        text = client.chat.completions.create(**asked(model), extra_body=guide).choices[0].message.content or ""
+        assert (expected[2:], len(expected)) == (text[2:], len(text)), guide
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        tools = {"tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+        message = client.chat.completions.create(**asked(model, "The weather in Rome?", **tools)).choices[0].message
+        (call,) = message.tool_calls or []
+        assert call.type == "function"
+        assert ("get_weather", {"city": "Rome"}) == (call.function.name, json.loads(call.function.arguments))
+    with pytest.raises(openai.BadRequestError, match="Grammar error"):
+        client.chat.completions.create(**asked(model), extra_body={"guided_regex": "("})
+
+
+def test_parameters(client: openai.OpenAI) -> None:
+    """The engine does what the contracts have parameters for."""
+    without = client.chat.completions.create(**asked("ensemble", logit_bias={"7042": -100})).choices[0]
+    long = client.chat.completions.create(**asked("vllm_model"), extra_body={"min_tokens": 20})
+    endless = client.chat.completions.create(**asked("ensemble"), extra_body={"ignore_eos": True}).choices[0]
+
+    assert "Paris" not in (without.message.content or "")
+    assert long.usage is not None
+    assert long.usage.completion_tokens >= 20
+    assert "length" == endless.finish_reason
+    emoji = client.chat.completions.create(**asked("ensemble", "Write three emoji.", logprobs=True))
+    logprobs = emoji.choices[0].logprobs
+    content = (logprobs and logprobs.content) or []
+    assert 32 == len(content)
+    assert b"\xf0\x9f\x8c\x9f" in b"".join(bytes(token.bytes or []) for token in content)
+
+
+def test_a_client_that_leaves(demo: Service) -> None:
+    """More requests than the engine has slots are left; the next one does not wait for them."""
+    for model in MODELS:
+        for _ in range(20):
+            connection = demo.connect()
+            body = json.dumps(asked(model, stream=True, max_tokens=1500, ignore_eos=True))
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            connection.close()
+    connection = demo.connect(timeout=20)
+    reply = exchange(connection, "POST", "/v1/chat/completions", asked("ensemble"))
+    connection.close()
+
+    assert ANSWER == reply.json["choices"][0]["message"]["content"]
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    """Texts of the same meaning lie closer together than others, without a word in common."""
+    texts = ["How do I bake bread?", "a recipe for a loaf", "The shares lost value."]
+    bread, loaf, shares = (
+        each.embedding for each in client.embeddings.create(model="text_embedding", input=texts).data
+    )
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    assert pytest.approx(1, abs=1e-3) == cosine(bread, bread)
+    assert cosine(bread, loaf) > cosine(bread, shares) + 0.05
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_langchain(demo: Service, method: Literal["json_schema", "function_calling"]) -> None:
+    """``with_structured_output`` returns the object."""
+    with openai.DefaultHttpxClient() as connection:
+        chat = ChatOpenAI(
+            model="ensemble", base_url=demo.base_url, api_key=SecretStr("none"), temperature=0, http_client=connection
+        )
+        found = chat.with_structured_output(City, method=method).invoke("Tell me about Paris.")
+
+    assert isinstance(found, City)
+    assert found.name

