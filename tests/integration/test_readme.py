@@ -123,7 +123,7 @@ def test_the_other_commands() -> None:
 
     assert {"make demo", "pip install ."} == others
     assert "triton-openai demo" in (ROOT / "Makefile").read_text()
-    assert "stand-in" in python("-m", "triton_openai", "demo", "--once", "--port", "0")
+    assert "stand-in" in python("-m", "triton_openai", "demo", "--scripted", "--once", "--port", "0")
 
 
 def test_the_example_with_onnx(tmp_path: Path, triton: TestTriton) -> None:
