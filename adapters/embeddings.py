@@ -2,7 +2,7 @@
 Plain embedding models, as people deploy them from ONNX, PyTorch or Python: text in, one vector per text out.
 
 There is no standard for their tensor names, so the shape of the interface decides: exactly one required input, of
-BYTES, and a floating output with one vector per text.
+BYTES, and a floating output with one vector per text. The operator describes any other model in its settings.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
-from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
-from triton_openai.generation import EmbeddingJob, EmbeddingResult
+from triton_openai.adapters._common.interface import check_named, constants
+from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
+from triton_openai.generation import EmbeddingJob, EmbeddingResult, Interface
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 # Where a model has several floating outputs, the first of these that it has is the embedding.
@@ -55,18 +56,32 @@ class Embeddings(Adapter):
     name = "embeddings"
     capabilities = Capabilities(embed=True)
 
-    def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
+    def __init__(
+        self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
+    ) -> None:
         super().__init__(config, repository)
         text, vector = _text_input(config), _vector_output(config)
+        self._constants: Mapping[str, Sequence[Any]] = {}
+        if interface is not None:
+            check_named(config, "inputs", interface.inputs, {"text": "text"}, required="text")
+            check_named(config, "outputs", interface.outputs, {"embedding": "number"}, required="embedding")
+            text, vector = config.inputs[interface.inputs["text"]], config.outputs[interface.outputs["embedding"]]
+            self._constants = constants(config, interface.constants, filled=[text.name])
         if text is None or vector is None:
-            raise InvalidRequest(
+            raise ConfigurationError(
                 f"The model '{config.name}' has no single BYTES input and floating output, which the adapter "
-                "'embeddings' needs.",
-                param="model",
+                "'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._input, self._output = text, vector
         free = _FREE_BATCH if text.dims[:1] == (-1,) and len(vector.dims) == 2 else 1
         self._batch = config.max_batch_size if config.batching else free
+
+    @classmethod
+    def described(
+        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
+    ) -> Adapter:
+        """Return the adapter for *interface*, or for what *config* shows by itself."""
+        return cls(config, repository, interface)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -88,14 +103,18 @@ class Embeddings(Adapter):
                 param="dimensions",
             )
         starts = range(0, len(job.inputs), self._batch)
-        batches = [self._tensor(job.inputs[start : start + self._batch]) for start in starts]
-        return [
-            self.request(f"{job.id}-{number}", [batch], [self._output.name]) for number, batch in enumerate(batches)
-        ]
+        batches = [self._tensors(job.inputs[start : start + self._batch]) for start in starts]
+        return [self.request(f"{job.id}-{number}", batch, [self._output.name]) for number, batch in enumerate(batches)]
 
-    def _tensor(self, texts: Sequence[Any]) -> Tensor:
+    def _tensors(self, texts: Sequence[Any]) -> list[Tensor]:
         ones = (1,) * (len(self._input.dims) - (0 if self.config.batching else 1))
-        return Tensor(self._input.name, self._input.datatype, (len(texts), *ones), texts)
+        tensors = [Tensor(self._input.name, self._input.datatype, (len(texts), *ones), texts)]
+        for name, values in self._constants.items():
+            one = self.tensor(name, *values)
+            rows = len(texts) if self.config.batching else 1
+            shape = (rows, *one.shape[1:]) if self.config.batching else one.shape
+            tensors.append(Tensor(name, one.datatype, shape, [*values] * rows))
+        return tensors
 
     def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
         """Return one vector per input."""

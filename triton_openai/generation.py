@@ -7,8 +7,8 @@ Requests and answers between ``api/`` and the adapters, in terms of neither Open
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -103,6 +103,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     def stop_showable(self) -> bool:
         """Whether the first stop string in the text is what ends it: with ``min_tokens`` it may be a later one."""
         return bool(self.stop) and not self.min_tokens
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    A model's tensors, where the operator describes them: the names of *inputs* and *outputs* by their use, and inputs
+    that always have the same value. *text* is what a response holds: the new text, all of it so far, or only the last
+    one has it.
+    """
+
+    inputs: Mapping[str, str] = {}
+    constants: Mapping[str, Any] = {}
+    outputs: Mapping[str, str] = {}
+    text: Literal["delta", "cumulative", "final"] | None = None
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from triton_openai.generation import (
     EmbeddingJob,
     EmbeddingResult,
     Generation,
+    Interface,
     Logits,
     LoraFormat,
     Sampling,
@@ -270,6 +271,21 @@ class Adapter:
     def matches(cls, config: ModelConfig) -> str | None:
         """Return why this adapter claims the model (for a person to read), or ``None`` if it does not."""
         raise NotImplementedError
+
+    @classmethod
+    def described(
+        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
+    ) -> Adapter:
+        """
+        Return the adapter for a model whose tensors the operator may describe (*interface*).
+
+        Raises :class:`ConfigurationError` where the adapter knows the tensors itself.
+        """
+        if interface is not None:
+            raise ConfigurationError(
+                f"The settings of the model '{config.name}' describe its tensors, which the adapter '{cls.name}' knows."
+            )
+        return cls(config, repository)
 
     def hints_with(self, files: ModelFiles) -> Hints:
         """Return :attr:`hints`, completed by what *files* of the repository say. Blocks; runs in a thread."""

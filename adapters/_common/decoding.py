@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, FinishReason
@@ -12,6 +12,18 @@ from triton_openai.triton.tensors import InferResponse
 
 #: Adds to the delta of a response what a request asked for beside the text.
 Reader: TypeAlias = Callable[[InferResponse, Delta], None]
+
+
+class TextStage(Protocol):
+    """Turns the texts of a stream's responses into what each adds."""
+
+    def feed(self, text: str) -> str:
+        """Return what *text*, that of a response, adds."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was kept until the end of the stream."""
+        ...
 
 
 class TextDecoder:
@@ -25,7 +37,7 @@ class TextDecoder:
 
     def __init__(
         self,
-        stage: CumulativeText | PromptEcho | None = None,
+        stage: TextStage | None = None,
         *,
         text: str = "text_output",
         prompt_count: str | None = None,

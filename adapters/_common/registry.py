@@ -25,6 +25,7 @@ BUILT_IN: Mapping[str, str] = {
     "trtllm-bls": "triton_openai.adapters.trtllm_bls:TrtllmBls",
     "embeddings": "triton_openai.adapters.embeddings:Embeddings",
     "cross-encoder": "triton_openai.adapters.cross_encoder:CrossEncoder",
+    "text": "triton_openai.adapters.text:Text",
 }
 
 ENGINE = "engine of a TensorRT-LLM model"

@@ -497,6 +497,7 @@ class ModelSettings(ModelDefaults, frozen=True):
 
     *loras* are names that the model's server knows, or mappings; those of a readable repository's ``multi_lora.json``
     are served as well. Their paths lie in *lora_dir*, by default the model's own folder in ``model_repository``.
+    *inputs*, *constants*, *outputs* and *text* describe the tensors of a model that an adapter such as ``text`` serves.
     """
 
     aliases: Annotated[
@@ -504,6 +505,10 @@ class ModelSettings(ModelDefaults, frozen=True):
     ] = ()
     loras: tuple[Text | LoraSettings, ...] = ()
     lora_dir: Path | None = None
+    inputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
+    constants: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    outputs: Mapping[str, Text] = msgspec.field(default_factory=dict)
+    text: Literal["delta", "cumulative", "final"] | None = None
 
 
 _LIVE = Meta(extra={"live": True})

@@ -16,7 +16,7 @@ from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles, Rule
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
-from triton_openai.generation import Lora, LoraFormat
+from triton_openai.generation import Interface, Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
 from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
 from triton_openai.parsers.choose import Parsers
@@ -350,7 +350,7 @@ class Models:
             claim = registry.claim(config) if settings.adapter is None else registry.named(settings.adapter)
             if claim is None:
                 return Unserved(name=name, why=_why_unclaimed(config))
-            adapter, reason = claim.adapter(config, repository), claim.reason
+            adapter, reason = claim.adapter.described(config, repository, _interface(settings)), claim.reason
             hints, text_level = adapter.hints_with(files), None
             direct = self._token_level(adapter, repository) if settings.adapter is None else None
             if direct is not None and may_have_tokenizer(settings.tokenizer, hints.tokenizer_dir):
@@ -388,6 +388,13 @@ class Models:
             return None
         direct = claim.adapter(engine, repository)
         return direct if direct.capabilities.tokens else None
+
+
+def _interface(settings: ModelSettings) -> Interface | None:
+    """Return the model's tensors, where its settings describe them."""
+    if not (settings.inputs or settings.constants or settings.outputs or settings.text):
+        return None
+    return Interface(inputs=settings.inputs, constants=settings.constants, outputs=settings.outputs, text=settings.text)
 
 
 def _priorities(config: ModelConfig, repository: Mapping[str, ModelConfig]) -> int:

@@ -1,0 +1,178 @@
+"""
+Any model that takes a text and gives a text, such as those that people write for Triton's Python backend.
+
+There is no standard for their tensors. A model with one required BYTES input and one BYTES output is taken as it is,
+and its optional inputs by the names that are in common use. Whatever else a model needs, the operator describes in the
+settings (:class:`Interface`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from triton_openai.adapters._common.base import Adapter, Capabilities, Parameter, Rule, bind
+from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, TextStage
+from triton_openai.adapters._common.interface import Kind, check_named, constants, fits
+from triton_openai.errors import ConfigurationError
+from triton_openai.generation import Delta, FinishReason, Generation, Interface
+from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
+
+_PROMPT, _STREAM, _TEXT = "prompt", "stream", "text"
+_FINISH, _COMPLETION, _PROMPT_TOKENS = "finish_reason", "completion_tokens", "prompt_tokens"
+#: What the settings can name, with the kind of its values.
+INPUTS: Mapping[str, Kind] = {
+    _PROMPT: "text", _STREAM: "flag", "max_tokens": "integer", "min_tokens": "integer", "temperature": "number",
+    "top_p": "number", "top_k": "integer", "min_p": "number", "seed": "integer", "stop": "text", "bad_words": "text",
+    "frequency_penalty": "number", "presence_penalty": "number", "repetition_penalty": "number",
+    "length_penalty": "number", "ignore_eos": "flag", "skip_special_tokens": "flag",
+}  # fmt: skip
+OUTPUTS: Mapping[str, Kind] = {_TEXT: "text", _FINISH: "text", _COMPLETION: "integer", _PROMPT_TOKENS: "integer"}
+# What models call them beside these names; in lower case.
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    _STREAM: ("streaming",),
+    "max_tokens": ("max_new_tokens", "request_output_len"),
+    "min_tokens": ("min_new_tokens",),
+    "seed": ("random_seed",),
+    "stop": ("stop_words", "stop_strings", "stop_sequences"),
+    _COMPLETION: ("num_output_tokens",),
+    _PROMPT_TOKENS: ("num_input_tokens",),
+}
+_REASONS: Mapping[str, FinishReason] = {
+    **dict.fromkeys(("stop", "eos", "eos_token", "end", "stop_sequence"), FinishReason.STOP),
+    **dict.fromkeys(("length", "max_tokens", "max_length"), FinishReason.LENGTH),
+}
+
+
+def _known(specs: Mapping[str, TensorSpec], kinds: Mapping[str, Kind], *but: str) -> dict[str, str]:
+    """Return the tensors of *specs* by their uses, as far as their names show them."""
+    names = {name.lower(): name for name in specs}
+    return {
+        use: names[known]
+        for use, kind in kinds.items()
+        if use not in but
+        for known in reversed((use, *_OTHER_NAMES.get(use, ())))
+        if known in names and fits(kind, specs[names[known]].datatype)
+    }
+
+
+def _found(config: ModelConfig) -> Interface | None:
+    """Return what *config* shows by itself; ``None`` where it is no text model, or more has to be known."""
+    inputs, outputs = _known(config.inputs, INPUTS, _PROMPT), _known(config.outputs, OUTPUTS, _TEXT)
+    required = [spec for name, spec in config.inputs.items() if not spec.optional and name != inputs.get(_STREAM)]
+    texts = [name for name, spec in config.outputs.items() if spec.datatype == "BYTES" and name != outputs.get(_FINISH)]
+    if len(required) != 1 or required[0].datatype != "BYTES" or len(texts) != 1:
+        return None
+    return Interface(inputs={_PROMPT: required[0].name, **inputs}, outputs={_TEXT: texts[0], **outputs})
+
+
+class Text(Adapter):
+    """Text in and text out, in one response or in several."""
+
+    name = "text"
+
+    def __init__(
+        self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
+    ) -> None:
+        super().__init__(config, repository)
+        found = interface or _found(config)
+        if found is None:
+            raise ConfigurationError(
+                f"The model '{config.name}' has no single required BYTES input and single BYTES output: describe its "
+                "tensors with 'inputs', 'constants' and 'outputs' in its settings."
+            )
+        self._inputs, self._outputs = found.inputs, found.outputs
+        check_named(config, "inputs", self._inputs, INPUTS, required=_PROMPT)
+        check_named(config, "outputs", self._outputs, OUTPUTS, required=_TEXT)
+        always = [self._inputs[use] for use in (_PROMPT, _STREAM, "max_tokens") if use in self._inputs]
+        given = constants(config, found.constants, filled=always)
+        self._constants = [self.tensor(name, *values) for name, values in given.items()]
+        self._text = found.text or ("delta" if config.decoupled else "final")
+        rows = [Parameter(use, (name,)) for use, name in self._inputs.items() if use not in (_PROMPT, _STREAM, "stop")]
+        # The model may leave stop strings in the text, or ignore them.
+        note = "matched and removed here"
+        stop = Parameter("stop", (self._inputs.get("stop", ""),), Rule.SERVICE, note=note, special=True)
+        self.parameters = bind((*rows, stop, Parameter("include_stop_str_in_output", otherwise=Rule.SERVICE)), config)
+        self.capabilities = Capabilities(
+            generate=True,
+            streaming=config.decoupled,
+            usage=_COMPLETION in self._outputs,
+            finish_reason=_FINISH in self._outputs,
+        )
+
+    @classmethod
+    def described(
+        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
+    ) -> Adapter:
+        """Return the adapter for *interface*, or for what *config* shows by itself."""
+        return cls(config, repository, interface)
+
+    @classmethod
+    def matches(cls, config: ModelConfig) -> str | None:
+        """Claim models with one required BYTES input and one BYTES output."""
+        found = _found(config)
+        if found is None:
+            return None
+        uses = ", ".join(f"{name} is {use}" for use, name in {**found.inputs, **found.outputs}.items())
+        return f"one required BYTES input and one BYTES output ({uses})"
+
+    def encode(self, generation: Generation) -> InferRequest:
+        """Return the request; a parameter takes the place of a constant for the same input."""
+        inputs = [self.tensor(self._inputs[_PROMPT], generation.prompt)]
+        if _STREAM in self._inputs:
+            inputs.append(self.tensor(self._inputs[_STREAM], generation.stream and self.config.decoupled))
+        inputs += self.parameter_tensors(generation.sampling)
+        inputs += self._stop_words(generation.sampling.stop)
+        given = {tensor.name for tensor in inputs}
+        inputs += [tensor for tensor in self._constants if tensor.name not in given]
+        return self.request(generation.id, inputs, tuple(self._outputs.values()))
+
+    def _stop_words(self, stop: tuple[str, ...]) -> list[Tensor]:
+        name = self._inputs.get("stop")
+        if name is None or not stop or (len(stop) > 1 and -1 not in self.config.inputs[name].dims):
+            return []
+        return [self.tensor(name, *stop)]
+
+    def decoder(self, generation: Generation) -> TextDecoder:
+        """Return a decoder for one request."""
+        stages: Mapping[str, type[TextStage]] = {"cumulative": CumulativeText, "final": _LastText}
+        stage = stages[self._text]() if self._text in stages else None
+        return TextDecoder(
+            stage,
+            text=self._outputs[_TEXT],
+            prompt_count=self._outputs.get(_PROMPT_TOKENS),
+            readers=[self._ending(total=stage is not None)],
+        )
+
+    def _ending(self, *, total: bool) -> Reader:
+        """Return a reader of the finish reason and the tokens, which a response counts in *total* or for itself."""
+        counted = 0
+
+        def read(response: InferResponse, delta: Delta) -> None:
+            nonlocal counted
+            finish, completion = self._outputs.get(_FINISH), self._outputs.get(_COMPLETION)
+            if completion is not None:
+                tokens = int(next(iter(response.numbers(completion)), counted if total else 0))
+                delta.tokens, counted = tokens - counted if total else tokens, tokens
+            if finish is not None:
+                word = next(iter(response.texts(finish)), "")
+                # Of another word nobody knows the meaning: then the reason is found as if there were none.
+                delta.finish_reason = _REASONS.get(word.lower())
+
+        return read
+
+
+class _LastText:
+    """Keeps the last text until the end."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> str:
+        """Return nothing yet."""
+        self._text = text or self._text
+        return ""
+
+    def flush(self) -> str:
+        """Return the last text."""
+        text, self._text = self._text, ""
+        return text
