@@ -14,6 +14,7 @@ from triton_openai.adapters._common.registry import Registry
 from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
 from triton_openai.api.info import EXPOSITION, probe
+from triton_openai.api.page import add_page
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.config import Settings
@@ -118,6 +119,8 @@ def create_app(
     app.cleanup_ctx.extend([_run_service, guard.run])
     app[EXPOSITION] = Exposition(metrics, lambda: _state(models, worker), settings.metrics, settings.triton_metrics_url)
     add_routes(app)
+    if settings.server.page:
+        add_page(app)
     return app
 
 

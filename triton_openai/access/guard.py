@@ -19,8 +19,8 @@ from multidict import CIMultiDictProxy
 
 from triton_openai.access.keys import KEY_HEADERS, ApiKey, Keys, identify
 from triton_openai.access.rate_limits import LimitStore, RateLimits, Ticket
-from triton_openai.access.restrictions import Restrictions
-from triton_openai.config import AccessSettings, Group
+from triton_openai.access.restrictions import Restrictions, RouteGroup
+from triton_openai.config import AccessSettings
 from triton_openai.errors import (
     InvalidApiKey,
     KeyNotSufficient,
@@ -55,12 +55,14 @@ class Guard:
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: LimitStore = limits or RateLimits()
 
-    def authenticate(self, headers: CIMultiDictProxy[str], group: Group | None) -> ApiKey | None:
+    def authenticate(self, headers: CIMultiDictProxy[str], group: RouteGroup | None) -> ApiKey | None:
         """
         Return the key of a request for *group* (``None``: no such path); ``None`` where no key is asked for.
 
         Raises :class:`ApiRestricted` and :class:`InvalidApiKey`.
         """
+        if group == "page":
+            return None
         if group is not None:
             self.restrictions.check(group, headers)
         ring = self.keys.ring

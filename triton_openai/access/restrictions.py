@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Collection, Iterable
+from typing import Literal, TypeAlias
 
 from aiohttp import web
 from multidict import CIMultiDictProxy
@@ -21,11 +22,13 @@ from triton_openai.errors import ApiRestricted
 #: Groups whose requests count against what a key may use.
 COUNTED: frozenset[Group] = frozenset({"inference", "embedding"})
 
+#: What a route belongs to: a group, or the page, which is open to everybody.
+RouteGroup: TypeAlias = Group | Literal["page"]
 #: The group of each route.
-ROUTE_GROUPS: web.AppKey[dict[web.AbstractRoute, Group]] = web.AppKey("route_groups", dict)
+ROUTE_GROUPS: web.AppKey[dict[web.AbstractRoute, RouteGroup]] = web.AppKey("route_groups", dict)
 
 
-def group_of(request: web.Request) -> Group | None:
+def group_of(request: web.Request) -> RouteGroup | None:
     """Return the group of what *request* asks for; ``None`` when there is no such path or method."""
     return request.app[ROUTE_GROUPS].get(request.match_info.route)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Literal, TypeVar
 
@@ -9,18 +10,22 @@ import msgspec
 from aiohttp import web
 
 from triton_openai import __version__
+from triton_openai.access.guard import GUARD
+from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.embeddings import answers_of
 from triton_openai.api.generate import Task, prepare, run_of
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
-from triton_openai.errors import ModelNotFound
+from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
 from triton_openai.models.canary import CANARY
 from triton_openai.models.draining import DRAINING
+from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.models.served import Models, ServedModel
-from triton_openai.telemetry.exposition import Exposition
+from triton_openai.telemetry.exposition import Exposition, Figures
+from triton_openai.triton.status import public_reason
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
 
@@ -215,6 +220,58 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
         encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()
         requests = model.adapter.encode_scores(ScoreJob(id=number, pairs=pairs, encoded=encoded))
     await answers_of(service, model, requests, timeout=timeout)
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What the page shows: versions, whether Triton answers, and the models that the request's key may use.
+
+    ``figures`` is left out for requests that may not read the metrics, ``triton`` while Triton does not answer.
+    """
+
+    version: str = __version__
+    triton: TritonVersion | msgspec.UnsetType = msgspec.UNSET
+    triton_answers: bool
+    models: Sequence[ModelLine]
+    figures: Figures | msgspec.UnsetType = msgspec.UNSET
+
+
+async def status(request: web.Request) -> web.Response:
+    """Answer with each model, what it can do and why it cannot chat, and with what the service does now."""
+    models, key = service_of(request).models, key_of(request)
+    snapshot, server = models.catalog.snapshot, models.catalog.snapshot.server
+    lines = [_visible(line, key) for line in model_lines(models, unserved=True)]
+    figures: Figures | msgspec.UnsetType = msgspec.UNSET
+    with contextlib.suppress(ServiceError):
+        request.app[GUARD].restrictions.check("metrics", request.headers)
+        key.check_opens_everything()
+        figures = await request.app[EXPOSITION].figures()
+    return json_response(
+        Status(
+            triton=msgspec.UNSET if server is None else TritonVersion(name=server.name, version=server.version),
+            triton_answers=snapshot.reachable,
+            models=[line for line in lines if line is not None],
+            figures=figures,
+        ),
+        headers=_NO_STORE,
+    )
+
+
+def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
+    """Return what *key* may read of *line*: names that it opens, and reasons without paths of this machine."""
+    aliases = tuple(filter(key.allows, line.aliases))
+    loras = tuple(filter(key.allows, line.loras))
+    names = [name for name in (line.name, *aliases, *loras) if key.allows(name)]
+    if not names:
+        return None
+    return msgspec.structs.replace(
+        line,
+        name=names[0],
+        state=public_reason(line.state) or "not ready",
+        problem=line.problem and public_reason(line.problem),
+        aliases=tuple(name for name in aliases if name != names[0]),
+        loras=tuple(name for name in loras if name != names[0]),
+    )
 
 
 EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)

@@ -345,6 +345,7 @@ OPERATIONS = (
         info.UnloadRequest, info.Unloaded, errors=_CONTROL,
     ),
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
+    Operation(info.status, ("GET /status",), "status", "model-repository", answer=info.Status),
     # The OpenAPI Initiative's own schema describes this answer.
     Operation(openapi, ("GET /openapi.json",), "openapi", "info"),
     Operation(info.live, ("GET /health/live",), "live", "health", answer=info.Health),

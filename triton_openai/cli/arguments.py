@@ -41,7 +41,7 @@ _LEFT_OUT: Mapping[str, frozenset[str]] = {
         {
             *("access", "metrics", "tls", "traces", "host", "port", "workers", "max-body-size", "shutdown-grace"),
             *("max-running-requests", "max-running-requests-per-model", "max-queued-requests", "shutdown-delay"),
-            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "request-timeout"),
+            *("enable-kserve-frontends", "kserve-http-port", "kserve-grpc-port", "request-timeout", "page"),
             *("model-repository", "model-control-mode", "load-model"),
         }
     ),

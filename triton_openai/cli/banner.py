@@ -17,7 +17,7 @@ from aiohttp import web
 from triton_openai import __version__
 from triton_openai.api.service import SERVICE
 from triton_openai.config import Settings
-from triton_openai.models.served import ServedModel
+from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.triton.relay.frontends import FRONTENDS
 
 _log = structlog.get_logger(__name__)
@@ -25,23 +25,6 @@ _log = structlog.get_logger(__name__)
 _ATTEMPTS = 100
 # Longest time that the banner waits for tokenizers and templates, which are loaded in the background.
 _CHECK_SECONDS = 10.0
-
-
-class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    One line of the banner; without an *adapter* for a model that is not ready.
-
-    *chat* is whether chats work, ``None`` for a model that takes none and while its tokenizer is being loaded;
-    *problem* is why they do not.
-    """
-
-    name: str
-    adapter: str | None = None
-    state: str
-    tasks: tuple[str, ...] = ()
-    chat: bool | None = None
-    problem: str | None = None
-    aliases: tuple[str, ...] = ()
 
 
 class Banner(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,11 +56,11 @@ def render_banner(banner: Banner, log_format: str) -> str:
             ["MODEL", "ADAPTER", "TASKS", "CHAT", "STATE", "ALSO AS"],
             [
                 [model.name, model.adapter or "", ", ".join(model.tasks), _chat(model), model.state,
-                 ", ".join(model.aliases)]
+                 ", ".join(model.aliases + model.loras)]
                 for model in banner.models
             ],
         )  # fmt: skip
-        problems = [f"  {model.name} cannot chat: {model.problem}" for model in banner.models if model.problem]
+        problems = [f"  {model.name} cannot {_use(model)}: {model.problem}" for model in banner.models if model.problem]
         lines += ["", *problems] if problems else []
     elif banner.triton_answers:
         lines.append(
@@ -123,6 +106,10 @@ def _chat(model: ModelLine) -> str:
     return "loading" if model.chat is None else "yes" if model.chat else "no"
 
 
+def _use(model: ModelLine) -> str:
+    return "chat" if "generate" in model.tasks else "be used"
+
+
 async def banner_of(settings: Settings, app: web.Application, address: str, *, launched: bool = False) -> Banner:
     """
     Return the banner of *app* once the first discovery has ended, whether or not Triton answered.
@@ -141,37 +128,12 @@ async def banner_of(settings: Settings, app: web.Application, address: str, *, l
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CHECK_SECONDS):
             await asyncio.gather(*(model.lazy_prompter.checked.wait() for model in models.served.values()))
-    aliases = settings.aliases()
-    snapshot = models.catalog.snapshot
-    lines = [
-        ModelLine(
-            name=name,
-            adapter=model.adapter.name,
-            state="ready",
-            tasks=model.tasks,
-            chat=model.can_chat,
-            problem=_problem(model),
-            aliases=tuple(alias for alias, target in aliases.items() if target == name),
-        )
-        for name, model in sorted(models.served.items())
-        if name not in aliases or name in snapshot.configs
-    ]
-    # Their adapters are known when they are ready.
-    lines += [
-        ModelLine(name=name, state=f"not ready: {why}" if why else "not loaded")
-        for name, why in sorted(snapshot.waiting.items())
-    ]
     host = urlsplit(address).netloc.rpartition(":")[0]
     return Banner(
         address=address,
         base_url=f"{address}/v1",
         triton=settings.triton.url,
-        triton_answers=snapshot.reachable,
-        models=tuple(lines),
+        triton_answers=models.catalog.snapshot.reachable,
+        models=tuple(model_lines(models)),
         kserve=tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app.get(FRONTENDS, ())),
     )
-
-
-def _problem(model: ServedModel) -> str | None:
-    problem = model.lazy_prompter.problem
-    return None if problem is None or "generate" not in model.tasks else problem.message

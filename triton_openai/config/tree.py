@@ -116,6 +116,10 @@ class ServerSettings(_Group, frozen=True):
     enable_kserve_frontends: Annotated[bool, _flag("Relay Triton's own protocol too, over HTTP and gRPC.")] = False
     kserve_http_port: Annotated[Port, _flag("Port for Triton's HTTP protocol; 0 takes a free one.")] = 8000
     kserve_grpc_port: Annotated[Port, _flag("Port for Triton's gRPC protocol; 0 takes a free one.")] = 8001
+    page: Annotated[
+        bool,
+        _flag("Serve a page for people at /, and the description of the API at /docs. Both are open to everybody."),
+    ] = True
     log_format: Annotated[Literal["console", "json"], _common("Log for people, or JSON.")] = "console"
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _flag("Least severe log line.")] = "info"
     log_content: Annotated[

@@ -348,6 +348,11 @@ class LazyPrompter:
                 retry_after=LOAD_SECONDS,
             ) from error
 
+    @property
+    def chosen(self) -> Parsers | None:
+        """The parsers, once they are chosen."""
+        return None if self._parsers is None else self._parsers[1]
+
     async def _resolve(self) -> Prompter:
         self.resolved = await asyncio.to_thread(Prompter.resolve, self._settings, self.hint, self.named)
         return self.resolved

@@ -102,6 +102,33 @@ class ServedName(msgspec.Struct, frozen=True, kw_only=True):
     engines: Collection[str]
 
 
+class Figures(msgspec.Struct, kw_only=True):
+    """
+    What the whole service does, over all models: requests now, and sums since its start.
+
+    The time to the first token is ``first_token_seconds`` divided by ``first_tokens``, which counts the requests that
+    got one; what happened between two readings is the difference of the sums.
+    """
+
+    running: int = 0
+    queued: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0
+
+
+# The samples that each field of the figures is the sum of, and one label that they have.
+_SUMMED = {
+    (RUNNING.name, ""): "running",
+    (QUEUED.name, ""): "queued",
+    (TOKENS.name, "input"): "input_tokens",
+    (TOKENS.name, "output"): "output_tokens",
+    (f"{FIRST_TOKEN.name}_count", ""): "first_tokens",
+    (f"{FIRST_TOKEN.name}_sum", ""): "first_token_seconds",
+}
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """What this process knows of Triton: the number of its models by state, and the names that are served."""
 
@@ -293,6 +320,19 @@ class Exposition:
         if openmetrics:
             return body, "application/openmetrics-text; version=1.0.0; charset=utf-8"
         return body, "text/plain; version=0.0.4; charset=utf-8"
+
+    async def figures(self) -> Figures:
+        """Return the figures of all workers together."""
+
+        def read() -> Figures:
+            found = Figures()
+            for sample in (sample for one in self._collectors for family in one.collect() for sample in family.samples):
+                if field := _SUMMED.get((sample.name, sample.labels.get("type", ""))):
+                    kind = type(getattr(found, field))
+                    setattr(found, field, getattr(found, field) + kind(sample.value))
+            return found
+
+        return await asyncio.to_thread(read)
 
     def _text(self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str]) -> bytes:
         # Workers that have counted nothing have no empty metrics, unlike a single process.

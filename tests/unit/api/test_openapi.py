@@ -16,7 +16,7 @@ from triton_openai import __version__
 from triton_openai.api.parameters import neutral_values
 from triton_openai.api.routes import OPERATIONS, describe, prose
 from triton_openai.app import create_app, take_over
-from triton_openai.config import AccessSettings, ApiSettings, RestrictedApi, Settings
+from triton_openai.config import AccessSettings, ApiSettings, RestrictedApi, ServerSettings, Settings
 
 Json = dict[str, Any]
 
@@ -30,7 +30,7 @@ def operations() -> Iterator[tuple[str, str, Json]]:
 
 def test_every_route_has_an_operation_and_every_operation_a_route() -> None:
     """What is served is described, and the other way round; no line of the table is for nothing."""
-    served = list(create_app(Settings()).router.routes())
+    served = list(create_app(Settings(server=ServerSettings(page=False))).router.routes())
     methods = {(route.resource.canonical, route.method.lower()) for route in served if route.resource is not None}
     paths = {(path, method) for path, method in methods if method != "head"}
 

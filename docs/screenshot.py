@@ -1,0 +1,55 @@
+"""
+Takes the picture of the page for the documents: ``python -m docs.screenshot``.
+
+It starts the demo, asks one question in a headless Chromium, and writes ``docs/images/page.png``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests import chromium
+
+_PICTURE = Path(__file__).parent / "images" / "page.png"
+_QUESTION = "What is the Triton Inference Server?"
+
+
+async def _take(address: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        async with chromium.tab(Path(folder)) as tab:
+            await tab.open(address)
+            await tab.until("document.querySelector('#model').options.length")
+            await tab.type("#prompt", _QUESTION)
+            await tab.click("#send")
+            await tab.until("document.querySelector('.bubble.assistant .note')")
+            # The figures need two readings.
+            await tab.until("/[0-9]/.test(document.querySelector('#first').textContent)")
+            return await tab.picture(1200, 860)
+
+
+def main() -> None:
+    """Write the picture."""
+    command = [sys.executable, "-m", "triton_openai", "demo", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        try:
+            printed = ""
+            while "Ctrl-C" not in printed:
+                line = demo.stdout.readline()
+                assert line, "the demo ended"
+                printed += line
+            address = re.search(r"http://[\d.]+:\d+", printed)
+            assert address is not None
+            _PICTURE.parent.mkdir(exist_ok=True)
+            _PICTURE.write_bytes(asyncio.run(_take(f"{address[0]}/")))
+        finally:
+            demo.terminate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""The page for people: what it is made of, who may see what, and how it works in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests import chromium
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import Proxy, proxy_settings, serving
+from tests.triton_fixture import TestTriton
+from triton_openai.api.page import FILES, HEADERS
+from triton_openai.config import AccessSettings, ModelSettings, RestrictedApi, ServerSettings, Settings, TritonSettings
+
+KEYS = """
+keys:
+  - {name: all, key: sk-all}
+  - {name: one, key: sk-one, models: [short]}
+"""
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+
+
+@asynccontextmanager
+async def service(**parts: Any) -> AsyncIterator[Proxy]:
+    """Serve a model of text without a tokenizer, called ``m`` and ``short``, beside one that nobody knows."""
+    outputs = ("text_output BYTES -1", "num_input_tokens UINT32 1", "num_output_tokens UINT32 1")
+    inputs = (
+        *("text_input BYTES 1", "sampling_parameters? BYTES 1", "stream? BOOL 1"),
+        *("return_num_input_tokens? BOOL 1", "return_num_output_tokens? BOOL 1"),
+    )
+    resnet = config_of("resnet", ("image FP32 3",), ("label FP32 9",))
+    async with FakeTriton(config_of("m", inputs, outputs), resnet) as triton:
+        triton.responses = [{"text_output": "a", "num_input_tokens": 4, "num_output_tokens": 3}]
+        models = {"m": ModelSettings(aliases=("short",))}
+        settings = Settings(triton=TritonSettings(url=(triton.url,)), models=models, **parts)
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            await proxy.models.served["m"].check()
+            yield proxy
+
+
+async def status_of(proxy: Proxy, key: str) -> Any:
+    """Return what the service tells the owner of *key*."""
+    async with proxy.client.get("/status", headers={"Authorization": f"Bearer {key}"}) as response:
+        assert 200 == response.status
+        return await response.json()
+
+
+async def test_the_files_are_open_and_self_contained(tmp_path: Path) -> None:
+    """They come without a key, with a policy that allows nothing from elsewhere, and name only each other."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    restricted = (RestrictedApi(apis=("info", "health", "metrics"), header="a", value="b"),)
+    access = AccessSettings(api_keys_file=keys, openai_restricted_api=restricted)
+    async with service(access=access) as proxy:
+        for path, (_, kind) in FILES.items():
+            async with proxy.client.get(path) as response, proxy.client.head(path) as head:
+                text = await response.text()
+                assert (200, 200, kind) == (response.status, head.status, response.content_type)
+                assert HEADERS.items() <= response.headers.items()
+            assert [] == [
+                url for url in re.findall(r"https?://[^\s'\"]+", text) if not url.startswith("http://www.w3.org")
+            ]
+            assert not re.search(
+                r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|innerHTML|\beval\(|localStorage|cookie", text
+            )
+            for name in re.findall(r'(?:src|href|from) ?=?"(?:\./)?((?:page/)?[a-z]+\.(?:js|css))"', text):
+                assert f"/page/{name.removeprefix('page/')}" in FILES
+        for path in ("/status", "/page/", "/page/x.js", "/docs/"):
+            async with proxy.client.get(path) as response:
+                assert 401 == response.status
+    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+    assert "default-src 'none'" in HEADERS["Content-Security-Policy"]
+
+
+async def test_without_the_page() -> None:
+    """``--no-page`` takes the files away; the endpoint that they read stays."""
+    async with service(server=ServerSettings(page=False)) as proxy:
+        assert {404} == {(await proxy.get(path)).status for path in FILES}
+        assert 200 == (await proxy.get("/status")).status
+
+
+async def test_the_status(tmp_path: Path) -> None:
+    """A key sees its models under the names that it opens; one for all sees the figures too."""
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(KEYS)
+    async with service(access=AccessSettings(api_keys_file=keys)) as proxy:
+        body = {"model": "m", "prompt": "a"}
+        async with proxy.client.post("/v1/completions", json=body, headers={"api-key": "sk-all"}) as response:
+            assert 200 == response.status
+        everything, one = await status_of(proxy, "sk-all"), await status_of(proxy, "sk-one")
+
+    model, resnet = everything["models"]
+    assert ("m", ["short"], "ready", False, ["generate"]) == tuple(
+        model[name] for name in ("name", "aliases", "state", "chat", "tasks")
+    )
+    assert "--tokenizer" in model["problem"]
+    assert ("resnet", "not served", None) == (resnet["name"], resnet["state"], resnet["adapter"])
+    assert "no adapter knows its tensors" in resnet["problem"]
+    figures = everything["figures"]
+    assert (0, 0, 4, 3, 1) == tuple(
+        figures[name] for name in ("running", "queued", "input_tokens", "output_tokens", "first_tokens")
+    )
+    assert [("short", [])] == [(each["name"], each["aliases"]) for each in one["models"]]
+    assert "figures" not in one
+
+
+@pytest.mark.skipif(chromium.BINARY is None, reason="no Chromium is installed")
+async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
+    """A reader gives a key, chats, has a tool called, stays within a schema, and reads the description."""
+    settings = proxy_settings(triton, "http")
+    template = str(Path(__file__).parents[1] / "fixtures" / "tools.jinja")
+    own = ModelSettings(tokenizer=str(triton.tokenizer), chat_template=template, aliases=("a-name",))
+    access = AccessSettings(api_key=("reader:sk-reader",))
+    async with serving(msgspec.structs.replace(settings, models={"vllm_model": own}, access=access)) as proxy:
+        await proxy.ready()
+        async with chromium.tab(tmp_path) as tab:
+            await tab.open(str(proxy.client.make_url("/")))
+            await tab.until("!document.querySelector('#key-form').hidden")
+            await tab.type("#key", "wrong")
+            await tab.click("#key-form button")
+            await tab.until("document.querySelector('#key-problem').textContent.includes('key')")
+            await tab.type("#key", "sk-reader")
+            await tab.click("#key-form button")
+            await tab.until("document.querySelector('#key-form').hidden")
+            cards = await tab.text("#models")
+            assert re.search(r"vllm_model\s+ready\s+adapter vllm, also as a-name", cards)
+            assert re.search(r"text_embedding\s+ready\s+adapter embeddings\s+embed", cards)
+
+            await tab.run("document.querySelector('#model').value = 'a-name'")
+            answer = await said(tab, "Hello", "It is <b>fine</b>.")
+            assert re.search(
+                r"^Model\s+It is <b>fine</b>\.\s+\d\.\d\d s to the first token · \d+ tokens · stop$", answer
+            )
+            assert 'api_key=os.environ["API_KEY"]' in await tab.text("#python")
+            assert "sk-reader" not in await tab.run("document.documentElement.outerHTML")
+            await tab.until("document.querySelector('#first').textContent.endsWith('s')")
+
+            await tab.click("#clear")
+            await tab.click("[data-example=tools]")
+            assert 'get_weather({"city": "Bonn"})' in await said(tab, "Weather?", CALL)
+            assert "What get_weather returns" == await tab.run("document.querySelector('#prompt-label').textContent")
+            assert "Fine in Bonn." in await said(tab, "sunny", "Fine in Bonn.")
+            code = await tab.text("#curl")
+            body = json.loads(code[code.index("-d '") + 4 : -1].replace("'\\''", "'"))
+            assert ["user", "assistant", "tool"] == [message["role"] for message in body["messages"]]
+
+            await tab.click("#clear")
+            await tab.type("#tools", "")
+            await tab.click("[data-example=schema]")
+            await tab.click("#stream")
+            assert '{"answer": "x", "sure": true}' in await said(tab, "Sure?", '{"answer": "x", "sure": true}')
+            assert "json_schema" in await tab.text("#python")
+            await tab.type("#schema", "{")
+            await tab.type("#prompt", "Hello")
+            await tab.click("#send")
+            await tab.until("document.querySelector('#problem').textContent.startsWith('A schema, as JSON: ')")
+
+            await tab.open(str(proxy.client.make_url("/docs")))
+            await tab.until("!document.querySelector('#key-form').hidden")
+            await tab.type("#key", "sk-reader")
+            await tab.click("#key-form button")
+            await tab.until("document.querySelectorAll('#operations > details').length > 10")
+            await tab.click("#operations > details summary")
+            await tab.until("document.querySelector('#operations > details details')")
+            await tab.click("#operations > details details summary")
+            await tab.until("document.querySelector('.fields')?.innerText.includes('max_completion_tokens')")
+            assert [] == tab.problems
+
+
+async def said(tab: chromium.Tab, prompt: str, answer: str) -> str:
+    """Send *prompt*, which the model answers with *answer*, and return what the page shows of it."""
+    count = await tab.run("document.querySelectorAll('.bubble.assistant').length")
+    await tab.type("#prompt", f"{prompt} <<steer {json.dumps({'text': answer})}>>")
+    await tab.click("#send")
+    shown = f"document.querySelectorAll('.bubble.assistant')[{count}]"
+    problem = "document.querySelector('#problem').textContent"
+    await tab.until(f"{problem} || ({shown} && document.querySelector('#stop').hidden)")
+    assert "" == await tab.run(problem)
+    return str(await tab.run(f"{shown}.innerText"))

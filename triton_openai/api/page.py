@@ -1,0 +1,46 @@
+"""
+The page for people at ``/`` and the description of the API at ``/docs``: static files that the package brings.
+
+They are open without a key, because they hold nothing of this service; what they show they fetch with the key that
+their reader types in.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.resources import files
+
+from aiohttp import web
+
+from triton_openai.access.restrictions import ROUTE_GROUPS
+
+#: By path: the file, and its type.
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/docs": ("docs.html", "text/html"),
+    **{f"/page/{name}": (name, "text/javascript") for name in ("page.js", "docs.js", "common.js")},
+    "/page/style.css": ("style.css", "text/css"),
+}
+#: Nothing comes from elsewhere, nothing runs that is not in the files, and no other site shows them in a frame.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+def add_page(app: web.Application) -> None:
+    """Add the page's files to *app*."""
+    folder = files("triton_openai.page")
+    for path, (name, kind) in FILES.items():
+        resource = app.router.add_resource(path)
+        send = partial(_send, (folder / name).read_bytes(), kind)
+        for method in ("GET", "HEAD"):
+            app[ROUTE_GROUPS][resource.add_route(method, send)] = "page"
+
+
+async def _send(body: bytes, kind: str, _: web.Request) -> web.Response:
+    return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)

@@ -1,0 +1,79 @@
+"""What each model can do and why one cannot chat, for the start's table and for ``GET /status``."""
+
+from __future__ import annotations
+
+import msgspec
+
+from triton_openai.models.served import Models, ServedModel
+
+
+class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One model of Triton; without an ``adapter`` where it is not ready or not served.
+
+    ``chat`` is whether chats work, ``None`` for a model that takes none and while its tokenizer is being loaded.
+    ``problem`` is why they do not, or why the model is not served or of no use. ``features`` are what requests can use
+    beyond text: streaming, tools, reasoning, JSON schemas, images and log probabilities. ``aliases`` and ``loras`` are
+    its further names.
+    """
+
+    name: str
+    adapter: str | None = None
+    state: str
+    tasks: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    chat: bool | None = None
+    problem: str | None = None
+    aliases: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()
+
+
+def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
+    """Return a line for each served model and each that waits, and for *unserved* ones that help no other."""
+    snapshot = models.catalog.snapshot
+    further: dict[str, tuple[list[str], list[str]]] = {}
+    for name, model in sorted(models.served.items()):
+        if name != model.owner:
+            further.setdefault(model.owner, ([], []))[model.lora is not None].append(name)
+    lines = [
+        ModelLine(
+            name=name,
+            adapter=model.adapter.name,
+            state="ready",
+            tasks=model.tasks,
+            features=_features(model),
+            chat=model.can_chat,
+            problem=None if model.lazy_prompter.problem is None else model.lazy_prompter.problem.message,
+            aliases=tuple(further.get(name, ([], []))[0]),
+            loras=tuple(further.get(name, ([], []))[1]),
+        )
+        for name, model in sorted(models.served.items())
+        if name == model.owner
+    ]
+    # Their adapters are known when they are ready.
+    lines += [
+        ModelLine(name=name, state=f"not ready: {why}" if why else "not loaded")
+        for name, why in sorted(snapshot.waiting.items())
+    ]
+    if unserved:
+        lines += [
+            ModelLine(name=each.name, state="not served", problem=each.why)
+            for each in models.unserved
+            if each.role is None
+        ]
+    return lines
+
+
+def _features(model: ServedModel) -> tuple[str, ...]:
+    capabilities, parsers = model.adapter.capabilities, model.lazy_prompter.chosen
+    if "generate" not in model.tasks:
+        return ()
+    found = {
+        "streaming": capabilities.streaming,
+        "tools": parsers is not None and parsers.tools is not None,
+        "reasoning": parsers is not None and parsers.reasoning is not None,
+        "json_schema": "json_schema" in capabilities.guides,
+        "images": capabilities.images,
+        "logprobs": capabilities.logprobs,
+    }
+    return tuple(name for name, can in found.items() if can)
