@@ -391,9 +391,7 @@ async def _encoded(model: ServedModel, tokenizer: Tokenizer, request: ScoringReq
             f"This model's maximum context length is {longest} tokens. However, a query and its document have {most} "
             "tokens together."
         )
-    pad = tokenizer.special_tokens.get("pad_token")
-    pad_id = None if pad is None else tokenizer.token_id(pad)
-    return ScoreJob(id=job.id, pairs=job.pairs, encoded=encoded, pad_id=pad_id)
+    return ScoreJob(id=job.id, pairs=job.pairs, encoded=encoded, pad_id=tokenizer.special_id("pad_token"))
 
 
 async def _compared(context: RequestContext[_Request], job_id: str, pairs: Pairs) -> ScoreResult:

@@ -23,7 +23,7 @@ from triton_openai.api.parameters import (
     token_ids,
     truncation,
 )
-from triton_openai.api.prompts import Prompt, Written, check_size, longest_prompt, outside, size_of, too_long
+from triton_openai.api.prompts import Prompt, Written, check_ids, check_size, longest_prompt, size_of
 from triton_openai.api.service import RequestContext, Service
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import (
@@ -250,7 +250,6 @@ async def _as_text(
 
 async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequence[int], task: Task) -> dict[str, Any]:
     """Return the fields of a :class:`Generation` for a model that takes token ids."""
-    size = tokenizer.vocab_size
     truncation = _truncation(model, task)
     if isinstance(prompt, str):
         # A chat template writes the special tokens itself. `as_sent` removed those that the tokenizer adds.
@@ -262,13 +261,10 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
             prompt = await tokenizer.decode_async(ids, skip_special_tokens=False)
     else:
         ids = list(prompt if truncation is None else cut_ids(prompt, truncation))
-        unknown = outside(ids, size)
-        if unknown is not None:
-            raise InvalidValue(f"'prompt' holds the token id {unknown}, and the model has {size} tokens.", "prompt")
+        check_ids(ids, tokenizer, "prompt")
         prompt = await tokenizer.decode_async(ids, skip_special_tokens=False)
     if not ids:
         raise InvalidValue("The prompt is empty: there is nothing to continue.", "prompt")
-    pad = tokenizer.special_tokens.get("pad_token")
     # As in vLLM: the same word has other ids at the start of a text and within it.
     forms = [form for word in task.sampling.bad_words for form in (word, f" {word}")]
     bad_word_ids = await offload.run(
@@ -276,11 +272,13 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
         size=len(forms),
         threshold=_INLINE_WORDS,
     )
-    pad_id = None if pad is None else tokenizer.token_id(pad)
+    vocabulary = Vocabulary(
+        size=tokenizer.vocab_size, end_ids=tokenizer.eos_token_ids, pad_id=tokenizer.special_id("pad_token")
+    )
     return {
         "prompt": prompt,
         "prompt_ids": tuple(ids),
-        "vocabulary": Vocabulary(size=size, end_ids=tokenizer.eos_token_ids, pad_id=pad_id),
+        "vocabulary": vocabulary,
         "bad_word_ids": bad_word_ids,
     }
 
@@ -304,7 +302,9 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: G
     else:
         count = await tokenizer.count_async(generation.prompt, model.adapter.hints.adds_bos)
     if count > longest or count == limit:
-        raise too_long(count, longest)
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {longest} tokens. However, your prompt has {count} tokens."
+        )
     if limit is None:
         return sampling
     room = limit - count

@@ -104,7 +104,7 @@ async def _alone(model: ServedModel, text: str) -> Prompt:
         ids = await tokenizer.encode_async(text)
         if tokens:
             return ids
-        for own in (text, text.removeprefix(tokenizer.special_tokens.get("bos_token", ""))):
+        for own in (text, tokenizer.strip_bos(text)):
             if await tokenizer.encode_async(own, True) == ids:
                 return Written(own, text)
     raise UnsupportedParameter(
@@ -114,17 +114,12 @@ async def _alone(model: ServedModel, text: str) -> Prompt:
     )
 
 
-def outside(ids: Sequence[int], size: int) -> int | None:
-    """Return one of *ids* that is not in a vocabulary of *size* tokens, if there is one. Fast for long prompts."""
-    lowest, highest = min(ids, default=0), max(ids, default=0)
-    return lowest if lowest < 0 else highest if highest >= size else None
-
-
 def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = "") -> None:
     """Raise :class:`InvalidRequest` for *ids* that are not in the vocabulary; *hint* is added to its message."""
-    unknown = outside(ids, tokenizer.vocab_size)
-    if unknown is not None:
-        raise InvalidValue(f"'{param}' holds {unknown}, which is no token of this model.{hint}", param)
+    # Fast for long prompts.
+    for number in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= number < tokenizer.vocab_size:
+            raise InvalidValue(f"'{param}' holds {number}, which is no token of this model.{hint}", param)
 
 
 async def _as_text(model: ServedModel, ids: list[int]) -> Written:
@@ -136,8 +131,7 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Written:
     if not ids:
         raise InvalidValue("'prompt' must not hold an empty list of token ids.", "prompt")
     adds_bos = model.adapter.hints.adds_bos and tokenizer.adds_bos
-    bos = tokenizer.token_id(tokenizer.special_tokens.get("bos_token", ""))
-    own = ids[1:] if adds_bos and ids[0] == bos else ids
+    own = ids[1:] if adds_bos and ids[0] == tokenizer.special_id("bos_token") else ids
     check_ids(ids, tokenizer, "prompt")
     text = await tokenizer.decode_async(own, skip_special_tokens=False)
     if await tokenizer.encode_async(text, adds_bos) != ids:
@@ -176,13 +170,6 @@ def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
 def size_of(text: str) -> int:
     """Return the number of bytes of *text*. Lone surrogates count too; they are refused elsewhere."""
     return len(text.encode(errors="surrogatepass"))
-
-
-def too_long(prompt_tokens: int, limit: int) -> ContextLengthExceeded:
-    """Return the error for a prompt of *prompt_tokens*, in OpenAI's words."""
-    return ContextLengthExceeded(
-        f"This model's maximum context length is {limit} tokens. However, your prompt has {prompt_tokens} tokens."
-    )
 
 
 class ChatPromptRequest(Protocol):
@@ -245,11 +232,10 @@ async def rendered_chat(
 
 async def as_sent(model: ServedModel, prompt: str) -> str:
     """Return a rendered *prompt* as the backend must get it: without the first token that the backend adds itself."""
-    prompter = await model.prompter()
-    tokenizer = prompter.tokenizer
+    tokenizer = (await model.prompter()).tokenizer
     if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
-        return prompter.strip_bos(prompt)
+        return tokenizer.strip_bos(prompt)
     return prompt
 
 

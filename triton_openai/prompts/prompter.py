@@ -212,10 +212,6 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         """Return the same with *template*, which came in a request, in place of the model's own ones."""
         return msgspec.structs.replace(self, templates={"default": template}, foreign=True)
 
-    def strip_bos(self, prompt: str) -> str:
-        """Return *prompt* without the ``bos_token`` that the template wrote, for backends that add it themselves."""
-        return prompt.removeprefix(self.template_variables.get("bos_token", ""))
-
 
 def may_have_tokenizer(source: str | None, hint: str | None) -> bool:
     """Return whether :meth:`Prompter.resolve` would find a tokenizer, unless what is there turns out to be unusable."""

@@ -83,6 +83,14 @@ class Tokenizer:
         """Return whether exactly this *token* is in the vocabulary."""
         return self.token_id(token) is not None
 
+    def special_id(self, name: str) -> int | None:
+        """Return the id of a named special token (``pad_token``), or None when the tokenizer has none."""
+        return self.token_id(self.special_tokens.get(name, ""))
+
+    def strip_bos(self, prompt: str) -> str:
+        """Return *prompt* without the ``bos_token`` at its start, for backends that add it themselves."""
+        return prompt.removeprefix(self.special_tokens.get("bos_token", ""))
+
     def vocabulary_string(self, number: int) -> str:
         """Return how the vocabulary writes the id *number* (``Ġhow``); an id that does not exist is written as ""."""
         return self._backend.id_to_token(number) or ""
@@ -177,7 +185,7 @@ class Tokenizer:
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
         declared = files.generation_config.get("eos_token_id", files.model_config.get("eos_token_id"))
-        found = [self.token_id(self.special_tokens.get("eos_token", ""))]
+        found = [self.special_id("eos_token")]
         found += declared if isinstance(declared, list) else [declared]
         # JSON's true is no id.
         return tuple(dict.fromkeys(number for number in found if type(number) is int and number >= 0))
