@@ -117,10 +117,11 @@ class ServiceError(Exception):
         """
         Return the response headers that steer a client's retries.
 
-        The official clients retry 408, 409, 429 and every 5xx unless ``x-should-retry`` says otherwise.
+        The official clients retry 408, 409, 429 and every 5xx unless ``x-should-retry`` says otherwise. Some agents
+        retry 429 and 503 only with ``Retry-After``.
         """
-        if self.retry_after is not None:
-            return {"Retry-After": f"{max(1, round(self.retry_after))}"}
+        if self.retry_after is not None or self.status in (429, 503):
+            return {"Retry-After": f"{max(1, round(self.retry_after or 1))}"}
         return {} if self.retryable else {"x-should-retry": "false"}
 
 
@@ -209,6 +210,14 @@ class EndpointNotFound(InvalidRequest, status=404, code="not_found"):
 
 class MethodNotAllowed(InvalidRequest, status=405, code="method_not_allowed"):
     """The path exists, but not with this method."""
+
+
+class UpgradeRefused(InvalidRequest, status=426, code="upgrade_refused"):
+    """The path is not served over WebSocket."""
+
+    def headers(self) -> Mapping[str, str]:
+        """Say what is served, as every 426 has to."""
+        return {"Upgrade": "HTTP/1.1"}
 
 
 class ModelConflict(InvalidRequest, status=409, code="model_conflict", retryable=False):

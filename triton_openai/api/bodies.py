@@ -148,6 +148,9 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
         texts[f"messages[{index}].function_call"] = getattr(called, "arguments", None)
         for number, call in enumerate(getattr(message, "tool_calls", None) or ()):
             texts[f"messages[{index}].tool_calls[{number}]"] = getattr(call.function, "arguments", None)
+    items = getattr(body, "input", None)
+    for index, item in enumerate(items if isinstance(items, list) else ()):
+        texts[f"input[{index}].arguments"] = item.get("arguments") if isinstance(item, dict) else None
     for place, text in texts.items():
         if isinstance(text, str):
             try:

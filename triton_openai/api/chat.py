@@ -41,8 +41,8 @@ from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT
 from triton_openai.telemetry.observation import RENDER
 
-# Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
-_LONGEST_INLINE = 10_000
+#: Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
+LONGEST_INLINE = 10_000
 
 
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -183,7 +183,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
 
     if any(turn.parsers):
         size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
-        choices = await offload.run(rendered, size=size, threshold=_LONGEST_INLINE)
+        choices = await offload.run(rendered, size=size, threshold=LONGEST_INLINE)
     else:
         choices = rendered()
     usages = [run.progress.usage for run in runs]

@@ -24,6 +24,8 @@ from triton_openai.api import chat, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.completion_response import Completion
+from triton_openai.api.responses import handlers as responses
+from triton_openai.api.responses.types import ResponseEvent, ResponseObject, ResponsesRequest
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config import Group, Settings
@@ -305,6 +307,14 @@ OPERATIONS = (
     Operation(
         completions.handle, _openai("POST /completions"), "create_completion", "inference",
         completions.CompletionRequest, Completion, event=Completion, infers=True,
+    ),
+    Operation(
+        responses.handle, _openai("POST /responses"), "create_response", "inference", ResponsesRequest, ResponseObject,
+        event=ResponseEvent, infers=True,
+    ),
+    Operation(
+        responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",
+        errors=(errors.MethodNotAllowed, errors.UpgradeRefused),
     ),
     Operation(
         embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding", embeddings.EmbeddingsRequest,

@@ -56,9 +56,9 @@ def key_of(request: web.Request) -> ApiKey:
     return request.get(KEY) or _NO_KEY
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, separator: str = "-") -> str:
     """Return a fresh object id such as ``chatcmpl-…``; Triton gets the same id for the request."""
-    return f"{prefix}-{secrets.token_hex(16)}"
+    return f"{prefix}{separator}{secrets.token_hex(16)}"
 
 
 def now() -> int:

@@ -248,7 +248,7 @@ class EventStream:
             left = self._heartbeat
             if self._transport is None:
                 self._answers.wake()
-            elif not self._paused:
+            elif not self._paused and not self._pending:
                 # Nothing piles up for a client that does not read.
                 self._write(self._chunks.keep_alive())
         self._timer = asyncio.get_running_loop().call_later(left, self._check)

@@ -240,6 +240,9 @@ class ApiSettings(_Group, frozen=True):
         Literal["reasoning_content", "reasoning", "both"],
         _file_only("Name under which an answer's reasoning is given."),
     ] = "reasoning_content"
+    strict_tools: Annotated[
+        bool, _flag("Refuse tools that run at the provider, such as web_search, and not leave them out.")
+    ] = False
     trust_request_chat_template: Annotated[
         bool, _flag("Let a request bring its own chat template: a program that runs here, in Jinja's sandbox.")
     ] = False

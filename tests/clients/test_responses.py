@@ -1,0 +1,179 @@
+"""The Responses API through the official client and LangChain, in front of a real Triton."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from openai import OpenAI
+from pydantic import BaseModel, SecretStr
+
+from tests.clients.service import Service, steered
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+WEATHER: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Tell the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "strict": False,
+}
+
+
+class City(BaseModel):
+    """What the answer has to be."""
+
+    name: str
+
+
+@tool
+def get_weather(city: str) -> str:
+    """Tell the weather."""
+    return f"fine in {city}"
+
+
+@pytest.fixture
+def client(tooled: Service) -> Iterator[OpenAI]:
+    """The official client."""
+    with OpenAI(base_url=tooled.base_url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_a_text(client: OpenAI) -> None:
+    """A text is answered by a message, with its usage."""
+    answer = client.responses.create(
+        model="vllm_model", input=steered(text="one two three"), instructions="Be brief.", metadata={"a": "b"}
+    )
+
+    assert ("one two three", "completed", "response") == (answer.output_text, answer.status, answer.object)
+    assert answer.id.startswith("resp_")
+    assert ({"a": "b"}, "Be brief.") == (answer.metadata, answer.instructions)
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens > 4
+    assert 0 == answer.usage.input_tokens_details.cache_write_tokens
+
+
+def test_a_stream(client: OpenAI) -> None:
+    """The stream helper accumulates the same answer, without gaps in the numbers of events."""
+    with client.responses.stream(model="ensemble", input=steered(text="one two three")) as stream:
+        events = list(stream)
+        answer = stream.get_final_response()
+
+    assert "one two three" == answer.output_text
+    assert list(range(len(events))) == [event.sequence_number for event in events]
+    assert ["response.created", "response.in_progress"] == [event.type for event in events[:2]]
+    assert "response.completed" == events[-1].type
+
+
+def test_a_cut_answer(client: OpenAI) -> None:
+    """An answer that reaches the limit is incomplete; a limit beyond the context is taken for the context's end."""
+    answer = client.responses.create(model="vllm_model", input=steered(text="one two three"), max_output_tokens=2)
+
+    assert ("incomplete", "one two") == (answer.status, answer.output_text)
+    assert answer.incomplete_details is not None
+    assert "max_output_tokens" == answer.incomplete_details.reason
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_call_and_its_answer(client: OpenAI, streams: bool) -> None:
+    """A call comes back as an item, and can be sent again with its output."""
+    question: Any = {"role": "user", "content": steered(text=CALL)}
+    options: Any = {"model": "vllm_model", "tools": [WEATHER, {"type": "web_search"}]}
+    if streams:
+        with client.responses.stream(input=[question], **options) as stream:
+            first = stream.get_final_response()
+    else:
+        first = client.responses.create(input=[question], **options)
+    (call,) = first.output
+    assert call.type == "function_call"
+    assert ("get_weather", {"city": "Bonn"}) == (call.name, json.loads(call.arguments))
+    assert ["function"] == [each.type for each in first.tools]
+
+    called: Any = call.model_dump()
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "fine"}
+    ask: Any = {"role": "user", "content": steered(text="It is fine.")}
+    second = client.responses.create(input=[question, called, output, ask], **options)
+    assert "It is fine." == second.output_text
+
+
+def test_a_schema(client: OpenAI) -> None:
+    """`parse` gives an object of the class."""
+    parsed = client.responses.parse(model="vllm_model", input=steered(text='{"name": "Bonn"}'), text_format=City)
+
+    assert City(name="Bonn") == parsed.output_parsed
+
+
+def test_log_probabilities(client: OpenAI) -> None:
+    """They are in the text's part when they are asked for."""
+    answer = client.responses.create(
+        model="vllm_model", input=steered(text="one two"), include=["message.output_text.logprobs"], top_logprobs=2
+    )
+    message: Any = answer.output[0]
+
+    assert "one two" == "".join(each.token for each in message.content[0].logprobs).removesuffix("<|im_end|>")
+    assert 2 == len(message.content[0].logprobs[0].top_logprobs)
+
+
+def test_mistakes(client: OpenAI) -> None:
+    """A mistake names the field of the request, not that of the chat which it becomes."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "no JSON"}
+    for param, fields in (
+        ("input", {"input": "word " * 3000}),
+        ("input", {"input": []}),
+        ("input[0].type", {"input": [{"type": "nonsense"}]}),
+        ("input[1].arguments", {"input": [{"role": "user", "content": "Hello"}, call]}),
+        ("input[0].content[0]", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}),
+        ("tools[0].parameters", {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": 1}]}),
+        ("tool_choice.name", {"input": "Hello", "tools": [WEATHER], "tool_choice": {"type": "function", "name": "g"}}),
+        ("text.format.schema", {"input": "Hello", "text": {"format": {"type": "json_schema"}}}),
+        ("temperature", {"input": "Hello", "temperature": 3}),
+    ):  # fmt: skip
+        request: Any = {"model": "vllm_model", **fields}
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**request)
+        assert param == caught.value.param, caught.value
+
+
+def test_a_failure_in_a_stream(client: OpenAI, tooled: Service) -> None:
+    """What fails after the first token ends with an error and the failed response."""
+    prompt = steered(text="one two three", fail_at=2, error="out of luck", delay_ms=5)
+    events = list(client.responses.create(model="vllm_model", input=prompt, stream=True))
+
+    last: Any = events[-1]
+    assert ["error", "response.failed"] == [event.type for event in events[-2:]]
+    assert ("failed", "server_error") == (last.response.status, last.response.error.code)
+    assert "out of luck" in last.response.error.message
+
+
+def test_websockets_are_refused(tooled: Service) -> None:
+    """Agents go on with POST at once after a 426."""
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "a"}
+
+    assert 426 == tooled.send("GET", "/v1/responses", headers=headers).status
+    assert 405 == tooled.status("/v1/responses")
+
+
+def test_langchain(tooled: Service) -> None:
+    """LangChain calls a tool, sends its result, and streams."""
+    chat = ChatOpenAI(
+        model="vllm_model",
+        base_url=tooled.base_url,
+        api_key=SecretStr("none"),
+        max_retries=0,
+        use_responses_api=True,
+    )
+    question = HumanMessage(steered(text=CALL))
+    called = chat.bind_tools([get_weather]).invoke([question])
+    (call,) = called.tool_calls
+    assert ("get_weather", {"city": "Bonn"}) == (call["name"], call["args"])
+
+    result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+    answer = chat.invoke([question, called, result, HumanMessage(steered(text="It is fine."))])
+    assert "It is fine." == answer.text
+    assert "one two" == "".join(piece.text for piece in chat.stream(steered(text="one two")))

@@ -1,0 +1,371 @@
+"""The Responses API's reader and renderer, without a model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cases import every_case
+from triton_openai.api.bodies import read_within
+from triton_openai.api.responses.events import ResponseEvents
+from triton_openai.api.responses.reader import Reading, ToolName, input_items, read, seal
+from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
+from triton_openai.config import LimitSettings
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded
+from triton_openai.generation import Delta, FinishReason, TokenLogprob, Usage
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.prompts.messages import AssistantMessage
+
+# What Codex CLI sends with a model that it does not know, shortened.
+CODEX: dict[str, Any] = {
+    "model": "m",
+    "stream": True,
+    "input": [
+        {"type": "message", "id": "msg_1", "role": "developer",
+         "content": [{"type": "input_text", "text": "You code."}]},
+        {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "ls"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}],
+         "encrypted_content": None},
+        {"type": "message", "status": "completed", "id": "msg_3", "role": "assistant",
+         "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "status": "completed", "id": "fc_1", "name": "wait_agent",
+         "namespace": "multi_agent_v1", "arguments": '{"n": 1}', "call_id": "call_1"},
+        {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": "done"},
+        {"type": "custom_tool_call", "id": "ctc_1", "call_id": "call_2", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "id": "ctco_1", "call_id": "call_2",
+         "output": [{"type": "input_text", "text": "ok"}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "exec_command", "description": "Run.", "strict": False,
+         "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "additionalProperties": False}},
+        {"type": "custom", "name": "apply_patch", "description": "Patch.",
+         "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}},
+        {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.",
+         "tools": [{"type": "function", "name": "wait_agent", "strict": False, "parameters": {"type": "object"}}]},
+        {"type": "web_search", "external_web_access": True},
+        {"type": "tool_search", "execution": "client", "description": "d", "parameters": {}},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"summary": "auto"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "00000000-0000-0000-0000-000000000000",
+    "client_metadata": {"session_id": "1"},
+}  # fmt: skip
+
+
+def reading(fields: dict[str, Any], *, strict: bool = False) -> Reading:
+    """Read a request as the handler does."""
+    body = read_within(json.dumps({"model": "m", **fields}).encode(), ResponsesRequest, LimitSettings())
+    items = [(f"input[{number}]", item) for number, item in enumerate(input_items(body))]
+    return read(body, items, strict_tools=strict, effort=None)
+
+
+def test_what_codex_sends() -> None:
+    """A conversation with thinking, calls of a namespace and of a custom tool becomes a chat with functions."""
+    chat = reading(CODEX).chat
+    system, user, first, done, second, patched = map(msgspec.to_builtins, chat.messages)
+
+    assert ("developer", "user", "tool", "tool") == tuple(each["role"] for each in (system, user, done, patched))
+    assert ("Hm.", "Wait.") == (first["reasoning_content"], first["content"][0]["text"])
+    names = [message["tool_calls"][0]["function"]["name"] for message in (first, second)]
+    assert ["multi_agent_v1__wait_agent", "apply_patch"] == names
+    assert {"input": "*** Begin"} == json.loads(second["tool_calls"][0]["function"]["arguments"])
+    assert ("call_1", "done") == (done["tool_call_id"], done["content"])
+    assert ["exec_command", "apply_patch", "multi_agent_v1__wait_agent"] == [
+        tool["function"]["name"] for tool in chat.tools or ()
+    ]
+    assert "start: x" in (chat.tools or [])[1]["function"]["description"]
+    assert chat.stream
+
+
+def test_turns_of_the_assistant() -> None:
+    """Thinking, text and calls in a row are one message; text or thinking behind them begins the next."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = {"role": "assistant", "content": "a"}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]}
+    for items, expected in (
+        ([thought, said, call, call], ["t a cc"]),
+        ([call, said], [" . c", " a "]),
+        ([said, said], [" a ", " a "]),
+        ([said, thought, call], [" a ", "t . c"]),
+        ([thought], ["t . "]),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": seal("x")}, call], ["x . c"]),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}, call], [" . c"]),
+    ):
+        found = [
+            f"{message.reasoning_content or ''} {message.content or '.'} {'c' * len(message.tool_calls or ())}"
+            for message in reading({"input": items}).chat.messages
+            if isinstance(message, AssistantMessage)
+        ]
+        assert expected == found
+
+
+def test_tool_choices() -> None:
+    """All forms name tools as the client calls them."""
+    tools = CODEX["tools"]
+    wait = {"type": "function", "name": "wait_agent", "namespace": "multi_agent_v1"}
+    custom = {"type": "custom", "name": "apply_patch"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [wait, custom, {"type": "web_search"}]}
+    named = msgspec.to_builtins(reading({"input": "x", "tools": tools, "tool_choice": allowed}).chat.tool_choice)
+
+    assert ["multi_agent_v1__wait_agent", "apply_patch"] == [
+        tool["function"]["name"] for tool in named["allowed_tools"]["tools"]
+    ]
+    assert reading({"input": "x", "tools": tools, "tool_choice": custom}).chat.tool_choice is not None
+    for wrong in ({"type": "web_search"}, {"type": "function", "name": "wait_agent"}, {"type": ["function"]}):
+        with pytest.raises(InvalidRequest):
+            reading({"input": "x", "tools": tools, "tool_choice": wrong})
+
+
+def test_hosted_tools_can_be_refused() -> None:
+    """A strict service names what it does not have."""
+    with pytest.raises(InvalidRequest, match="web_search") as caught:
+        reading(CODEX, strict=True)
+    assert "tools[3].type" == caught.value.param
+
+
+@every_case("param, item", [
+    ("input[0].type", {"type": ["message"]}),
+    ("input[0].type", {"type": "unheard_of"}),
+    ("input[0].call_id", {"type": "function_call", "name": "f"}),
+    ("input[0].role", {"role": "nobody", "content": ""}),
+    ("input[0].content[0].text", {"role": "user", "content": [{"type": "input_text", "text": 1}]}),
+    ("input[0].tools[0].type", {"type": "additional_tools", "tools": [{}]}),
+    ("input[0]", {"type": "compaction", "encrypted_content": "x"}),
+])  # fmt: skip
+def test_bad_items(param, item):
+    """A wrong item is the client's mistake, with its place."""
+    with pytest.raises(InvalidRequest) as caught:
+        reading({"input": [item]})
+    assert param == caught.value.param
+
+
+@every_case("blamed, param", [
+    ("messages[0].content[1].image_url", "input[0].content[1].image_url"),
+    ("messages[2].tool_calls[0].function.arguments", "input[4].arguments"),
+    ("messages[3].content", "input[5].output"),
+    ("tools[2].function.name", "tools[2].tools[0].name"),
+    ("messages", "input"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("top_p", "top_p"),
+    (None, None),
+])  # fmt: skip
+def test_blame(blamed, param):
+    """An error of the chat names the field that the client wrote."""
+    error = InvalidRequest(f"'{blamed}' is wrong.", param=blamed)
+    reading(CODEX).blame(error)
+    assert (param, f"'{param}' is wrong.") == (error.param, error.message)
+
+
+class FakeRun:
+    """A run that has ended."""
+
+    def __init__(self, reason: FinishReason | None = FinishReason.STOP) -> None:
+        self.progress = self
+        self.finish_reason = reason
+        self.usage = Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
+
+
+class Scripted:
+    """A parser that finds what the test says: a list of events for each text, and the rest at the end."""
+
+    def __init__(self, *found: list[Event], cut: bool = False) -> None:
+        self._found = list(found)
+        self.cut, self.reasoning_tokens, self.calls = cut, 1, 0
+
+    def feed(self, text: str, tokens: int | None) -> list[Event]:
+        return self._found.pop(0)
+
+    def flush(self) -> list[Event]:
+        return [event for events in self._found for event in events]
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    """Read events; each is named by its type."""
+    found = []
+    for block in data.decode().split("\n\n")[:-1]:
+        name, _, rest = block.partition("\n")
+        found.append(json.loads(rest.removeprefix("data: ")))
+        assert f"event: {found[-1]['type']}" == name
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    return found
+
+
+def renderer(parser: Any = None, *, reason: FinishReason | None = FinishReason.STOP, **options: Any) -> ResponseEvents:
+    """Return a renderer of a response."""
+    response = ResponseObject(id="resp_0", created_at=1, model="m", reasoning={}, text={})
+    run: Any = FakeRun(reason)
+    return ResponseEvents(response, run, parser, **{"names": {}, "sealed": False, **options})
+
+
+def rendered(events: ResponseEvents, *deltas: Delta) -> list[dict[str, Any]]:
+    """Render a whole stream; the opening comes after the first text, as in a stream."""
+    pieces = b"".join([events.piece(0, delta) for delta in deltas])
+    return events_of(events.opening() + pieces + events.last(0) + events.closing())
+
+
+def short(events: list[dict[str, Any]]) -> list[str]:
+    """Return the types of events, without what begins and ends every stream."""
+    assert ["response.created", "response.in_progress"] == [each["type"] for each in events[:2]]
+    return [each["type"].removeprefix("response.") for each in events[2:]]
+
+
+MESSAGE = ["output_text.done", "content_part.done", "output_item.done"]
+
+
+def test_plain_text() -> None:
+    """Text is a message, in pieces and whole."""
+    events = rendered(renderer(), Delta("a"), Delta('\n"b'))
+
+    opened = ["output_item.added", "content_part.added"]
+    assert [*opened, "output_text.delta", "output_text.delta", *MESSAGE, "completed"] == short(events)
+    assert 'a\n"b' == events[-2]["item"]["content"][0]["text"] == "".join(each.get("delta", "") for each in events)
+    response = events[-1]["response"]
+    assert (events[-2]["item"], "completed") == (response["output"][0], response["status"])
+    assert {"cached_tokens": 2, "cache_write_tokens": 0} == response["usage"]["input_tokens_details"]
+    assert [] == events[0]["response"]["output"] == events[2]["item"]["content"]
+
+
+def test_every_kind_of_item() -> None:
+    """Thinking, text, a function of a namespace and a custom tool are items of their own, in their order."""
+    parser = Scripted(
+        [Reasoning("Hm")],
+        [Reasoning("."), Content("Hi")],
+        [ToolCallStart(0, "c0", "ns__f"), ToolCallArguments(0, '{"a"'), ToolCallArguments(0, ":1}")],
+        [ToolCallStart(1, "c1", "patch"), ToolCallArguments(1, '{"input": "x\\ny"}')],
+        [ToolCallStart(2, "c2", "g")],
+    )
+    names = {"ns__f": ToolName("f", "ns"), "patch": ToolName("patch", None, True)}
+    events = rendered(renderer(parser, names=names, sealed=True), *[Delta("x")] * 4)
+
+    added = ["output_item.added"]
+    part, done = ["content_part.added"], ["content_part.done", "output_item.done"]
+    called = ["function_call_arguments.done", "output_item.done"]
+    assert [
+        *added, *part, *["reasoning_text.delta"] * 2, "reasoning_text.done", *done,
+        *added, *part, "output_text.delta", *MESSAGE,
+        *added, *["function_call_arguments.delta"] * 2, *called,
+        *added, "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+        *added, "function_call_arguments.delta", *called, "completed",
+    ] == short(events)  # fmt: skip
+    thought, message, function, custom, bare = events[-1]["response"]["output"]
+    assert ("Hm.", seal("Hm.")) == (thought["content"][0]["text"], thought["encrypted_content"])
+    assert "Hi" == message["content"][0]["text"]
+    assert ("f", "ns", '{"a":1}', "c0") == tuple(function[key] for key in ("name", "namespace", "arguments", "call_id"))
+    assert ("custom_tool_call", "patch", "x\ny") == (custom["type"], custom["name"], custom["input"])
+    assert ("g", "{}") == (bare["name"], bare["arguments"])
+    assert 1 == events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"]
+
+
+def test_ends() -> None:
+    """The last event tells how it ended, and so does the last item."""
+    cut = rendered(renderer(reason=FinishReason.LENGTH), Delta("a"))
+    assert ("response.incomplete", {"reason": "max_output_tokens"}) == (
+        cut[-1]["type"], cut[-1]["response"]["incomplete_details"],
+    )  # fmt: skip
+    assert "incomplete" == cut[-2]["item"]["status"]
+    call: list[Event] = [ToolCallStart(0, "c", "f"), ToolCallArguments(0, '{"a')]
+    assert "incomplete" == rendered(renderer(Scripted(call, cut=True)), Delta("a"))[-2]["item"]["status"]
+    empty = rendered(renderer())
+    assert [""] == [each["content"][0]["text"] for each in empty[-1]["response"]["output"]]
+
+
+@every_case("error, code", [
+    (ServiceError("No."), "server_error"),
+    (ServiceOverloaded("No."), "server_is_overloaded"),
+    (ContextLengthExceeded("No."), "context_length_exceeded"),
+])  # fmt: skip
+def test_failures(error, code):
+    """A failure ends the open item, is told as an error, and last as the failed response."""
+    stream = renderer()
+    events = events_of(stream.opening() + stream.piece(0, Delta("a")) + stream.failed(error))
+    assert ["error", "response.failed"] == [each["type"] for each in events[-2:]]
+    assert (code, "No.", None) == tuple(events[-2][key] for key in ("code", "message", "param"))
+    assert ("failed", code) == (events[-1]["response"]["status"], events[-1]["response"]["error"]["code"])
+    assert "incomplete" == events[-1]["response"]["output"][0]["status"]
+    # Before the first text too.
+    stream = renderer()
+    assert ["error", "failed"] == short(events_of(stream.failed(error)))
+
+
+def test_signs_of_life() -> None:
+    """What keeps the connection alive opens the response first; after that it is an event that changes nothing."""
+    stream = renderer()
+    sent = stream.keep_alive() + stream.keep_alive()
+    assert b"" == stream.opening()
+    sent += stream.piece(0, Delta("a")) + stream.last(0) + stream.closing()
+    assert ["in_progress", "output_item.added"] == short(events_of(sent))[:2]
+
+
+def test_log_probabilities() -> None:
+    """They come with their text, and whole with its end."""
+    entry = TokenLogprob("a", -0.5, b"a")
+    events = rendered(renderer(), Delta("a", logprobs=[entry]), Delta("b"), Delta("", logprobs=[entry]))
+    deltas = [each for each in events if each["type"] == "response.output_text.delta"]
+    assert [1, 0, 1] == [len(each["logprobs"]) for each in deltas]
+    assert 2 == len(events[-1]["response"]["output"][0]["content"][0]["logprobs"])
+
+
+def test_inputs_of_custom_tools() -> None:
+    """What is no object with the text is passed on as the model wrote it."""
+    for arguments, text in (
+        ('{"input":"a"}', "a"), ('{"patch":"a"}', "a"), ('{"a":"b","c":"d"}', '{"a":"b","c":"d"}'),
+        ('{"input":1}', '{"input":1}'), ("[1]", "[1]"), ("{", "{"), ("", ""),
+    ):  # fmt: skip
+        call: list[Event] = [ToolCallStart(0, "c", "t"), ToolCallArguments(0, arguments)]
+        events = rendered(renderer(Scripted(call), names={"t": ToolName("t", None, True)}), Delta("x"))
+        assert text == events[-2]["item"]["input"]
+
+
+_TEXTS = st.text(max_size=3)
+_EVENTS = st.lists(
+    st.one_of(
+        st.builds(Content, _TEXTS),
+        st.builds(Reasoning, _TEXTS.filter(bool)),
+        st.tuples(st.sampled_from(["f", "t", "u"]), _TEXTS),
+    ),
+    max_size=6,
+)
+
+
+@given(_EVENTS, st.booleans())
+def test_any_answer(found: list[Any], cut: bool) -> None:
+    """Whatever a parser finds, each item is opened, filled and ended in turn, and the last event has them all."""
+    script: list[Event] = []
+    calls = 0
+    for each in found:
+        if isinstance(each, tuple):
+            script += [ToolCallStart(calls, f"c{calls}", each[0]), ToolCallArguments(calls, each[1])]
+            calls += 1
+        else:
+            script.append(each)
+    names = {"t": ToolName("t", "n"), "u": ToolName("u", None, True)}
+    parser = Scripted(*[[each] for each in script[:-1]], script[-1:], cut=cut)
+    events = rendered(renderer(parser, names=names), *[Delta("x")] * max(0, len(script) - 1))
+
+    items: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for each in events[2:-1]:
+        kind = each["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            items.append(each["item"])
+            texts.append("")
+        assert len(items) - 1 == each["output_index"]
+        assert items[-1]["id"] == each.get("item_id", items[-1]["id"])
+        texts[-1] += each.get("delta", "")
+        if kind == "output_item.done":
+            assert (items[-1]["id"], items[-1]["type"]) == (each["item"]["id"], each["item"]["type"])
+            content = each["item"].get("content", [{}])[0].get("text")
+            assert texts[-1] == next(
+                text for text in (content, each["item"].get("arguments"), each["item"].get("input")) if text is not None
+            )
+            items[-1] = each["item"]
+    assert items == events[-1]["response"]["output"]
+    assert len({item["id"] for item in items}) == len(items) > 0

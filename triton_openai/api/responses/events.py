@@ -1,0 +1,295 @@
+"""Renders a turn as the events of a Responses stream, and makes the response of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from triton_openai.answer.run import Run
+from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
+from triton_openai.api.responses.reader import ToolName, seal
+from triton_openai.api.responses.types import (
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemStatus,
+    OutputCustomCall,
+    OutputFunctionCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningText,
+    ResponseEvent,
+    ResponseFailure,
+    ResponseObject,
+    ResponseUsage,
+)
+from triton_openai.api.service import now
+from triton_openai.api.sse import Events, event
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
+from triton_openai.generation import Delta, FinishReason
+from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.events import Content, Reasoning, ToolCallStart
+from triton_openai.parsers.events import Event as ParserEvent
+
+_encode = msgspec.json.Encoder().encode
+
+
+def failure_of(error: ServiceError) -> ResponseFailure:
+    """Return *error* with the codes of the Responses API, by which clients decide whether to try again."""
+    code = "server_error"
+    if isinstance(error, ContextLengthExceeded):
+        code = "context_length_exceeded"
+    elif isinstance(error, Overloaded):
+        code = "rate_limit_exceeded"
+    elif isinstance(error, InvalidRequest):
+        code = "invalid_prompt"
+    elif error.status == 503:
+        code = "server_is_overloaded"
+    return ResponseFailure(code, error.message)
+
+
+class ResponseEvents(Events):
+    """
+    The events of one response, which has one *run*.
+
+    *response* grows with the answer: it is whole once :meth:`closing` or :meth:`failed` was called. *parser* reads the
+    text, ``None`` for plain text. *names* says how the client calls its tools. *sealed* is whether reasoning items have
+    their ``encrypted_content``.
+    """
+
+    def __init__(
+        self,
+        response: ResponseObject,
+        run: Run,
+        parser: AnswerParser | None,
+        *,
+        names: Mapping[str, ToolName],
+        sealed: bool,
+    ) -> None:
+        self.response = response
+        self._run = run
+        self._parser = parser
+        self._names = names
+        self._sealed = sealed
+        self._output: list[OutputItem] = []
+        response.output = self._output
+        self._opened = False
+        # The opening events have the first numbers, though they may be rendered after the first text.
+        self._next = 2
+        # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
+        self._item: OutputItem | None = None
+        self._texts: list[str] = []
+        self._logprobs: list[ContentLogprob] = []
+        self._head = self._middle = self._tail = b""
+
+    def opening(self) -> bytes:
+        """Return the events that open the response, once."""
+        if self._opened:
+            return b""
+        self._opened = True
+        shown = self._in_progress()
+        return b"".join(
+            event(name, b'{"type":"%b","sequence_number":%d,"response":%b}' % (name.encode(), number, shown))
+            for number, name in enumerate(("response.created", "response.in_progress"))
+        )
+
+    def keep_alive(self) -> bytes:
+        """Return the opening events, then an event that changes nothing: comments do not reset clients' timers."""
+        return self.opening() or self._event("response.in_progress", response=msgspec.Raw(self._in_progress()))
+
+    def _in_progress(self) -> bytes:
+        """Return the response without its output, which the other events tell of."""
+        return _encode(msgspec.structs.replace(self.response, output=()))
+
+    def piece(self, choice: int, delta: Delta) -> bytes:
+        """Return the events for *delta*."""
+        parser = self._parser
+        if parser is None and type(self._item) is OutputMessage and not delta.logprobs:
+            return self._text(delta.text)
+        entries = chat_logprobs(delta.logprobs).content if delta.logprobs else []
+        if parser is None:
+            return self._content(delta.text, entries)
+        events = parser.feed(delta.text, delta.tokens)
+        if len(events) == 1 and type(events[0]) is Content and type(self._item) is OutputMessage and not entries:
+            return self._text(events[0].text)
+        return self._parsed(events, entries)
+
+    def last(self, choice: int) -> bytes:
+        """Return the text that the parser delayed, and the end of the last item."""
+        events = b"" if self._parser is None else self._parsed(self._parser.flush(), [])
+        if not self._output:
+            # An empty answer is a message too.
+            events += self._open(OutputMessage(id=self._new_id("msg")))
+        cut = self._run.progress.finish_reason is FinishReason.LENGTH
+        if isinstance(self._item, OutputFunctionCall | OutputCustomCall):
+            cut = self._parser is not None and self._parser.cut
+        return events + self._close("incomplete" if cut else "completed")
+
+    def closing(self) -> bytes:
+        """Return the event with the whole response."""
+        response, progress = self.response, self._run.progress
+        if progress.finish_reason is FinishReason.LENGTH:
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+        else:
+            response.status = "completed"
+            response.completed_at = now()
+        response.usage = self._usage()
+        return self._ended()
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the end of the open item, and the events that tell of *error*."""
+        failure = failure_of(error)
+        self.response.status, self.response.error = "failed", failure
+        events = self.opening() + self._close("incomplete")
+        # Some clients read only the one, some only the other.
+        events += self._event("error", code=failure.code, message=failure.message, param=error.param)
+        return events + self._ended()
+
+    def _ended(self) -> bytes:
+        return self._event(f"response.{self.response.status}", response=self.response)
+
+    def _usage(self) -> ResponseUsage:
+        progress, parser = self._run.progress, self._parser
+        usage = progress.usage or progress.usage_estimate
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(
+                reasoning_tokens=0 if parser is None else min(parser.reasoning_tokens, usage.completion_tokens)
+            ),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number = self._next
+        self._next += 1
+        return event(kind, _encode(ResponseEvent(type=kind, sequence_number=number, **fields)))
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        """Return an event about the open item."""
+        assert self._item is not None
+        return self._event(f"response.{kind}", item_id=self._item.id, output_index=len(self._output) - 1, **fields)
+
+    def _new_id(self, prefix: str) -> str:
+        """Return the id of the next item, which names its response, so that the item can be found by it."""
+        return f"{prefix}_{self.response.id.partition('_')[2]}{len(self._output):04x}"
+
+    def _parsed(self, events: Sequence[ParserEvent], entries: list[ContentLogprob]) -> bytes:
+        """Return the events for those of the parser; the first text carries the log probabilities *entries*."""
+        rendered = b""
+        for each in events:
+            if isinstance(each, Content):
+                rendered += self._content(each.text, entries)
+                entries = []
+            elif isinstance(each, Reasoning):
+                if not isinstance(self._item, OutputReasoning):
+                    rendered += self._open(OutputReasoning(id=self._new_id("rs")))
+                rendered += self._text(each.text)
+            elif isinstance(each, ToolCallStart):
+                rendered += self._open(self._call(each))
+            else:
+                rendered += self._text(each.text)
+        return rendered
+
+    def _content(self, text: str, entries: list[ContentLogprob]) -> bytes:
+        if not text and not entries:
+            return b""
+        rendered = b"" if isinstance(self._item, OutputMessage) else self._open(OutputMessage(id=self._new_id("msg")))
+        if not entries:
+            return rendered + self._text(text)
+        self._texts.append(text)
+        self._logprobs += entries
+        return rendered + self._item_event("output_text.delta", content_index=0, delta=text, logprobs=entries)
+
+    def _call(self, start: ToolCallStart) -> OutputItem:
+        named = self._names.get(start.name, ToolName(start.name))
+        kind: type[OutputFunctionCall | OutputCustomCall] = OutputCustomCall if named.custom else OutputFunctionCall
+        return kind(
+            id=self._new_id("ctc" if named.custom else "fc"),
+            call_id=start.id,
+            name=named.name,
+            namespace=msgspec.UNSET if named.namespace is None else named.namespace,
+        )
+
+    def _text(self, text: str) -> bytes:
+        """Return the event for more *text* of the open item."""
+        self._texts.append(text)
+        if not self._head:
+            # What a custom tool gets is read when it is whole.
+            return b""
+        number = self._next
+        self._next = number + 1
+        return self._head + b"%d" % number + self._middle + _encode(text) + self._tail
+
+    def _open(self, item: OutputItem) -> bytes:
+        """Return the end of the open item, and the events that begin *item*."""
+        rendered = self._close("completed")
+        self._output.append(item)
+        self._item = item
+        index = len(self._output) - 1
+        rendered += self._event("response.output_item.added", output_index=index, item=item)
+        kind, content, logprobs = "", b'"content_index":0,', b""
+        if isinstance(item, OutputMessage):
+            kind, logprobs = "response.output_text.delta", b',"logprobs":[]'
+            rendered += self._item_event("content_part.added", content_index=0, part=OutputText())
+        elif isinstance(item, OutputReasoning):
+            kind = "response.reasoning_text.delta"
+            rendered += self._item_event("content_part.added", content_index=0, part=ReasoningText())
+        elif isinstance(item, OutputFunctionCall):
+            kind, content = "response.function_call_arguments.delta", b""
+        # All events for pieces of its text are alike.
+        marked = event(kind, b'{"type":"%b","sequence_number":0' % kind.encode())
+        self._head = marked.rstrip(b"\n")[:-1] if kind else b""
+        self._middle = b',"item_id":"%b","output_index":%d,%b"delta":' % (item.id.encode(), index, content)
+        self._tail = logprobs + b"}\n\n"
+        return rendered
+
+    def _close(self, status: ItemStatus) -> bytes:
+        """Return the events that end the open item, if there is one."""
+        item, rendered = self._item, b""
+        if item is None:
+            return b""
+        if isinstance(item, OutputFunctionCall) and not self._texts and status == "completed":
+            # Clients read the arguments as JSON.
+            rendered = self._text("{}")
+        text, logprobs = "".join(self._texts), self._logprobs
+        self._texts, self._logprobs = [], []
+        item.status = status
+        if isinstance(item, OutputMessage):
+            part = OutputText(text=text, logprobs=logprobs)
+            item.content = (part,)
+            rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
+            rendered += self._item_event("content_part.done", content_index=0, part=part)
+        elif isinstance(item, OutputReasoning):
+            thought = ReasoningText(text=text)
+            item.content = (thought,)
+            item.encrypted_content = seal(text) if self._sealed else None
+            rendered += self._item_event("reasoning_text.done", content_index=0, text=text)
+            rendered += self._item_event("content_part.done", content_index=0, part=thought)
+        elif isinstance(item, OutputFunctionCall):
+            item.arguments = text
+            rendered += self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
+        else:
+            item.input = _custom_input(text)
+            rendered += self._item_event("custom_tool_call_input.delta", delta=item.input)
+            rendered += self._item_event("custom_tool_call_input.done", input=item.input)
+        rendered += self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        self._item = None
+        return rendered
+
+
+def _custom_input(arguments: str) -> str:
+    """Return the text for a custom tool: the argument ``input``, or the only one, or else what the model wrote."""
+    try:
+        given = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return arguments
+    if not isinstance(given, dict):
+        return arguments
+    text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
+    return text if isinstance(text, str) else arguments

@@ -1,0 +1,444 @@
+"""Turns a request of the Responses API into a chat: its items into messages, its tools into functions."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import structlog
+
+from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
+from triton_openai.api.chat import ChatRequest
+from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
+from triton_openai.api.responses.types import SHARED, Item, ResponsesRequest, SchemaFormat
+from triton_openai.api.tools import AllowedToolList, AllowedTools, NamedFunction, NamedTool, ToolChoice
+from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter, printable
+from triton_openai.prompts.messages import (
+    AssistantMessage,
+    Content,
+    DeveloperMessage,
+    Message,
+    MessageFunctionCall,
+    MessageToolCall,
+    SystemMessage,
+    ToolMessage,
+    UserMessage,
+)
+
+_log = structlog.get_logger(__name__)
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+# Items about tools that run at the provider, or that this service leaves out: nothing in a prompt can stand for them.
+_SKIPPED = frozenset({
+    "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction_trigger", "computer_call",
+    "computer_call_output", "configuration_update", "file_search_call", "image_generation_call", "local_shell_call",
+    "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools",
+    "program", "program_output", "shell_call", "shell_call_output", "tool_search_call", "tool_search_output",
+    "web_search_call",
+})  # fmt: skip
+_SEALED = "triton-openai:1:"
+# Longest text of a tool's or an item's type in a message or the log.
+_LONGEST_TYPE = 64
+
+
+class _InputMessage(msgspec.Struct):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class _Called(msgspec.Struct):
+    call_id: str
+    name: str
+    namespace: str | None = None
+
+
+class _FunctionCall(_Called):
+    arguments: str = ""
+
+
+class _CustomCall(_Called):
+    input: str = ""
+
+
+class _CallOutput(msgspec.Struct):
+    call_id: str
+    output: Content
+
+
+class _Thought(msgspec.Struct):
+    text: str | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    content: list[_Thought] | None = None
+    summary: list[_Thought] | None = None
+    encrypted_content: str | None = None
+
+
+class _MoreTools(msgspec.Struct):
+    tools: list[dict[str, Any]]
+
+
+class _ToolName(msgspec.Struct):
+    name: str
+    description: str | None = None
+
+
+class _Grammar(msgspec.Struct):
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str = ""
+
+
+class _CustomTool(_ToolName):
+    format: _Grammar | None = None
+
+
+class _Namespace(msgspec.Struct):
+    name: str
+    tools: list[dict[str, Any]]
+
+
+class _Choice(msgspec.Struct):
+    name: str
+    namespace: str | None = None
+
+
+class _Allowed(msgspec.Struct):
+    tools: list[dict[str, Any]]
+    mode: Literal["auto", "required"] = "auto"
+
+
+def seal(reasoning: str) -> str:
+    """
+    Return *reasoning* as ``encrypted_content``. It is encoded, not encrypted: the client has it in ``content`` too.
+    """
+    return base64.b64encode((_SEALED + reasoning).encode(errors="surrogatepass")).decode()
+
+
+def _unsealed(sealed: str | None) -> str | None:
+    """Return what :func:`seal` made *sealed* of, or ``None`` for what another server made."""
+    try:
+        text = base64.b64decode(sealed or "", validate=True).decode(errors="surrogatepass")
+    except (binascii.Error, ValueError):
+        return None
+    return text.removeprefix(_SEALED) if text.startswith(_SEALED) else None
+
+
+def _flat(name: str, namespace: str | None) -> str:
+    """Return the name of a function of a *namespace* for models, which know no namespaces."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def _convert(value: Any, kind: type[_T], place: str) -> _T:
+    """Return *value*, which stands at *place* in the request, as *kind*. Raises :class:`InvalidRequest`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        raise explain(
+            text.replace("`$", f"`$.{place}", 1) if " - at `$" in text else f"{text} - at `$.{place}`"
+        ) from error
+
+
+@lru_cache(64)
+def _warn_left_out(kind: str) -> None:
+    """Warn once in a while: agents list such tools in every request."""
+    _log.warning("a hosted tool is left out", type=printable(kind, _LONGEST_TYPE))
+
+
+@lru_cache(64)
+def _warn_skipped(kind: str) -> None:
+    _log.warning("an item of a hosted tool is left out", type=kind)
+
+
+class ToolName(msgspec.Struct, frozen=True):
+    """How the client calls a tool, and whether it takes text in place of arguments."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+class Tools:
+    """
+    The tools of a request: ``chat`` for the chat, each with its place in ``places``; ``shown`` as the response repeats
+    them; ``names`` by the name that the model knows.
+
+    Functions of a namespace have its name in front of theirs; custom tools take their text as the argument ``input``.
+    Tools that would run at the provider are left out, or refused if *strict*.
+    """
+
+    def __init__(self, *, strict: bool) -> None:
+        self.chat: list[dict[str, Any]] = []
+        self.places: list[str] = []
+        self.shown: list[Mapping[str, Any]] = []
+        self.names: dict[str, ToolName] = {}
+        self._strict = strict
+
+    def add(self, tools: Iterable[dict[str, Any]], place: str) -> None:
+        """Add *tools*, which stand at *place* in the request. Raises :class:`InvalidRequest`."""
+        for index, tool in enumerate(tools):
+            if self._add(tool, f"{place}[{index}]", None):
+                self.shown.append(
+                    {"description": None, "parameters": None, "strict": None, **tool}
+                    if tool["type"] == "function"
+                    else tool
+                )
+
+    def _add(self, tool: dict[str, Any], place: str, namespace: str | None) -> bool:
+        kind = tool.get("type")
+        if not isinstance(kind, str):
+            raise missing(f"{place}.type")
+        if kind == "function":
+            described = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
+            name, custom = _convert(tool, _ToolName, place).name, False
+        elif kind == "custom":
+            given = _convert(tool, _CustomTool, place)
+            name, custom, described = given.name, True, _as_function(given)
+        elif kind == "namespace" and namespace is None:
+            whole = _convert(tool, _Namespace, place)
+            # All of them, whichever are left out.
+            added = [self._add(each, f"{place}.tools[{n}]", whole.name) for n, each in enumerate(whole.tools)]
+            return any(added)
+        elif self._strict:
+            raise UnsupportedParameter(
+                f"Tools of type '{printable(kind, _LONGEST_TYPE)}' are not supported; functions, custom tools and "
+                "namespaces of them are.",
+                param=f"{place}.type",
+            )
+        else:
+            _warn_left_out(kind)
+            return False
+        flat = _flat(name, namespace)
+        self.chat.append({"type": "function", "function": {"name": flat, **described}})
+        self.places.append(place)
+        self.names[flat] = ToolName(name, namespace, custom)
+        return True
+
+    def choice(self, given: str | dict[str, Any] | None) -> ToolChoice:
+        """Return the ``tool_choice`` of the chat. Raises :class:`InvalidRequest`."""
+        if not isinstance(given, dict):
+            return given  # type: ignore[return-value]  # the request's type allows the same words
+        kind, place = given.get("type"), "tool_choice"
+        if kind == "allowed_tools":
+            allowed = _convert(given, _Allowed, place)
+            named = [self._named(tool, f"{place}.tools[{n}]") for n, tool in enumerate(allowed.tools)]
+            # Those that were left out cannot be called anyway.
+            known = [tool for tool in named if tool is not None]
+            if not known:
+                raise InvalidValue("'tool_choice.tools' names none of the given tools.", f"{place}.tools")
+            return AllowedTools(AllowedToolList(known, allowed.mode))
+        tool = self._named(given, place)
+        if tool is None:
+            raise UnsupportedParameter("'tool_choice' names a kind of tool that is not supported.", param=place)
+        return tool
+
+    def _named(self, given: dict[str, Any], place: str) -> NamedTool | None:
+        if given.get("type") not in ("function", "custom"):
+            return None
+        choice = _convert(given, _Choice, place)
+        flat = _flat(choice.name, choice.namespace)
+        if flat not in self.names:
+            raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
+        return NamedTool(NamedFunction(flat))
+
+
+def _as_function(tool: _CustomTool) -> dict[str, Any]:
+    """Return a custom tool as a function of one text; only a forced call is held to a regular expression."""
+    form = tool.format or _Grammar()
+    text: dict[str, Any] = {"type": "string", "description": "The tool's input, as plain text."}
+    description = tool.description or ""
+    if form.definition:
+        description += f"\n\nThe input follows this {form.syntax or 'lark'} grammar:\n{form.definition}"
+        if form.syntax == "regex":
+            text["pattern"] = f"^(?:{form.definition})$"
+    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    return {"description": description.strip(), "parameters": parameters}
+
+
+class _Turns:
+    """Collects messages. What an assistant thinks, says and calls in a row is one message, as the model wrote it."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        #: Of each message the place of its content, and those of its calls.
+        self.places: list[tuple[str, list[str]]] = []
+        self._thought: str | None = None
+        self._said: Content = None
+        self._calls: list[MessageToolCall] = []
+        self._place = ""
+        self._call_places: list[str] = []
+
+    def add(self, message: Message, place: str) -> None:
+        """Add a message that is not the assistant's."""
+        self.close()
+        self.messages.append(message)
+        self.places.append((place, []))
+
+    def think(self, text: str, place: str) -> None:
+        """Add thinking; behind text or a call it begins the next message."""
+        if self._said is not None or self._calls:
+            self.close()
+        self._thought = text if self._thought is None else f"{self._thought}\n{text}"
+        self._place = place
+
+    def say(self, content: Content, place: str) -> None:
+        """Add a message of the assistant."""
+        if self._said is not None or self._calls:
+            self.close()
+        self._said, self._place = content, place
+
+    def call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+        """Add a call."""
+        function = MessageFunctionCall(name=name, arguments=arguments)
+        self._calls.append(MessageToolCall(id=call_id, type="function", function=function))
+        self._call_places.append(place)
+
+    def close(self) -> None:
+        """End the assistant's message, if one is open."""
+        if self._thought is None and self._said is None and not self._calls:
+            return
+        self.messages.append(
+            AssistantMessage(content=self._said, reasoning_content=self._thought, tool_calls=self._calls or None)
+        )
+        self.places.append((self._place or self._call_places[0], self._call_places))
+        self._thought, self._said, self._calls, self._place, self._call_places = None, None, [], "", []
+
+
+_ROLES: Mapping[str, type[UserMessage | SystemMessage | DeveloperMessage]] = {
+    "user": UserMessage, "system": SystemMessage, "developer": DeveloperMessage,
+}  # fmt: skip
+_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content)?(?:\.tool_calls\[(\d+)\](?:\.function)?)?(.*)", re.DOTALL)
+_TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)", re.DOTALL)
+# The chat's names of what a response calls otherwise; `messages[0]` and `tools[0]` come with their places.
+_RENAMED = {
+    "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}  # fmt: skip
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """A request as a *chat*, with its *tools*, and the places in the request that the chat's messages come from."""
+
+    chat: ChatRequest
+    tools: Tools
+    places: Sequence[tuple[str, Sequence[str]]]
+
+    def blame(self, error: ServiceError) -> None:
+        """Make *error*, which may name a field of the chat, name the field of the request."""
+        param = error.param
+        if param is not None:
+            if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self.places):
+                place, calls = self.places[int(found[1])]
+                error.param = (calls[int(found[2])] if found[2] else place) + found[3]
+            elif (found := _TOOL.fullmatch(param)) and int(found[1]) < len(self.tools.places):
+                error.param = self.tools.places[int(found[1])] + found[2]
+            else:
+                error.param = _RENAMED.get(param, param)
+            error.message = error.message.replace(f"'{param}", f"'{error.param}")
+        for name, renamed in _RENAMED.items():
+            error.message = error.message.replace(f"'{name}'", f"'{renamed}'")
+
+
+def read(
+    body: ResponsesRequest, items: Sequence[tuple[str, Item]], *, strict_tools: bool, effort: str | None
+) -> Reading:
+    """
+    Return *body* as a chat about *items*, each with its place in the request.
+
+    *effort* is that of the thinking, if the model's template takes one. With *strict_tools*, tools that would run at
+    the provider are refused. Raises :class:`InvalidRequest`.
+    """
+    tools = Tools(strict=strict_tools)
+    turns = _Turns()
+    if body.instructions is not None:
+        turns.add(SystemMessage(content=body.instructions), "instructions")
+    for place, item in items:
+        _read_item(item, place, turns, tools)
+    turns.close()
+    tools.add(body.tools or (), "tools")
+    if len(turns.messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"A conversation can have {MAX_MESSAGES} messages at most.", param="input", code="array_above_max_length"
+        )
+    wants_logprobs = bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ())
+    chat = ChatRequest(
+        model=body.model,
+        messages=turns.messages,
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=wants_logprobs,
+        top_logprobs=body.top_logprobs,
+        reasoning_effort=effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+        tools=tools.chat or None,
+        tool_choice=tools.choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body),
+        **{name: getattr(body, name) for name in SHARED},
+    )
+    return Reading(chat, tools, turns.places)
+
+
+def input_items(body: ResponsesRequest) -> list[Item]:
+    """Return the items of ``input``; a text is a message of the user. Raises :class:`InvalidRequest` for none."""
+    if body.input is None:
+        return []
+    if isinstance(body.input, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
+    return body.input
+
+
+def _format(body: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if body.text is None else body.text.format
+    return JsonSchemaFormat(NamedSchema(wanted.schema)) if isinstance(wanted, SchemaFormat) else wanted
+
+
+def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        message, within = _convert(item, _InputMessage, place), f"{place}.content"
+        if message.role == "assistant":
+            turns.say(message.content, within)
+        else:
+            turns.add(_ROLES[message.role](content=message.content), within)
+    elif kind == "function_call":
+        call = _convert(item, _FunctionCall, place)
+        turns.call(call.call_id, _flat(call.name, call.namespace), call.arguments, place)
+    elif kind == "custom_tool_call":
+        custom = _convert(item, _CustomCall, place)
+        arguments = msgspec.json.encode({"input": custom.input}).decode()
+        turns.call(custom.call_id, _flat(custom.name, custom.namespace), arguments, place)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        answer = _convert(item, _CallOutput, place)
+        # Part n of the output is part n of the message's content.
+        turns.add(ToolMessage(content=answer.output, tool_call_id=answer.call_id), f"{place}.output")
+    elif kind == "reasoning":
+        thought = _thinking(_convert(item, _Reasoning, place))
+        if thought is not None:
+            turns.think(thought, place)
+    elif kind == "additional_tools":
+        tools.add(_convert(item, _MoreTools, place).tools, f"{place}.tools")
+    elif isinstance(kind, str) and kind in _SKIPPED:
+        _warn_skipped(kind)
+    elif kind == "compaction":
+        raise InvalidValue("A compaction that another service made cannot be read.", place)
+    else:
+        raise InvalidValue(f"'{place}.type' is not a known kind of item.", f"{place}.type")
+
+
+def _thinking(item: _Reasoning) -> str | None:
+    """Return the text of a reasoning item; ``None`` where there is none that can be read."""
+    whole = _joined(item.content)
+    if whole is None:
+        whole = _unsealed(item.encrypted_content)
+    return _joined(item.summary) if whole is None else whole
+
+
+def _joined(parts: Sequence[_Thought] | None) -> str | None:
+    return "\n".join([part.text for part in parts or () if part.text]) or None

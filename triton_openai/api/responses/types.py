@@ -1,0 +1,274 @@
+"""
+The request and the objects of the Responses API.
+
+Source of the wire format: openai-openapi 2.3.0, and where it and the clients differ, the union of what they require.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
+from triton_openai.api.logprobs import ContentLogprob
+from triton_openai.api.parameters import (
+    ABSENT,
+    Accepted,
+    JsonObjectFormat,
+    SamplingRequest,
+    StreamOptions,
+    TextFormat,
+    unused,
+)
+
+#: An item of ``input``: kept as it is, because it may be stored, and read by :mod:`triton_openai.api.responses.reader`.
+Item: TypeAlias = dict[str, Any]
+
+
+class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    """What a JSON schema describes; its name and whether it is strict change nothing."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextOptions(msgspec.Struct):
+    """The form of the text. ``verbosity`` has no influence: no backend knows it."""
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(msgspec.Struct):
+    """
+    How much the model thinks. The answer's ``effort`` is null where the model's template does not take it.
+
+    There are no summaries: the reasoning itself is given.
+    """
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(ModelRequest, kw_only=True):
+    """The request. The fields below ``top_p`` are extensions, which chats have too."""
+
+    input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = None
+    # Documented, and without influence on the answer here: accepted.
+    client_metadata: Accepted = ABSENT
+    service_tier: Accepted = ABSENT
+    prompt_cache_options: Accepted = ABSENT
+    prompt_cache_retention: Accepted = ABSENT
+    # Documented, and not honoured: refused unless neutral.
+    prompt: Annotated[Any, unused()] = None
+    context_management: Annotated[Any, unused([])] = None
+    moderation: Annotated[Any, unused()] = None
+    background: Annotated[Any, unused(False)] = None
+    conversation: Annotated[Any, unused()] = None
+    previous_response_id: Annotated[Any, unused()] = None
+
+
+#: What a chat has under the same name.
+SHARED = tuple(sorted(set(SamplingRequest.__struct_fields__) & set(ResponsesRequest.__struct_fields__) - {
+    "model", "metadata", "user", "store", "safety_identifier", "prompt_cache_key", "service_tier", "stream_options",
+}))  # fmt: skip
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """Text of the answer."""
+
+    text: str = ""
+    annotations: Sequence[Any] = ()
+    logprobs: Sequence[ContentLogprob] = ()
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """Text of the model's thinking."""
+
+    text: str = ""
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """A message of the assistant."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: Sequence[OutputText] = ()
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """
+    The model's thinking. ``encrypted_content`` holds the same as ``content`` in the form in which clients send it back.
+    """
+
+    id: str
+    status: ItemStatus = "in_progress"
+    summary: Sequence[Any] = ()
+    content: Sequence[ReasoningText] = ()
+    encrypted_content: str | None = None
+
+
+class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a function; ``namespace`` is there for a function of a namespace."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str = ""
+
+
+class OutputCustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool, which takes text."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    call_id: str
+    name: str
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    input: str = ""
+
+
+OutputItem: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
+
+
+class InputTokensDetails(msgspec.Struct, kw_only=True):
+    """The tokens of the input that came from a cache, and those written to one, which no backend counts."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, kw_only=True):
+    """The tokens of the model's thinking."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """
+    What the response used. Clients cannot do without it: where the backend counts no tokens and the tokenizer is not
+    known, the numbers are estimates.
+    """
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response is incomplete; ``interrupted`` is ours, for a service that ended in the middle of it."""
+
+    reason: Literal["max_output_tokens", "interrupted"]
+
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response. What was asked for is told with the values that were used."""
+
+    id: str
+    object: Literal["response"] = msgspec.field(name="object", default="response")
+    created_at: int
+    status: ResponseStatus = "in_progress"
+    completed_at: int | None = None
+    background: bool = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: int | None = None
+    model: str
+    output: Sequence[OutputItem] = ()
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    reasoning: Mapping[str, str | None]
+    safety_identifier: str | None = None
+    service_tier: str = "default"
+    store: bool = False
+    temperature: float = 1.0
+    text: Mapping[str, Any]
+    tool_choice: str | dict[str, Any] = "auto"
+    tools: Sequence[Mapping[str, Any]] = ()
+    top_logprobs: int = 0
+    top_p: float = 1.0
+    truncation: Literal["auto", "disabled"] = "disabled"
+    presence_penalty: float = 0
+    frequency_penalty: float = 0
+    usage: ResponseUsage | None = None
+    user: str | None = None
+    metadata: Mapping[str, str] = {}
+
+
+class ResponseEvent(msgspec.Struct, kw_only=True):
+    """
+    An event of a stream; ``type`` is also the name of the event, and decides which of the other fields there are.
+
+    ``sequence_number`` counts from 0 without gaps.
+    """
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | msgspec.UnsetType = msgspec.UNSET
+    item_id: str | msgspec.UnsetType = msgspec.UNSET
+    output_index: int | msgspec.UnsetType = msgspec.UNSET
+    content_index: int | msgspec.UnsetType = msgspec.UNSET
+    item: OutputItem | msgspec.UnsetType = msgspec.UNSET
+    part: OutputText | ReasoningText | msgspec.UnsetType = msgspec.UNSET
+    delta: str | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    logprobs: Sequence[ContentLogprob] | msgspec.UnsetType = msgspec.UNSET
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str | msgspec.UnsetType = msgspec.UNSET
+    input: str | msgspec.UnsetType = msgspec.UNSET
+    code: str | msgspec.UnsetType | None = msgspec.UNSET
+    message: str | msgspec.UnsetType = msgspec.UNSET
+    param: str | msgspec.UnsetType | None = msgspec.UNSET
