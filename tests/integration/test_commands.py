@@ -221,8 +221,9 @@ def test_demo() -> None:
 
 
 def test_inspect(triton) -> None:
-    """Every model is reported on: what claims it and what becomes of parameters, or why nothing claims it."""
+    """Every model is in the table, and the details say what claims one and what becomes of its parameters."""
     status, out, err = _run("inspect", "--triton-url", triton.http_url)
+    strict, details, _ = _run("inspect", "--triton-url", triton.http_url, "--strict", "ensemble", "preprocessing")
     status_json, out_json, err_json = _run("inspect", "--triton-url", triton.http_url, "--json")
 
     assert (0, 0, "", "") == (status, status_json, err, err_json)
@@ -231,10 +232,28 @@ def test_inspect(triton) -> None:
     assert [name for name in reports if name not in out] == []
     assert reports["ensemble"]["adapter"]
     assert reports["preprocessing"]["adapter"] is None
-    assert re.search(r"^    max_tokens +-> ", out, re.MULTILINE)
+    assert re.search(r"^  ensemble +\S+ +generate +yes +/\S+ +ready$", out, re.MULTILINE)
+    assert re.search(r"^  preprocessing +serves others$", out, re.MULTILINE)
+    # Nobody has named its tokenizer.
+    assert re.search(r"^  vllm_model +vllm +\S.* no +ready$", out, re.MULTILINE)
+    assert re.search(r"^  vllm_model: .*--tokenizer", out, re.MULTILINE)
+    assert (False, True) == tuple(reports[name]["chat"] for name in ("vllm_model", "ensemble"))
+    assert 0 == strict
+    assert re.search(r"^    max_tokens +-> ", details, re.MULTILINE)
+    assert "vllm_model" not in details
     # Its backend takes images, its template does not.
     assert reports["tensorrt_llm_bls_multimodal"]["images"].startswith("none: the chat template")
     assert "none" == reports["ensemble"]["images"]
+
+
+def test_strict_inspect(triton) -> None:
+    """A problem of any model ends it with status 1, and the name of no model with status 2."""
+    strict, out, _ = _run("inspect", "--triton-url", triton.http_url, "--strict")
+    status, nothing, err = _run("inspect", "--triton-url", triton.http_url, "ensembl")
+
+    assert (1, 2, "") == (strict, status, nothing)
+    assert "vllm_model: " in out
+    assert "triton-openai: Triton has no model 'ensembl'. Did you mean ensemble?\n" == err
 
 
 def test_inspect_without_a_triton() -> None:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "inspect":
             from triton_openai.cli.inspect import inspect
 
-            return inspect(settings, as_json=parsed.json)
+            return inspect(settings, parsed)
         if parsed.command == "demo":
             from triton_openai.cli.demo import demo
 

@@ -57,6 +57,8 @@ _DEMO_SWITCHES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "scripted": ("No language model: answers are made up, as docs/reference/scripted-models.md says.", _FLAG),
 }
+# Groups of which the short help shows an option or two, with those of the service.
+_FEW = frozenset({"tls", "traces", "access"})
 _TITLES = {
     **{"server": "service", "tls": "TLS", "triton": "Triton", "triton_access": "access to Triton", "api": "API"},
     **{"media": "images", "defaults": "models"},
@@ -68,7 +70,9 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True):
 
     command: str
     settings: dict[str, Any]
+    models: Sequence[str] = ()
     json: bool = False
+    strict: bool = False
     once: bool = False
     scripted: bool = False
     all: bool = False
@@ -97,7 +101,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     return Parsed(
         command=given["command"],
         settings={name: value for name, value in given.items() if name == "config" or name in options_by_name()},
-        **{name: given[name] for name in ("json", *_DEMO_SWITCHES) if name in given},
+        **{name: given[name] for name in ("models", "json", "strict", *_DEMO_SWITCHES) if name in given},
     )
 
 
@@ -113,7 +117,7 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
     for name, purpose in _COMMANDS.items():
         command = commands.add_parser(
             name,
-            usage="%(prog)s [OPTION]...",
+            usage="%(prog)s [OPTION]..." + " [MODEL]..." * (name == "inspect"),
             description=purpose,
             help=purpose,
             epilog=_EPILOG if everything else _MORE + _EPILOG,
@@ -126,7 +130,13 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
             "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of the settings."
         )
         if name == "inspect":
-            command.add_argument("--json", action="store_true", help="Print JSON.")
+            command.add_argument("models", metavar="MODEL", nargs="*", help="Show the details of these models.")
+            command.add_argument("--json", action="store_true", help="Print JSON, with all details.")
+            command.add_argument(
+                "--strict",
+                action="store_true",
+                help="End with status 1 if a model has a problem, or there is no model.",
+            )
         if name == "demo":
             for switch, (help_text, keywords) in _DEMO_SWITCHES.items():
                 command.add_argument(f"--{switch}", help=help_text, **keywords)
@@ -158,6 +168,8 @@ def _add_settings(parser: argparse.ArgumentParser, command: str, *, everything: 
     for option in _usable(command):
         # Aliases belong to single models, and their group in the help is that of the models.
         section = "defaults" if option.is_alias else option.section
+        if not everything and section in _FEW:
+            section = "server"
         if section not in groups:
             groups[section] = parser.add_argument_group(
                 _TITLES.get(section, section), _about(section) if everything else None

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,6 +15,7 @@ from aiohttp import web
 
 from triton_openai import __version__
 from triton_openai.api.service import SERVICE
+from triton_openai.cli.table import problems, table
 from triton_openai.config import Settings
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.triton.relay.frontends import FRONTENDS
@@ -52,7 +52,7 @@ def render_banner(banner: Banner, log_format: str) -> str:
         lines.append(f"Triton's own protocol at {' and '.join(banner.kserve)}")
     lines.append("")
     if banner.models:
-        lines += _table(
+        lines += table(
             ["MODEL", "ADAPTER", "TASKS", "CHAT", "STATE", "ALSO AS"],
             [
                 [model.name, model.adapter or "", ", ".join(model.tasks), _chat(model), model.state,
@@ -60,8 +60,9 @@ def render_banner(banner: Banner, log_format: str) -> str:
                 for model in banner.models
             ],
         )  # fmt: skip
-        problems = [f"  {model.name} cannot {_use(model)}: {model.problem}" for model in banner.models if model.problem]
-        lines += ["", *problems] if problems else []
+        lines += problems(
+            [f"{model.name} cannot {_use(model)}: {model.problem}" for model in banner.models if model.problem]
+        )
     elif banner.triton_answers:
         lines.append(
             "  No model that can be served yet; `triton-openai inspect` says why. New ones are found by themselves."
@@ -88,16 +89,6 @@ def show(banner: str) -> None:
         # Python would try to flush the rest of the buffer at exit, and exit with status 120.
         with Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return aligned lines; a column that is empty in every row is left out."""
-    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in zip(*columns, strict=True)
-    ]
 
 
 def _chat(model: ModelLine) -> str:

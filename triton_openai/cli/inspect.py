@@ -11,7 +11,10 @@ from triton_openai.adapters._common.base import Capabilities, Rule
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
+from triton_openai.cli.arguments import Parsed
+from triton_openai.cli.table import problems, table
 from triton_openai.config import DefaultParameters, Settings
+from triton_openai.config.sources import closest
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.parsers.choose import Parsers
@@ -70,13 +73,29 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: str = "none"
     sampling: str = ""
     notes: Sequence[str] = ()
+    chat: bool | None = None
+    problems: Sequence[str] = ()
 
 
-def inspect(settings: Settings, *, as_json: bool) -> int:
-    """Print a report on every model, as text or as JSON."""
+def inspect(settings: Settings, parsed: Parsed) -> int:
+    """
+    Print a table of all models, the details of those that are named, or JSON; return the exit status.
+
+    Raises :class:`ConfigurationError` for a name that no model has.
+    """
     reports = asyncio.run(inspect_models(settings))
-    print(msgspec.json.format(msgspec.json.encode(reports)).decode() if as_json else render(reports))
-    return 0
+    if parsed.models:
+        by_name = {name: one for one in reports for name in (*one.served_as, one.name)}
+        for name in parsed.models:
+            if name not in by_name:
+                raise ConfigurationError(f"Triton has no model '{name}'.{closest(name, by_name)}")
+        reports = [by_name[name] for name in dict.fromkeys(parsed.models)]
+    if parsed.json:
+        print(msgspec.json.format(msgspec.json.encode(reports)).decode())
+    else:
+        print(render(reports) if parsed.models else overview(reports))
+    wrong = not any(one.adapter for one in reports) or any(one.problems for one in reports)
+    return int(parsed.strict and wrong)
 
 
 async def inspect_models(settings: Settings) -> list[ModelReport]:
@@ -100,9 +119,15 @@ async def report(models: Models) -> list[ModelReport]:
     for public, model in models.served.items():
         served.setdefault(model.owner, {})[public] = model
     reports = list(await asyncio.gather(*(_served(models, names) for names in served.values())))
-    reports += [ModelReport(name=entry.name, reason=entry.why) for entry in models.unserved]
     reports += [
-        ModelReport(name=name, reason=f"not ready: {why}", ready=False)
+        ModelReport(name=entry.name, reason=entry.why, problems=() if entry.role else (entry.why,))
+        for entry in models.unserved
+    ]
+    reports += [
+        # What nobody has loaded is no problem.
+        ModelReport(
+            name=name, reason=f"not ready: {why}", ready=False, problems=() if why in ("", "unloaded") else (why,)
+        )
         for name, why in models.catalog.snapshot.waiting.items()
     ]
     return sorted(reports, key=lambda item: item.name)
@@ -111,6 +136,9 @@ async def report(models: Models) -> list[ModelReport]:
 async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelReport:
     """Report on the model that is served under *names*."""
     model = await models.settled(list(names.values())[-1])
+    await model.check()
+    problem = model.lazy_prompter.problem
+    lora_problems = models.lora_problems.get(model.owner, ())
     capabilities = model.adapter.capabilities
     tokenizer = template = suffix = None
     parsers = Parsers()
@@ -162,7 +190,9 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         images=images,
         logprobs=_logprobs(capabilities),
         sampling=sampling,
-        notes=[*notes, *models.lora_problems.get(model.owner, ())],
+        notes=[*notes, *lora_problems],
+        chat=model.can_chat,
+        problems=[*([problem.message] if problem is not None else ()), *lora_problems],
     )
 
 
@@ -206,6 +236,31 @@ def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
         return form
     known = None if tokenizer is None else recognise(tokenizer)
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"
+
+
+def overview(reports: Sequence[ModelReport]) -> str:
+    """Return a table of all models and their problems, for a person."""
+    if not reports:
+        return "Triton has no models."
+    chat = {None: "", True: "yes", False: "no"}
+    rows = [
+        [one.name, one.adapter or "", ", ".join(one.tasks), chat[one.chat], _source(one), _state(one)]
+        for one in reports
+    ]
+    lines = table(["MODEL", "ADAPTER", "TASKS", "CHAT", "TOKENIZER", "STATE"], rows)
+    lines += problems([f"{one.name}: {text}" for one in reports for text in one.problems])
+    return "\n".join([*lines, "", "For details: triton-openai inspect MODEL."])
+
+
+def _source(one: ModelReport) -> str:
+    """Return the tokenizer without the reason why it is this one."""
+    return (one.tokenizer or "").partition(" (")[0]
+
+
+def _state(one: ModelReport) -> str:
+    if one.adapter is not None:
+        return "ready"
+    return "not ready" if not one.ready else "not served" if one.problems else "serves others"
 
 
 def render(reports: Sequence[ModelReport]) -> str:

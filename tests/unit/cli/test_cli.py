@@ -15,6 +15,7 @@ import triton_openai
 from triton_openai.cli import main
 from triton_openai.cli.arguments import Parsed, parse
 from triton_openai.cli.demo import _headers, _with_own_key, demo
+from triton_openai.cli.table import problems, table
 from triton_openai.config import AccessSettings, RestrictedApi, ServerSettings, Settings, options
 from triton_openai.errors import ConfigurationError
 
@@ -55,7 +56,7 @@ def test_help_fits_one_screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     short = printed_by(monkeypatch, capsys, "serve", "--help")
     full = printed_by(monkeypatch, capsys, "serve", "--help-all")
 
-    assert len(short.splitlines()) <= 50
+    assert len(short.splitlines()) <= 45
     printed = (set(re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)) for text in (short, full))
     shown = [flags - {"--help-all", "--config"} for flags in printed]
     assert {option.flag for option in options() if option.common} == shown[0]
@@ -169,3 +170,23 @@ def test_a_banner_that_cannot_be_printed_costs_nothing_but_itself(encoding: str,
         )
 
     assert (0, 1) == (done.returncode, done.stderr.count("what is served cannot be printed"))
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns are aligned, empty ones left out; a terminal gets colours, unless somebody asks for none."""
+    rows = [["m", "", "yes"], ["long", "", "no"]]
+    plain = ["  MODEL  CHAT", "  m      yes", "  long   no"]
+    assert plain == table(["MODEL", "NOTHING", "CHAT"], rows)
+
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = table(["MODEL", "NOTHING", "CHAT"], rows)
+    assert "\033[32myes \033[0m" in coloured[1]
+    assert plain == [re.sub(r"\033\[\d+m", "", line).rstrip() for line in coloured]
+    assert ["", "\033[31m  wrong\033[0m"] == problems(["wrong"])
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, value)
+            assert plain == table(["MODEL", "NOTHING", "CHAT"], rows)
+    assert [] == problems([])

@@ -1,0 +1,42 @@
+"""Tables for terminals: aligned columns, and colours where they are shown and wanted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+_BOLD, _GREEN, _YELLOW, _RED = "1", "32", "33", "31"
+# By the content of a cell.
+_COLOURS = {"yes": _GREEN, "ready": _GREEN, "loading": _YELLOW, "no": _RED}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return indented lines with aligned columns; a column that is empty in every row is left out."""
+    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    head_line, *lines = [
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in zip(*columns, strict=True)
+    ]
+    if has_colours():
+        head_line = [_painted(cell, _BOLD) for cell in head_line]
+        lines = [[_painted(cell, _colour(cell.strip())) for cell in line] for line in lines]
+    return ["  " + "  ".join(line).rstrip() for line in (head_line, *lines)]
+
+
+def problems(lines: Sequence[str]) -> list[str]:
+    """Return *lines* as a part of their own, indented, in red; nothing where there are none."""
+    return ["", *(_painted(f"  {line}", _RED) if has_colours() else f"  {line}" for line in lines)] if lines else []
+
+
+def has_colours() -> bool:
+    """Return whether stdout shows colours: a terminal that is not dumb, unless ``NO_COLOR`` is set."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _colour(text: str) -> str | None:
+    return _YELLOW if text.startswith("not ") else _COLOURS.get(text)
+
+
+def _painted(text: str, colour: str | None) -> str:
+    return text if colour is None else f"\033[{colour}m{text}\033[0m"
