@@ -188,7 +188,7 @@ class CrossEncoder(Adapter):
             if _INDEX in names:
                 order = [int(place) for place in response.numbers(names[_INDEX])]
                 if sorted(order) != list(range(len(found))):
-                    raise UpstreamError("The model sent scores and did not say of which pairs.")
+                    raise UpstreamError("The model sent scores without saying for which pairs.")
                 found = [score for _, score in sorted(zip(order, found, strict=True))]
             scores += found
             if _TOKENS in names:

@@ -227,7 +227,7 @@ class Vllm(Adapter):
         items: Sequence[Any] = job.inputs
         for index, item in enumerate(items):
             if not isinstance(item, str) and (min(item) < 0 or max(item) > _MAX_TOKEN_ID):
-                raise InvalidRequest("'input' holds a number that is no token id.", param="input", code="invalid_value")
+                raise InvalidRequest("'input' holds an invalid token id.", param="input", code="invalid_value")
             body: dict[str, Any] = {"input": item}
             if job.dimensions is not None:
                 # A list of one: the backend takes the first element.

@@ -134,7 +134,7 @@ class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
 
 
 class RequestRefused(InvalidRequest):
-    """The model's backend refused the request; the message has its reason, as far as a client may read it."""
+    """The model's backend refused the request; the message has its reason, without server details."""
 
     def __init__(self, said: str | None, *, detail: str | None = None) -> None:
         message = f"The model refused the request: {said}" if said else "The model refused the request."
@@ -143,18 +143,18 @@ class RequestRefused(InvalidRequest):
 
 
 class InvalidValue(InvalidRequest, code="invalid_value"):
-    """The parameter *param* has a value that it does not take."""
+    """The value of the parameter *param* is not allowed."""
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message, param=param)
 
 
 class PromptRefused(InvalidRequest, code="invalid_value"):
-    """The model cannot continue the prompt, such as an empty one. The endpoint adds the name of its field."""
+    """The model cannot continue the prompt, such as an empty one. The endpoint adds the name of the field."""
 
 
 class ContextLengthExceeded(PromptRefused, code="context_length_exceeded"):
-    """The prompt, or prompt and completion together, are longer than the model takes."""
+    """The prompt, or prompt and completion together, exceed the model's context length."""
 
 
 class InvalidApiKey(InvalidRequest, status=401, code="invalid_api_key"):
@@ -170,7 +170,7 @@ class ApiRestricted(InvalidApiKey, type="authentication_error", code="invalid_au
 
 
 class OriginNotAllowed(InvalidRequest, status=403, code="origin_not_allowed"):
-    """The browser asked for a web page whose origin is not allowed."""
+    """A web page of an origin that is not allowed sent the request."""
 
 
 class RequestTimeout(InvalidRequest, status=408, code="request_timeout"):
@@ -182,15 +182,15 @@ class HeadersTooLarge(InvalidRequest, status=431, code="headers_too_large"):
 
 
 class ManagementDisabled(InvalidRequest, status=403, code="management_disabled"):
-    """What manages Triton, such as loading models, is off unless the operator allows it, and may be for a key."""
+    """Managing models is off for this service, or for the request's key."""
 
 
 class KeyNotSufficient(InvalidRequest, status=403, code="key_not_sufficient"):
-    """What the request's key is limited to could not be kept to if this were allowed."""
+    """The request needs more than the rights and limits of its key allow."""
 
 
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
-    """No served model has this *name*; *why* is said in place of "does not exist"."""
+    """No served model has this *name*; *why* replaces "does not exist" in the message."""
 
     def __init__(
         self, name: str, *, hidden: bool = False, why: str = "does not exist", detail: str | None = None
@@ -201,7 +201,7 @@ class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
 
 
 class LoraNotLoaded(InvalidRequest, status=404, code="lora_not_loaded"):
-    """The model's backend does not have the LoRA adapter that a request asks for, or no longer has its weights."""
+    """The model's backend does not have the LoRA adapter of the request, or has lost its weights."""
 
 
 class EndpointNotFound(InvalidRequest, status=404, code="not_found"):
@@ -221,7 +221,7 @@ class UpgradeRefused(InvalidRequest, status=426, code="upgrade_refused"):
 
 
 class ModelConflict(InvalidRequest, status=409, code="model_conflict", retryable=False):
-    """The model is not in the state that loading or unloading it needs, or another call is about to change it."""
+    """The model's state does not allow loading or unloading it, or another call is changing it."""
 
 
 class PayloadTooLarge(InvalidRequest, status=413, code="request_too_large"):
@@ -229,15 +229,15 @@ class PayloadTooLarge(InvalidRequest, status=413, code="request_too_large"):
 
 
 class UnsupportedMediaType(InvalidRequest, status=415, code="unsupported_media_type"):
-    """The body is not JSON by its content type, or in a coding that is not known."""
+    """The body's content type is not JSON, or its content coding is not supported."""
 
 
 class Overloaded(ServiceError, status=429, type="rate_limit_error", code="rate_limit_exceeded"):
-    """Triton or this service has no room for the request now; trying again later may work."""
+    """Triton or this service has no capacity for the request now; a later retry may succeed."""
 
 
 class RateLimited(Overloaded):
-    """The key has used what it may use in a minute, or at the same time; *kind* is ``requests`` or ``tokens``."""
+    """The key has reached its limit per minute or of concurrent requests; *kind* is ``requests`` or ``tokens``."""
 
     def __init__(self, message: str, *, kind: str, wait: float) -> None:
         super().__init__(message, retry_after=math.ceil(wait))
@@ -249,7 +249,7 @@ class RateLimited(Overloaded):
 
 
 class ServiceOverloaded(ServiceError, status=503, code="overloaded"):
-    """This service has as many requests as it may, or more than it can follow; another replica may have room."""
+    """This service has reached its limit of requests, or is overloaded; another replica may have capacity."""
 
 
 class UpstreamError(ServiceError, status=502, code="upstream_error"):
@@ -261,18 +261,18 @@ class UpstreamUnavailable(UpstreamError, status=503, code="upstream_unavailable"
 
 
 class ModelUnloading(UpstreamUnavailable, code="model_unloading"):
-    """The model is being unloaded: new requests are refused, and those that run may finish until a deadline."""
+    """The model is being unloaded: new requests are refused, and running ones may finish until a deadline."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The model '{name}' is being unloaded.", param="model", retry_after=2)
 
 
 class UpstreamTimeout(UpstreamError, status=504, code="upstream_timeout"):
-    """Triton did not answer, or fell silent, for longer than the configured time."""
+    """Triton sent nothing for longer than the configured time limit."""
 
 
 class NotImplementedUpstream(ServiceError, status=501, code="not_supported", retryable=False):
-    """Triton says that it does not support what was asked; trying again cannot help."""
+    """Triton does not support the request; a retry cannot succeed."""
 
 
 class ConfigurationError(ServiceError, status=501, code="configuration_error", retryable=False):

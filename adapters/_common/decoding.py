@@ -112,7 +112,7 @@ class PromptEcho:
             if text.startswith(form):
                 return text[len(form) :]
         raise UpstreamError(
-            "The model repeats the prompt in its answer, in a form that cannot be taken out. Set the model's parameter "
+            "The model repeats the prompt in its answer, in a form that cannot be removed. Set the model's parameter "
             "'exclude_input_in_output' to true, or configure its tokenizer."
         )
 

@@ -71,7 +71,7 @@ class Cors:
         if origin is None or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
             return None
         if not self._anybody and not self._allows(origin):
-            raise OriginNotAllowed("Web pages of this origin may not ask (--cors-allow-origin).")
+            raise OriginNotAllowed("Web pages of this origin may not call this service (--cors-allow-origin).")
         # What is asked for, because * is no answer for the header Authorization.
         allowed = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers = {

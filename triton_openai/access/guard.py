@@ -167,7 +167,7 @@ class RelayedRequest:
         """Check that the client may use the models *names*. Raises :class:`ServiceError`."""
         for name in names:
             if not name:
-                raise KeyNotSufficient("This is about all models, and the key opens certain models.")
+                raise KeyNotSufficient("This request concerns all models, and the key is limited to certain models.")
             if self._key is not None and not self._key.allows(name):
                 raise ModelNotFound(name, hidden=True)
 

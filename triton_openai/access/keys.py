@@ -54,7 +54,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     def check_opens_everything(self) -> None:
         """Raise :class:`KeyNotSufficient` where the key opens certain models: for it there are no others."""
         if self.models is not None:
-            raise KeyNotSufficient("This is about all models or the whole server, and the key opens certain models.")
+            raise KeyNotSufficient("This concerns all models or the server, and the key is limited to certain models.")
 
 
 class _Entry(RateLimit, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -92,7 +92,7 @@ def read_keys(settings: AccessSettings) -> Keyring | None:
             raise ConfigurationError(f"The API keys '{ring[digest].name}' and '{key.name}' are the same key.")
         ring[digest] = key
     if not ring:
-        raise ConfigurationError(f"{settings.api_keys_file} has no API key: nobody could ask.")
+        raise ConfigurationError(f"{settings.api_keys_file} has no API key, so every request would be refused.")
     return ring
 
 
@@ -111,7 +111,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
     for entry in _read(file).keys:
         where = f"The API key '{entry.name}' in {file}"
         if entry.name in names:
-            raise ConfigurationError(f"{where} is there twice; one name may have several keys, in a list.")
+            raise ConfigurationError(f"{where} appears twice; give one name several keys in a list.")
         names.add(entry.name)
         keys = (entry.key,) if isinstance(entry.key, str) else entry.key
         hashes = (entry.sha256,) if isinstance(entry.sha256, str) else entry.sha256

@@ -49,7 +49,7 @@ def _entry(scores: Any, chosen: int, count: int) -> TokenLogprob:
     row = np.asarray(scores, dtype=np.float32)
     highest = float(row.max())
     if not np.isfinite(highest):
-        raise UpstreamError("The model sent logits that are no numbers.")
+        raise UpstreamError("The model sent logits that are not numbers.")
     # Shifted by the highest, so that nothing overflows; summed in double precision.
     total = highest + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
     count = min(count, len(row))
@@ -178,7 +178,7 @@ async def score_prompts(
     """
     if model.lora_delivery is not None:
         raise UnsupportedParameter(
-            "The log probabilities of prompts cannot be had for a LoRA adapter whose weights go with its requests.",
+            "Log probabilities of prompts are not available for a LoRA adapter that is sent with its requests.",
             param=scoring.param,
         )
     gate = asyncio.Semaphore(_PARALLEL)
@@ -224,7 +224,7 @@ async def _ask(model: ServedModel, generation: Generation, param: str, client: T
         logits = model.adapter.decode_prompt_logits(response)
         if logits is not None:
             return logits
-    raise UpstreamError("The model ended without the scores of the prompt.")
+    raise UpstreamError("The model did not send the log probabilities of the prompt.")
 
 
 def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:

@@ -215,7 +215,7 @@ async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPl
     task = task_of(context, task_id, defaults=defaults, n=body.n or 1, keeps_special=False)
     if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
-            "The model cannot be held to a tool call: it has no guided decoding. Use 'auto'.", param=plan.param
+            "The model has no guided decoding, so it cannot be forced to call a tool. Use 'auto'.", param=plan.param
         )
     if forced is not None and task.guide is not None:
         raise InvalidRequest(f"'{task.guide.param}' cannot be used together with a forced tool call.", param=plan.param)

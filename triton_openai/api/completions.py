@@ -106,7 +106,7 @@ async def _task(context: RequestContext[CompletionRequest]) -> Task:
     if best_of > n and body.stream:
         raise InvalidValue("'best_of' cannot be used with 'stream'.", "best_of")
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidValue("'max_tokens' can be 0 with 'echo' only.", "max_tokens")
+        raise InvalidValue("'max_tokens' can be 0 only with 'echo'.", "max_tokens")
     task = task_of(
         context,
         new_id("cmpl"),
@@ -136,5 +136,5 @@ def _best(answers: Sequence[Collected], *, n: int, of: int) -> list[Collected]:
 def _likelihood(answer: Collected) -> float:
     found = answer.run.progress.cumulative_logprob
     if found is None:
-        raise UpstreamError("The model did not tell how likely its answers are, which 'best_of' needs.")
+        raise UpstreamError("'best_of' needs the log probabilities of the answers, which the model did not send.")
     return found

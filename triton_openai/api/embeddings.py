@@ -259,7 +259,7 @@ def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
     if sys.byteorder == "big":
         values.byteswap()
     if not math.isfinite(sum(values)):
-        raise UpstreamError("The model sent an embedding with values that are no numbers.")
+        raise UpstreamError("The model sent an embedding with values that are not numbers.")
     embedding = base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
     return msgspec.Raw(_encode(Embedding(index=index, embedding=embedding)))
 
@@ -326,7 +326,7 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
         raise InvalidRequest(f"The model '{request.model}' scores no texts and makes no embeddings.", param="model")
     if request.truncate_prompt_tokens is not None and not capabilities.token_pairs:
         raise UnsupportedParameter(
-            "'truncate_prompt_tokens' is not supported with this model: it is given texts.",
+            "'truncate_prompt_tokens' is not supported with this model, because it takes texts.",
             param="truncate_prompt_tokens",
         )
     most = context.service.settings.server.max_body_size
@@ -338,7 +338,7 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
     score = _crossed if capabilities.score else _compared
     result = await context.admitted(lambda: score(context, job_id, pairs), param=param)
     if not all(map(math.isfinite, result.scores)):
-        raise UpstreamError("The model sent a score that is no number.")
+        raise UpstreamError("The model sent a score that is not a number.")
     context.observation.input_tokens = result.prompt_tokens
     return result
 
@@ -379,7 +379,7 @@ async def _encoded(model: ServedModel, tokenizer: Tokenizer, request: ScoringReq
         cut = longest or tokenizer.model_max_length
         if cut is None:
             raise UnsupportedParameter(
-                "How much the model takes is not known: give it with --max-model-len.", param="truncate_prompt_tokens"
+                "The model's context length is not known: set --max-model-len.", param="truncate_prompt_tokens"
             )
     if cut is None and longest is not None:
         for text in {text for pair in job.pairs for text in pair}:

@@ -131,7 +131,7 @@ def _chosen(entry: TokenLogprob) -> float | None:
 def _as_json(logprob: float) -> float:
     """Return *logprob* within what JSON can hold. Raises :class:`UpstreamError` for NaN."""
     if math.isnan(logprob):
-        raise UpstreamError("The model sent log probabilities that are no numbers.")
+        raise UpstreamError("The model sent log probabilities that are not numbers.")
     return max(logprob, IMPOSSIBLE)
 
 

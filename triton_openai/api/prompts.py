@@ -83,7 +83,7 @@ async def filled(
         known = None if tokenizer is None else recognise(tokenizer)
         hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it." if known else ""
         raise UnsupportedParameter(
-            f"The model is not known to fill in the middle (fim_template).{hint}", param="suffix"
+            f"The model is not configured to fill in the middle (fim_template).{hint}", param="suffix"
         )
     if echo:
         raise UnsupportedParameter("'echo' cannot be used with 'suffix'.", param="echo")
@@ -119,7 +119,7 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = 
     # Fast for long prompts.
     for number in (min(ids, default=0), max(ids, default=0)):
         if not 0 <= number < tokenizer.vocab_size:
-            raise InvalidValue(f"'{param}' holds {number}, which is no token of this model.{hint}", param)
+            raise InvalidValue(f"'{param}' holds {number}, which is not a token of this model.{hint}", param)
 
 
 async def _as_text(model: ServedModel, ids: list[int]) -> Written:

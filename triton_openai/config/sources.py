@@ -364,7 +364,7 @@ def _check_models(found: _Layer) -> None:
         if path[-1] == "history_template":
             _, other = found.get((*path[:-1], "chat_template"), (None, ""))
             if other:
-                raise ConfigurationError(f"{other} and {origin} exclude each other: a prompt is made in one way.")
+                raise ConfigurationError(f"Use either {other} or {origin}, not both.")
         elif path[-1] == "aliases":
             for alias in value:
                 other, _ = aliases.setdefault(alias, (path[1], origin))

@@ -53,7 +53,7 @@ def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
     if certificate is None:
         for name in ("key", "client_ca"):
             if getattr(settings, name) is not None:
-                raise ConfigurationError(f"--tls-{name.replace('_', '-')} means nothing without --tls-certificate.")
+                raise ConfigurationError(f"--tls-{name.replace('_', '-')} needs --tls-certificate.")
         return None
 
     def read() -> ssl.SSLContext:

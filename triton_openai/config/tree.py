@@ -93,21 +93,23 @@ class ServerSettings(_Group, frozen=True):
     max_body_size: Annotated[Bytes, _flag("Largest request body, images included.")] = 48 * 1024 * 1024
     heartbeat_interval: Annotated[Seconds, _file_only("A silent stream sends a comment this often.", live=True)] = 15.0
     max_running_requests: Annotated[
-        Count | None, _common("Requests that run at the same time, divided among the workers; others wait.", live=True)
+        Count | None, _common("Most running requests, divided among the workers; others wait.", live=True)
     ] = None
     max_running_requests_per_model: Annotated[
-        Count | None, _flag("Requests that run at the same time on one model, divided among the workers.", live=True)
+        Count | None, _flag("Most running requests of one model, divided among the workers.", live=True)
     ] = None
     max_queued_requests: Annotated[
         int,
         Meta(ge=0, extra={"metavar": "N"}),
-        _flag("Requests that may wait, divided among the workers; others get a 503.", live=True),
+        _flag("Most waiting requests, divided among the workers; others get a 503.", live=True),
     ] = 1000
-    queue_timeout: Annotated[Seconds, _file_only("Longest wait for others to end, then it is a 503.", live=True)] = 30.0
+    queue_timeout: Annotated[
+        Seconds, _file_only("Longest wait in the queue; then the request gets a 503.", live=True)
+    ] = 30.0
     shutdown_delay: Annotated[
         float,
         Meta(ge=0, le=86_400, extra=_SECONDS),
-        _flag("After SIGTERM, serve for this long while readiness says no, so that load balancers notice.", live=True),
+        _flag("After SIGTERM, serve for this long while not ready, so that load balancers notice.", live=True),
     ] = 0.0
     shutdown_grace: Annotated[
         Seconds,
@@ -124,7 +126,7 @@ class ServerSettings(_Group, frozen=True):
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _flag("Least severe log line.")] = "info"
     log_content: Annotated[
         Characters | None,
-        _file_only("Log prompts and answers too, cut to this many characters each; by default they are never logged."),
+        _file_only("Log prompts and answers too, each cut to this many characters; by default they are not logged."),
     ] = None
 
 
@@ -132,55 +134,51 @@ class TlsSettings(_Group, frozen=True):
     """HTTPS. All files are PEM, and are read again when they change."""
 
     certificate: Annotated[File, _common("Serve HTTPS with this certificate and its chain.")] = None
-    key: Annotated[
-        File, _common("The private key, without a passphrase, where it is not in the certificate's file.")
-    ] = None
+    key: Annotated[File, _common("Private key, without a passphrase, if it is not in the certificate's file.")] = None
     client_ca: Annotated[File, _flag("Accept only clients with a certificate from one of these authorities.")] = None
 
 
 class TritonSettings(_Group, frozen=True):
-    """The Triton behind the service: one that runs already, or one that is started here."""
+    """The Triton behind the service: one that already runs, or one that the service starts."""
 
     url: Annotated[
         tuple[str, ...],
         _common("Where Triton runs: http(s)://HOST:PORT, grpc(s)://HOST:PORT, or one of each.", name="triton-url"),
     ] = ("http://127.0.0.1:8000",)
-    model_repository: Annotated[Folders, _common("Start a Triton on this model repository and use no other.")] = ()
+    model_repository: Annotated[Folders, _common("Start a Triton on this model repository, and use that one.")] = ()
     repository: Annotated[
         Folders,
         _flag(
-            "The model repository of a running Triton, where it can be read here; what a model's files say of its "
-            "tokenizer, context length and LoRA adapters is found in it.",
+            "Model repository of a running Triton, if this service can read it; it finds a model's tokenizer, context "
+            "length and LoRA adapters there.",
             name="triton-repository",
         ),
     ] = ()
     model_control_mode: Annotated[
         Literal["none", "explicit"],
-        _flag("'explicit' lets clients load and unload models; a Triton that runs already needs the same mode."),
+        _flag("'explicit' lets clients load and unload models; a Triton that already runs needs the same mode."),
     ] = "none"
     load_model: Annotated[
-        tuple[str, ...], _flag("Model that the Triton started here loads first, in explicit mode; * is all.")
+        tuple[str, ...], _flag("Model that a Triton started by this service loads first, in explicit mode; * is all.")
     ] = ()
     grpc_client: Annotated[
         Literal["own", "grpcio"],
         _flag(
-            "What carries text streams over gRPC: an HTTP/2 client of the service's own, which takes a fraction of the "
-            "CPU time, or the library grpcio."
+            "Client for text streams over gRPC: the service's own, which takes a fraction of the CPU time, or grpcio."
         ),
     ] = "own"
     first_token_timeout: Annotated[Seconds, _file_only("Longest wait for a stream's first token.", live=True)] = 600.0
     idle_timeout: Annotated[Seconds, _file_only("Longest silence between two tokens of a stream.", live=True)] = 120.0
     request_timeout: Annotated[Seconds, _flag("Longest time for a request that does not stream.", live=True)] = 600.0
-    stream_timeout: Annotated[Seconds | None, _file_only("Longest time for a stream; by default any.", live=True)] = (
-        None
-    )
-    refresh_interval: Annotated[Seconds, _file_only("How often the list of models is read again.")] = 2.0
+    stream_timeout: Annotated[
+        Seconds | None, _file_only("Longest time for a stream; by default no limit.", live=True)
+    ] = None
+    refresh_interval: Annotated[Seconds, _file_only("How often the service reads the list of models.")] = 2.0
     prefer_token_level: Annotated[
         Literal["auto", "always", "never"],
         _flag(
-            "When to answer for a model of text with the engine behind it, where there is one and the tokenizer is "
-            "known: exact characters, counts, token ids and log probabilities. auto: where streams of the model lose "
-            "characters.",
+            "When to send a model's requests to the engine behind it, for exact characters, counts, token ids and log "
+            "probabilities; needs the tokenizer. auto: if the model's streams lose characters.",
             live=True,
         ),
     ] = "auto"
@@ -205,19 +203,18 @@ class TritonSettings(_Group, frozen=True):
 
 
 class TritonAccess(_Group, frozen=True):
-    """Triton behind https:// or grpcs://, or behind something that asks for credentials. Files are read again when
-    they change."""
+    """Certificates and credentials for Triton. Files are read again when they change."""
 
-    ca: Annotated[File, _flag("Authorities that sign Triton's certificate, if not the common ones.")] = None
+    ca: Annotated[File, _flag("Authorities that sign Triton's certificate, in place of the system's.")] = None
     certificate: Annotated[File, _flag("Certificate to show to Triton, with its chain.")] = None
-    key: Annotated[File, _flag("Private key of that certificate, where it is not in the same file.")] = None
-    server_name: Annotated[str | None, _file_only("Name in Triton's certificate, where it is not the address's.")] = (
+    key: Annotated[File, _flag("Private key of that certificate, if it is not in the same file.")] = None
+    server_name: Annotated[str | None, _file_only("Name in Triton's certificate, if it is not the address's host.")] = (
         None
     )
     headers: Annotated[
         tuple[str, ...],
         _flag(
-            "Header to send to Triton with everything (over gRPC as metadata); in the environment one per line.",
+            "Header of every request to Triton (over gRPC: metadata); in the environment one per line.",
             name="header",
             metavar="NAME:VALUE",
             verbatim=True,
@@ -229,44 +226,44 @@ class TritonAccess(_Group, frozen=True):
 class ApiSettings(_Group, frozen=True):
     """The API for clients."""
 
-    default_model: Annotated[Text | None, _flag("Model of requests that name none, or 'default'.")] = None
-    default_max_tokens: Annotated[Tokens, _flag("Longest answer to requests that set no limit.")] = 512
-    strict_parameters: Annotated[bool, _file_only("Refuse unknown request fields, and not ignore them.")] = False
-    lora_separator: Annotated[
-        str | None, _flag("Serve a LoRA adapter as MODEL<separator>NAME too, not only under its own name.")
-    ] = None
-    always_include_usage: Annotated[bool, _file_only("End every stream with its usage, unasked.")] = False
+    default_model: Annotated[Text | None, _flag("Model for requests that name none, or 'default'.")] = None
+    default_max_tokens: Annotated[Tokens, _flag("Longest answer to a request without a limit.")] = 512
+    strict_parameters: Annotated[bool, _file_only("Refuse unknown request fields instead of ignoring them.")] = False
+    lora_separator: Annotated[str | None, _flag("Also serve each LoRA adapter as MODEL<separator>NAME.")] = None
+    always_include_usage: Annotated[
+        bool, _file_only("End every stream with its usage, also if the request does not ask for it.")
+    ] = False
     reasoning_field: Annotated[
         Literal["reasoning_content", "reasoning", "both"],
-        _file_only("Name under which an answer's reasoning is given."),
+        _file_only("Name of the field with an answer's reasoning."),
     ] = "reasoning_content"
     strict_tools: Annotated[
         bool, _flag("Refuse tools that run at the provider, such as web_search, and not leave them out.")
     ] = False
     trust_request_chat_template: Annotated[
-        bool, _flag("Let a request bring its own chat template: a program that runs here, in Jinja's sandbox.")
+        bool, _flag("Let a request bring its own chat template: a program that this service runs in Jinja's sandbox.")
     ] = False
 
 
 class MediaSettings(_Group, frozen=True):
-    """Images in requests. Without allowed hosts, they come as data URLs only."""
+    """Images in requests. Without allowed hosts, only data URLs are accepted."""
 
     allowed_domains: Annotated[
         tuple[str, ...],
         _flag(
-            "Host from which images may be fetched: example.com, or *.example.com for all below it, either with :PORT.",
+            "Host of images that may be fetched: example.com, or *.example.com for all below it; both also with :PORT.",
             name="allowed-media-domain",
         ),
     ] = ()
     private_addresses: Annotated[
         bool,
         _file_only(
-            "Fetch images also from allowed hosts whose addresses are not public (loopback, private networks). Then a "
-            "request can reach into this network, as far as the allowed hosts go."
+            "Also fetch images from allowed hosts on loopback and private networks. Clients can then make this service "
+            "request any path of those hosts."
         ),
     ] = False
     max_images: Annotated[Count, Meta(le=4096), _file_only("Most images in one request.")] = 16
-    max_image_size: Annotated[Bytes, _file_only("Largest image file that is taken.")] = 20 * 1024 * 1024
+    max_image_size: Annotated[Bytes, _file_only("Largest image file.")] = 20 * 1024 * 1024
 
 
 class MetricsSettings(_Group, frozen=True):
@@ -274,16 +271,16 @@ class MetricsSettings(_Group, frozen=True):
 
     vllm_names: Annotated[
         bool,
-        _flag("Give the main metrics under vLLM's names too, for its dashboards and gateways.", name="vllm-metrics"),
+        _flag("Also export the main metrics under vLLM's names, for its dashboards and gateways.", name="vllm-metrics"),
     ] = False
     relay_triton: Annotated[
-        bool, _flag("Give Triton's own metrics too, read from triton-metrics-url.", name="relay-triton-metrics")
+        bool, _flag("Also export Triton's own metrics, read from triton-metrics-url.", name="relay-triton-metrics")
     ] = False
     triton_url: Annotated[
         str | None,
         _flag(
-            "Where Triton has its metrics; by default port 8002 of the host in triton-url, or where a Triton that is "
-            "started here has them.",
+            "URL of Triton's metrics; by default port 8002 of the host in triton-url, or that of the Triton that this "
+            "service starts.",
             name="triton-metrics-url",
         ),
     ] = None
@@ -292,29 +289,28 @@ class MetricsSettings(_Group, frozen=True):
 class TracesSettings(_Group, frozen=True):
     """
     Spans of each request, for OpenTelemetry. The SDK's environment variables (OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER,
-    OTEL_EXPORTER_OTLP_HEADERS and so on) say the rest.
+    OTEL_EXPORTER_OTLP_HEADERS and so on) set the rest.
     """
 
     otlp_endpoint: Annotated[
         str | None,
         _common(
-            "Send traces to this collector, http(s)://HOST:PORT; by default what OTEL_EXPORTER_OTLP_ENDPOINT says, if "
-            "anything.",
+            "Send traces to this collector, http(s)://HOST:PORT; by default OTEL_EXPORTER_OTLP_ENDPOINT, if it is set.",
             metavar="URL",
         ),
     ] = None
     otlp_protocol: Annotated[
         Protocol | None,
         _file_only(
-            "The protocol of the collector. By default that of OTEL_EXPORTER_OTLP_PROTOCOL, else grpc on port 4317 "
-            "and http/protobuf on every other."
+            "Protocol of the collector; by default OTEL_EXPORTER_OTLP_PROTOCOL, else grpc on port 4317 and "
+            "http/protobuf on every other."
         ),
     ] = None
     content: Annotated[
         Characters | None,
         _file_only(
-            "Put prompts and answers into spans too, each text cut to this many characters. By default what "
-            "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT says; without either there are none."
+            "Put prompts and answers into spans, each text cut to this many characters; by default only if "
+            "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT says so."
         ),
     ] = None
 
@@ -345,13 +341,13 @@ class RestrictedApi(_Group, frozen=True):
 
 
 class AccessSettings(_Group, frozen=True):
-    """The clients that may send requests, and to which APIs. Without a key, every client may."""
+    """Which clients may send requests, and to which APIs. Without keys, every client may."""
 
     api_key: Annotated[
         tuple[Annotated[str, Meta(pattern=NAMED_KEY)], ...],
         _flag(
-            "A key that a client has to have, with the name under which it is logged. Other users of the machine can "
-            "read flags: better use the environment, or a file.",
+            "API key, with the name that the log shows. Other users of the machine can read flags, so prefer the "
+            "environment or a file.",
             metavar="[NAME:]KEY",
             secret=True,
         ),
@@ -362,9 +358,9 @@ class AccessSettings(_Group, frozen=True):
     openai_restricted_api: Annotated[
         tuple[RestrictedApi, ...],
         _flag(
-            "Open groups of paths only to requests that have VALUE in the header KEY. APIS are inference, embedding, "
-            "model-repository, metrics, health and info, separated by commas; the environment has semicolons between "
-            "several.",
+            "Open groups of paths only to requests with VALUE in the header KEY. APIS are inference, embedding, "
+            "model-repository, metrics, health and info, separated by commas; in the environment, semicolons separate "
+            "several restrictions.",
             metavar=("APIS", "KEY", "VALUE"),
             secret=True,
         ),
@@ -372,26 +368,28 @@ class AccessSettings(_Group, frozen=True):
     cors_allow_origin: Annotated[
         tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
         _flag(
-            "Web pages of this origin (https://HOST[:PORT]) may ask; the port * stands for any port, and * alone for "
-            "every origin."
+            "Let web pages of this origin (https://HOST[:PORT]) call the service; the port * is any port, and * alone "
+            "is every origin."
         ),
     ] = ()
 
 
 class LimitSettings(_Group, frozen=True):
-    """How large a request may be (see server.max_body_size too), and how slow its client."""
+    """How large a request may be (see also server.max_body_size), and how slow its client."""
 
     max_token_ids: Annotated[Tokens, _file_only("Most token ids in a request.")] = 512 * 1024
     max_text_size: Annotated[Bytes, _file_only("Largest request body without its images (data URLs).")] = (
         4 * 1024 * 1024
     )
     header_timeout: Annotated[Seconds, _file_only("Longest time for a TLS handshake, and for a request's head.")] = 30.0
-    body_timeout: Annotated[Seconds, _file_only("Longest time for its body, and a second more per 4096 bytes.")] = 30.0
+    body_timeout: Annotated[
+        Seconds, _file_only("Longest time for a request's body, plus a second for each 4096 bytes.")
+    ] = 30.0
     keepalive_timeout: Annotated[
         Seconds,
         _file_only(
-            "Time after which a connection without a request is closed; longer than that of the load balancer in front "
-            "(often 60), which then closes first."
+            "Close an idle connection after this time. Keep it above the load balancer's (often 60), so that the load "
+            "balancer closes first."
         ),
     ] = 75.0
 
@@ -428,10 +426,10 @@ class LoraSettings(_Group, frozen=True):
 
 
 class ModelDefaults(_Group, frozen=True):
-    """How models are used that say nothing else themselves. Each flag also takes MODEL=VALUE, for that model only."""
+    """Settings of all models. Each flag also takes MODEL=VALUE, for one model."""
 
     adapter: Annotated[
-        str | None, _flag("Adapter to use, whichever claims the model (see `triton-openai inspect`).")
+        str | None, _flag("Adapter to use in place of the one that claims the model (see `triton-openai inspect`).")
     ] = None
     tokenizer: Annotated[
         str | None,
@@ -440,8 +438,8 @@ class ModelDefaults(_Group, frozen=True):
     generation_config: Annotated[
         Text | None,
         _file_only(
-            "What recommends the sampling of requests that ask for none: 'auto' (the default) is "
-            "generation_config.json beside the tokenizer, 'none' is nothing, else the file or its folder."
+            "Source of default sampling parameters: 'auto' (the default) is generation_config.json beside the "
+            "tokenizer, 'none' is nothing; else a file or its folder."
         ),
     ] = None
     chat_template: Annotated[
@@ -451,48 +449,47 @@ class ModelDefaults(_Group, frozen=True):
     history_template: Annotated[
         Text | None,
         _file_only(
-            "Liquid text over 'items' with 'identity' and 'content' that makes the prompt of a chat, in place of a "
-            "chat template (needs the extra [liquid])."
+            "Liquid template in place of a chat template, over 'items' with 'identity' and 'content' (needs the extra "
+            "[liquid])."
         ),
     ] = None
     fim_template: Annotated[
         Text | None,
         _file_only(
-            "How a model that was trained to fill in the middle takes 'suffix': a text with {prefix} and {suffix}, or "
-            "the name of a known form."
+            "How the model fills in the middle ('suffix'): a text with {prefix} and {suffix}, or the name of a known "
+            "form."
         ),
     ] = None
     score_activation: Annotated[
         Literal["none", "sigmoid"] | None,
         _file_only(
-            "What is done to the scores of a cross-encoder: 'none' (the default) gives them as the model does, "
-            "'sigmoid' is for one that gives logits."
+            "What to do with a cross-encoder's scores: 'none' (the default) returns them unchanged, 'sigmoid' is for a "
+            "model that returns logits."
         ),
     ] = None
     tool_call_parser: Annotated[
         str | None,
-        _flag("How the model writes tool calls; 'auto' (the default) goes by its chat template, 'none' leaves them."),
+        _flag("Format of tool calls; 'auto' (the default) detects it by the chat template, 'none' turns parsing off."),
     ] = None
     reasoning_parser: Annotated[
         str | None,
-        _flag("How the model marks its reasoning; 'auto' (the default) goes by its chat template, 'none' leaves it."),
+        _flag("Format of reasoning; 'auto' (the default) detects it by the chat template, 'none' turns parsing off."),
     ] = None
     image_placeholder: Annotated[
         str | None,
         _file_only(
-            "What stands in the prompt for an image, {n} being its number, where the chat template takes text only; "
-            "'none' where the backend itself puts images into the prompt. 'auto' (the default) leaves it to the "
-            "template."
+            "Placeholder of an image in the prompt, for chat templates that take text only; {n} is the image's number. "
+            "'none' if the backend inserts images itself, 'auto' (the default) leaves it to the template."
         ),
     ] = None
     max_model_len: Annotated[
-        Tokens | None, _flag("Tokens that prompt and answer may have together; by default what the model's files tell.")
+        Tokens | None, _flag("Most tokens of prompt and answer together; by default from the model's files.")
     ] = None
     kv_cache_block_size: Annotated[
         Tokens | None,
         _file_only(
-            "Tokens in a block of the engine's KV cache (its tokens_per_block): with it, usage tells how many of the "
-            "prompt's tokens came from the cache, where the backend counts them."
+            "Tokens in a block of the engine's KV cache (tokens_per_block). usage then has the number of cached prompt "
+            "tokens, if the backend counts blocks."
         ),
     ] = None
     default_parameters: DefaultParameters = DefaultParameters()
@@ -500,16 +497,14 @@ class ModelDefaults(_Group, frozen=True):
 
 class ModelSettings(ModelDefaults, frozen=True):
     """
-    How one model is used; what is left out comes from the defaults.
+    Settings of one model, in addition to those of all models.
 
-    *loras* are names that the model's server knows, or mappings; those of a readable repository's ``multi_lora.json``
-    are served as well. Their paths lie in *lora_dir*, by default the model's own folder in ``model_repository``.
+    *loras* are names that the backend knows, or mappings with name, path and task_id. *lora_dir* is the base of their
+    paths, by default the model's folder in ``model_repository``.
     *inputs*, *constants*, *outputs* and *text* describe the tensors of a model that an adapter such as ``text`` serves.
     """
 
-    aliases: Annotated[
-        tuple[Text, ...], _common("Further name under which a model is served.", name="alias", metavar="NAME=MODEL")
-    ] = ()
+    aliases: Annotated[tuple[Text, ...], _common("Another name for a model.", name="alias", metavar="NAME=MODEL")] = ()
     loras: tuple[Text | LoraSettings, ...] = ()
     lora_dir: Path | None = None
     inputs: Mapping[str, Text] = msgspec.field(default_factory=dict)

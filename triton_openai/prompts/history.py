@@ -42,7 +42,7 @@ class HistoryTemplate(PromptTemplate):
         try:
             self._template = Environment(undefined=FalsyStrictUndefined).from_string(source)
         except (LiquidError, RecursionError) as error:
-            raise ConfigurationError(f"The text of history_template is no Liquid: {_words(error)}.") from error
+            raise ConfigurationError(f"The text of history_template is not valid Liquid: {_words(error)}.") from error
         self.name = "history_template"
         self.source = source
         try:

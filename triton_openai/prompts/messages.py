@@ -453,7 +453,7 @@ def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dic
     last = messages[-1]
     content = last["content"]
     if last["role"] != "assistant" or "tool_calls" in last:
-        raise InvalidRequest(f"'{param}' needs the last message to be an assistant's, without tool calls.", param=param)
+        raise InvalidRequest(f"'{param}' needs an assistant's last message, without tool calls.", param=param)
     text = content if isinstance(content, str) else content[-1].get("text") if content else ""
     if not text:
         raise InvalidRequest(f"'{param}' needs the last message to have text.", param=param)

@@ -286,8 +286,8 @@ def _read_template(spec: str) -> tuple[str, str, str]:
         return path.read_text(encoding="utf-8"), path.name, spec
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"'{spec}' given by --chat-template is no built-in template ({', '.join(NAMES)}), and no file that can be "
-            f"read: {error}"
+            f"'{spec}' given by --chat-template is not a built-in template ({', '.join(NAMES)}), and not a "
+            f"readable file: {error}"
         ) from error
 
 

@@ -82,7 +82,7 @@ class Admission:
         """
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
-            raise ServiceOverloaded("The service has more to do than it can.", retry_after=1)
+            raise ServiceOverloaded("The service is overloaded.", retry_after=1)
         if self._running.total() < self._limit and self._has_room(model):
             # No request waits for this model: each one that ends admits those that have room.
             self._running[model] += 1

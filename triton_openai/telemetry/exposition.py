@@ -40,26 +40,26 @@ _log = structlog.get_logger(__name__)
 
 BUILD = Instrument("triton_openai_build_info", ("version",), "The version of this service; always 1.")
 WORKERS = Instrument("triton_openai_workers", (), "Processes that this service is configured to have.")
-UP = Instrument("triton_openai_triton_up", (), "Whether Triton answered when it was last asked for its models.")
+UP = Instrument("triton_openai_triton_up", (), "Whether Triton answered the last request for its models.")
 TRITON_MODELS = Instrument(
     "triton_openai_triton_models", ("state",),
-    "Models in Triton's repository, by state: ready, not_ready (it is loading, or failed to load), or unloaded (where "
-    "models are loaded on demand, nobody wants it now).",
+    "Models in Triton's repository, by state: ready, not_ready (loading, or failed to load), or unloaded (in explicit "
+    "mode).",
 )  # fmt: skip
 SERVED = Instrument("triton_openai_models_served", (), "Names under which models are served, aliases included.")
 MODEL = Instrument(
     "triton_openai_model_info",
     ("model", "triton_model", "adapter"),
-    "A served name, the Triton model behind it, and the adapter that answers for it; always 1.",
+    "A served name, its Triton model and its adapter; always 1.",
 )
 CHAT = Instrument(
     "triton_openai_model_can_chat", ("model",),
-    "Whether chats with a Triton model that generates text find a tokenizer and a chat template that work; not there "
-    "until they have been loaded.",
+    "Whether a Triton model that generates text has a working tokenizer and chat template; missing until they are "
+    "loaded.",
 )  # fmt: skip
 TRITON_METRICS_UP = Instrument(
     "triton_openai_triton_metrics_up", (),
-    "Whether Triton's own metrics could be read for this answer; only where they are asked for.",
+    "Whether Triton's own metrics could be read for this response; only with --relay-triton-metrics.",
 )  # fmt: skip
 LOOKED_UP = (BUILD, WORKERS, UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP)
 
@@ -83,7 +83,7 @@ RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
 RENAMED_LABELS = {"model": "model_name", "gen_ai_request_model": "model_name", "reason": "finished_reason", "le": "le"}
 CACHE_USAGE = Instrument(
     "vllm:kv_cache_usage_perc", ("model_name",),
-    "How full the engine's KV cache is, 1 is full; of engines that report it in Triton's metrics.",
+    "Usage of the engine's KV cache, from 0 to 1; only engines that report it in Triton's metrics.",
 )  # fmt: skip
 
 

@@ -73,25 +73,23 @@ class Instrument(msgspec.Struct, frozen=True):
 
 REQUESTS = Instrument(
     "triton_openai_requests_total", (*_OPERATION, "status", "outcome"),
-    "Requests that have ended, by HTTP status and by outcome: answered, invalid (the client's mistake), refused (no "
-    "right to it, or no room for it), failed (also after the status had left), cancelled (the client left).",
+    "Requests that ended, by HTTP status and outcome: answered, invalid (the client's mistake), refused (no "
+    "permission, or no capacity), failed (also after the status was sent), cancelled (the client left).",
 )  # fmt: skip
 ERRORS = Instrument(
     "triton_openai_errors_total", (*_OPERATION, "outcome", "code"),
-    "Requests that have ended with an error, by its code, also those whose status had left.",
+    "Requests that ended with an error, by its code, including errors after the status was sent.",
 )  # fmt: skip
-RUNNING = Instrument(
-    "triton_openai_requests_running", _MODEL, "Requests for a model that are being answered, without queued ones."
-)
-QUEUED = Instrument("triton_openai_requests_queued", _MODEL, "Requests for a model that wait here for others to end.")
+RUNNING = Instrument("triton_openai_requests_running", _MODEL, "Running requests for a model, without queued ones.")
+QUEUED = Instrument("triton_openai_requests_queued", _MODEL, "Requests for a model in this service's queue.")
 TOKENS = Instrument(
     "triton_openai_tokens_total", (*_MODEL, "type"),
-    "Tokens of prompts (input) and of answers (output), as far as they are known; what was generated before an answer "
-    "failed or its client left counts where the backend counts with every step.",
+    "Tokens of prompts (input) and answers (output), where known. Tokens generated before an answer failed or its "
+    "client left count if the backend counts with every step.",
 )  # fmt: skip
 FINISHED = Instrument(
     "triton_openai_answers_finished_total", (*_MODEL, "reason"),
-    "Answers that have ended, by the reason that the backend gave; a request has several with n or several prompts.",
+    "Answers that ended, by finish reason; a request with n or several prompts has several answers.",
 )  # fmt: skip
 DURATION = Instrument(
     "gen_ai_server_request_duration_seconds", (*_GEN_AI, "error_type"),
@@ -100,21 +98,21 @@ DURATION = Instrument(
 )  # fmt: skip
 FIRST_TOKEN = Instrument(
     "gen_ai_server_time_to_first_token_seconds", _GEN_AI,
-    "From a request's head to the first token that Triton sent, queues included; of every request that got one.",
+    "From a request's head to the first token from Triton, queues included; only requests that got a token.",
     _FIRST_TOKEN,
 )  # fmt: skip
 PER_TOKEN = Instrument(
     "gen_ai_server_time_per_output_token_seconds", _GEN_AI,
-    "Mean time between the tokens of an answer after its first; answers that came in one piece have none.", _PER_TOKEN,
+    "Mean time between an answer's tokens after the first; answers in one piece are not included.", _PER_TOKEN,
 )  # fmt: skip
 INTER_TOKEN_LATENCY = Instrument(
     "triton_openai_time_between_tokens_seconds", _MODEL,
-    "Between one arrival of an answer's text from Triton and the next; tokens that came together are one arrival.",
+    "Time between arrivals of an answer's text from Triton; tokens that arrive together are one arrival.",
     LATENCY_BOUNDS,
 )  # fmt: skip
 QUEUE = Instrument(
     "triton_openai_queue_seconds", _MODEL,
-    "How long requests waited here for others to end; 0 for those that did not. Triton's queues are not in it.", _QUEUE,
+    "Time in this service's queue, 0 for requests that did not wait; Triton's queues are not included.", _QUEUE,
 )  # fmt: skip
 PREPARATION = Instrument(
     "triton_openai_preparation_seconds", _MODEL,
@@ -122,34 +120,34 @@ PREPARATION = Instrument(
     _PREPARATION,
 )  # fmt: skip
 INPUT_TOKENS = Instrument("triton_openai_input_tokens", _MODEL, "Tokens of a request's prompts.", _TOKENS)
-OUTPUT_TOKENS = Instrument("triton_openai_output_tokens", _MODEL, "Tokens of an answer that ended by itself.", _TOKENS)
+OUTPUT_TOKENS = Instrument("triton_openai_output_tokens", _MODEL, "Tokens of a complete answer.", _TOKENS)
 UNKNOWN_FIELDS = Instrument(
     "triton_openai_unknown_fields_total", (*_MODEL, "field"),
-    "Requests with a field that nobody knows and that was ignored, by its name; 'other' stands for names beyond the "
-    "first hundred, and for what does not look like one.",
+    "Requests with an unknown field that was ignored, by its name; 'other' stands for names beyond the first hundred, "
+    "and for names that are not identifiers.",
 )  # fmt: skip
 RELAYED = Instrument(
     "triton_openai_relayed_requests_total",
     ("protocol", "group", "status"),
-    "Requests and calls of Triton's own protocol that have ended (--enable-kserve-frontends), by protocol, by Triton's "
-    "group of what they asked for, and by HTTP status or gRPC's name of it; 'cancelled' when the client left.",
+    "Requests and calls of Triton's own protocol that ended (--enable-kserve-frontends), by protocol, Triton's group "
+    "of the operation, and HTTP or gRPC status; 'cancelled' when the client left.",
 )
 RELAYING = Instrument(
     "triton_openai_relayed_requests_running", ("protocol",),
-    "Requests and calls of Triton's own protocol, and open streams.",
+    "Running requests, calls and streams of Triton's own protocol.",
 )  # fmt: skip
 NOT_ANSWERING = Instrument(
     "triton_openai_model_not_answering", _MODEL,
-    "Processes of the service that a ready Triton model leaves without an answer: several requests of clients in a "
-    "row, and small ones of the service's own since.",
+    "Processes of this service that get no answer from a ready Triton model: neither to several clients' requests in a "
+    "row, nor to the service's own small requests since.",
 )  # fmt: skip
 EVENT_LOOP_LAG = Instrument(
     "triton_openai_event_loop_lag_seconds", (),
-    "How late the event loop's timers come, measured ten times a second in each process.", _LAG,
+    "Delay of the event loop's timers, measured ten times a second in each process.", _LAG,
 )  # fmt: skip
 WORKERS_REPLACED = Instrument(
     "triton_openai_workers_replaced_total", (),
-    "Processes of several workers that have died and were replaced. Requests that one had running are in no counter.",
+    "Worker processes that died and were replaced. Their running requests are in no counter.",
 )  # fmt: skip
 
 INSTRUMENTS = (

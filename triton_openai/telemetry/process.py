@@ -69,7 +69,7 @@ class DescriptorWatch:
         few = limit != resource.RLIM_INFINITY and number >= limit - max(8, limit // 20)
         if few and now - self._warned >= _QUIET_SECONDS:
             self._warned = now
-            _log.warning("hardly any file descriptors are left, clients will be turned away", limit=limit)
+            _log.warning("few file descriptors are left; new connections will be refused", limit=limit)
 
 
 #: The watch of this process.

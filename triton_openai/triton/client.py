@@ -32,7 +32,7 @@ def check_name(name: str) -> None:
         raise InvalidRequest("The model's name is empty.", param="model", code="invalid_value")
     if name in (".", "..") or _FORBIDDEN.search(name):
         raise InvalidRequest(
-            "The model's name cannot be that of a folder in a model repository.", param="model", code="invalid_value"
+            "The model's name is not a valid folder name in a model repository.", param="model", code="invalid_value"
         )
     if len(name.encode()) > _LONGEST:
         raise InvalidRequest(f"The model's name is longer than {_LONGEST} bytes.", param="model", code="invalid_value")

@@ -68,13 +68,13 @@ class ConnectionSettings:
         self.control_timeout = control_timeout
         self.access = access
         if access.key is not None and access.certificate is None:
-            raise ConfigurationError("--triton-key means nothing without --triton-certificate.")
+            raise ConfigurationError("--triton-key needs --triton-certificate.")
         self._fixed = tuple(_parse(text, place) for place, text in enumerate(access.headers, 1))
         self._token: FromFiles[tuple[Header, ...]] | None = None
         path = access.token_file
         if path is not None:
             if any(name == "authorization" for name, _ in self._fixed):
-                raise ConfigurationError("--triton-token-file and --triton-header Authorization exclude each other.")
+                raise ConfigurationError("Use either --triton-token-file or --triton-header Authorization, not both.")
             self._token = FromFiles(
                 lambda: (*self._fixed, ("authorization", f"Bearer {_token(path)}")),
                 (path,),

@@ -286,7 +286,7 @@ class Connection(asyncio.Protocol):
 
     def _frame_received(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if not self.greeted.done() and kind != SETTINGS:
-            raise ValueError("the server does not greet as HTTP/2 does")
+            raise ValueError("the server does not start with HTTP/2 settings")
         if (self._block is None) is (kind == CONTINUATION):
             raise ValueError("the server broke off a header block")
         if stream_id >= self._next_id or kind == PUSH_PROMISE:

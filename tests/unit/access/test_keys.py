@@ -115,7 +115,7 @@ def test_the_file(tmp_path: Path) -> None:
         ("keys: [{name: a}]", "neither a key nor a sha256"),
         ("keys: [{name: a, key: []}]", "neither a key nor a sha256"),
         (f"keys: [{{key: {SECRET}}}]", "missing required field `name`"),
-        (f"keys: [{{name: a, key: {SECRET}}}, {{name: a, key: b}}]", "'a' in .* is there twice"),
+        (f"keys: [{{name: a, key: {SECRET}}}, {{name: a, key: b}}]", "'a' in .* appears twice"),
         (f"keys: [{{name: a, key: {SECRET}}}, {{name: b, key: {SECRET}}}]", "'a' and 'b' are the same key"),
         (f"keys: [{{name: a, key: '{SECRET} x'}}]", r"\$.keys\[0\].key"),
         ("keys: [{name: a, key: 12345}]", "got `int`"),

@@ -258,7 +258,7 @@ def test_impossible_tokens_and_those_without_a_number() -> None:
             b'"refusal":null', b""
         ).replace(b'"rank":null', b"")
     for broken in (TokenLogprob("a", math.nan), TokenLogprob("a", -1.0, top=(Alternative("b", math.nan),))):
-        with pytest.raises(UpstreamError, match="no numbers"):
+        with pytest.raises(UpstreamError, match="not numbers"):
             chat_logprobs([broken])
 
 

@@ -162,7 +162,7 @@ def test_a_prompt_is_made_in_one_way(read) -> None:
         ("models: {m: {history_template: a}}", {"chat-template": ["m=b"]}),
         ("defaults: {history_template: a}", {"chat-template": ["b"]}),
     ):
-        with pytest.raises(ConfigurationError, match="exclude each other"):
+        with pytest.raises(ConfigurationError, match="not both"):
             read(yaml, flags)
     settings = read("models: {m: {history_template: h}}", {"chat-template": ["chatml"]})
 

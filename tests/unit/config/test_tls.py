@@ -107,7 +107,7 @@ async def test_plain_without_a_certificate() -> None:
     assert server_context(TlsSettings()) is None
     file = Path("/nowhere")
     for part in (TlsSettings(key=file), TlsSettings(client_ca=file)):
-        with pytest.raises(ConfigurationError, match="means nothing without --tls-certificate"):
+        with pytest.raises(ConfigurationError, match="needs --tls-certificate"):
             server_context(part)
 
 

@@ -160,8 +160,8 @@ def test_contents_are_never_templates(texts: list[str]) -> None:
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("{% for item in items %}", "is no Liquid"),
-        ("{{ item.content | nothing_like_it }}{% nope %}", "is no Liquid"),
+        ("{% for item in items %}", "is not valid Liquid"),
+        ("{{ item.content | nothing_like_it }}{% nope %}", "is not valid Liquid"),
         ("{% for item in items %}{{ item.contnt }}{% endfor %}", "contnt"),
         ("{{ bos_token }}", "bos_token"),
         ("{% include 'other' %}", "other"),
@@ -169,7 +169,7 @@ def test_contents_are_never_templates(texts: list[str]) -> None:
     ],
 )
 def test_templates_that_cannot_work(text: str, reason: str) -> None:
-    """A template that is no Liquid, or fails on every chat, is an error at start that names the setting."""
+    """A template that is not valid Liquid, or fails on every chat, is an error at start that names the setting."""
     with pytest.raises(ConfigurationError) as caught:
         create_app(Settings(models={"m": ModelSettings(history_template=text)}))
     assert "history_template " in caught.value.message

@@ -174,13 +174,13 @@ def test_templates_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary.jinja").write_bytes(b"\xff")
     (tmp_path / "broken.jinja").write_text("\n{% if %}", encoding="utf-8")
 
-    with pytest.raises(ConfigurationError, match=r"no built-in template \(llama3, chatml"):
+    with pytest.raises(ConfigurationError, match=r"not a built-in template \(llama3, chatml"):
         Prompter.resolve(ModelSettings(chat_template="lama3"))
-    with pytest.raises(ConfigurationError, match="no built-in template"):
+    with pytest.raises(ConfigurationError, match="not a built-in template"):
         Prompter.resolve(ModelSettings(chat_template="x\x00y"))
     with pytest.raises(ConfigurationError, match="can't decode"):
         Prompter.resolve(ModelSettings(chat_template=str(tmp_path / "binary.jinja")))
-    with pytest.raises(ConfigurationError, match="no file that can be read"):
+    with pytest.raises(ConfigurationError, match="not a readable file"):
         Prompter.resolve(ModelSettings(chat_template=str(tmp_path)))
     with pytest.raises(ConfigurationError, match=r"'broken\.jinja' is wrong in line 2"):
         Prompter.resolve(ModelSettings(chat_template=str(tmp_path / "broken.jinja")))

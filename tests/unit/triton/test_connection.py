@@ -162,8 +162,8 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
             ConnectionSettings(connect_timeout=1, access=TritonAccess(token_file=token))
     for access, message in (
         (TritonAccess(token_file=token / "absent"), "cannot be read"),
-        (TritonAccess(token_file=token, headers=("Authorization: Basic x",)), "exclude each other"),
-        (TritonAccess(key=token), "--triton-key means nothing without --triton-certificate"),
+        (TritonAccess(token_file=token, headers=("Authorization: Basic x",)), "not both"),
+        (TritonAccess(key=token), "--triton-key needs --triton-certificate"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             ConnectionSettings(connect_timeout=1, access=access)

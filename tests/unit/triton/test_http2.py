@@ -944,8 +944,8 @@ async def test_cancelling_before_there_is_a_connection(server):
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "frame of"),
         (b"", "the server closed the connection"),
-        (frame(PING, 0, 0, bytes(8)), "does not greet"),
-        (frame(GOAWAY, 0, 0, number(0) + number(1)), "does not greet"),
+        (frame(PING, 0, 0, bytes(8)), "does not start with HTTP/2 settings"),
+        (frame(GOAWAY, 0, 0, number(0) + number(1)), "does not start with HTTP/2 settings"),
     ],
 )
 async def test_a_server_that_does_not_greet(said: bytes, reason: str) -> None:

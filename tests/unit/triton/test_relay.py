@@ -210,7 +210,7 @@ async def test_the_models_of_a_key_over_http(tmp_path: Path) -> None:
             assert 200 != (await ask(relays, f"/v2/models/{path}", BOB))[0], path
         assert 404 == (await ask(relays, "/v2/repository/models/large/load", BOB))[0]
         status, error, _ = await ask(relays, "/v2/repository/index", BOB)
-        assert (403, True) == (status, "the key opens certain models" in error)
+        assert (403, True) == (status, "the key is limited to certain models" in error)
         assert [] == triton.requests
         assert 200 == (await ask(relays, "/v2/repository/models/small/load", BOB))[0]
         assert 200 == (await ask(relays, "/v2/repository/index", ALICE))[0]

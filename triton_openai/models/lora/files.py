@@ -78,7 +78,7 @@ def find_loras(
             return FoundLora(name=entry.name)
         if entry.path is not None:
             if not folders:
-                raise ConfigurationError("its path needs a folder to be in: give the model's folder as lora_dir")
+                raise ConfigurationError("its path needs a base: set lora_dir to the model's folder")
             path, root = entry.path, folders[0]
             bases = [root]
         elif entry.name in listed:
@@ -154,7 +154,7 @@ def find_folder(path: str, *, root: Path, bases: Sequence[Path]) -> Path:
         folders = [folder for folder in ((base / path).resolve() for base in bases) if folder.is_dir()]
     # A loop of links is a RuntimeError before Python 3.13, a NUL a ValueError.
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(f"its folder {path!r} cannot be looked at: {error}") from error
+        raise ConfigurationError(f"its folder {path!r} cannot be read: {error}") from error
     for folder in folders:
         if folder.is_relative_to(inside):
             return folder
@@ -217,7 +217,7 @@ def _arrays(folder: Path, root: Path, wanted: LoraFormat, mode: Literal["r"] | N
         raise ConfigurationError(f"{CONFIG} has {config.shape[1]} columns where the model takes {wanted.config_width}")
     if weights.size * _SIZES[wanted.weights] > _MAX_BYTES:
         raise ConfigurationError(
-            f"{WEIGHTS} is larger than a message to Triton can be; have the engine read it itself (lora_prefetch_dir)"
+            f"{WEIGHTS} is larger than a message to Triton can be; let the engine load it (lora_prefetch_dir)"
         )
     return weights, config
 
@@ -237,7 +237,7 @@ def _array(path: Path, root: Path, mode: Literal["r"] | None) -> Any:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
-        raise ConfigurationError(f"{path} is no array that can be read: {reason}") from error
+        raise ConfigurationError(f"{path} is not an array that can be read: {reason}") from error
     if len(shape) != 2 or not all(shape):
         raise ConfigurationError(f"{path.name} has the shape {list(array.shape)} and not [rows, columns]")
     return array.reshape(shape)
@@ -266,5 +266,5 @@ def _weight_bytes(weights: Any, datatype: str) -> bytes:
             converted = numbers.astype("<f2" if datatype == "FP16" else "<f4")
         finite = np.isfinite(converted).all()
     if not finite:
-        raise ConfigurationError(f"{WEIGHTS} holds values that are infinite or no number as {datatype}")
+        raise ConfigurationError(f"{WEIGHTS} holds values that are infinite or not a number as {datatype}")
     return bytes(converted.tobytes())

@@ -149,7 +149,7 @@ class HttpRelay:
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
-            raise PayloadTooLarge("The body of a load or unload is too large for what it may say.") from error
+            raise PayloadTooLarge("The body of a load or unload is too large.") from error
         for name in (hdrs.CONTENT_LENGTH, hdrs.CONTENT_ENCODING):
             headers.popall(name, None)
         return checked_load_body(body)
