@@ -76,9 +76,13 @@ def _events(body: bytes) -> Iterator[bytes]:
     assert rest == b"", "the stream ends in the middle of an event"
     for block in blocks:
         if not block.startswith(b":"):
-            assert block.startswith(b"data: "), block
-            if block != b"data: [DONE]":
-                yield block.removeprefix(b"data: ")
+            name, _, data = block.rpartition(b"\n")
+            assert data.startswith(b"data: "), block
+            data = data.removeprefix(b"data: ")
+            # An event of Anthropic's API, or of the Responses API, is named like its type.
+            assert not name or name == b"event: " + json.loads(data)["type"].encode(), block
+            if data != b"[DONE]":
+                yield data
 
 
 def _valid(validator: jsonschema_rs.Draft202012Validator, data: bytes, path: str) -> None:

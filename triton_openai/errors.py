@@ -154,7 +154,16 @@ class PromptRefused(InvalidRequest, code="invalid_value"):
 
 
 class ContextLengthExceeded(PromptRefused, code="context_length_exceeded"):
-    """The prompt, or prompt and completion together, exceed the model's context length."""
+    """
+    The prompt, or prompt and completion together, exceed the model's context length.
+
+    *tokens* is how many the prompt has, and *limit* how many it may have, where the prompt alone is too long.
+    """
+
+    def __init__(self, message: str, *, tokens: int | None = None, limit: int | None = None, **fields: Any) -> None:
+        super().__init__(message, **fields)
+        self.tokens = tokens
+        self.limit = limit
 
 
 class InvalidApiKey(InvalidRequest, status=401, code="invalid_api_key"):

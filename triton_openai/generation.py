@@ -182,6 +182,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     - ``written`` is the prompt as the client wrote it, where another text is sent.
     - ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are for backends that
       take token ids, the first also where ``token_ids`` are wanted.
+    - ``prompt_tokens`` is the number of tokens of the prompt, where it was counted.
     - ``bias_words`` is ``sampling.logit_bias`` as texts.
     - ``scored`` asks for the log probability of the whole answer, ``token_ids`` for its token ids.
     - ``kv_cache_block_size`` is the number of tokens in a block of the engine's cache, where it is known.
@@ -196,6 +197,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     prompt_echo: str | None = None
     written: str | None = None
     prompt_ids: tuple[int, ...] | None = None
+    prompt_tokens: int | None = None
     vocabulary: Vocabulary | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     bias_words: tuple[tuple[str, float], ...] = ()

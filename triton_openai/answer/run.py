@@ -152,7 +152,9 @@ class Progress:
         """An estimate of the counts, from those that are known and from the texts."""
         prompt, ids = self.prompt_tokens, self._generation.prompt_ids
         if prompt is None:
-            prompt = len(ids) if ids is not None else tokens_in(self._generation.prompt)
+            prompt = len(ids) if ids is not None else self._generation.prompt_tokens
+        if prompt is None:
+            prompt = tokens_in(self._generation.prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
 
 
@@ -385,6 +387,8 @@ class Run:
         tokens, prompt = progress.tokens, progress.prompt_tokens
         if prompt is None and generation.prompt_ids is not None:
             prompt = len(generation.prompt_ids)
+        if prompt is None:
+            prompt = generation.prompt_tokens
         if prompt is None and self._tokenizer is not None:
             prompt = await self._tokenizer.count_async(generation.prompt, self.model.adapter.hints.adds_bos)
         limit = generation.sampling.max_tokens

@@ -138,7 +138,7 @@ async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tup
         reasoning_effort=body.reasoning_effort,
         trust_template=service.settings.api.trust_request_chat_template,
     )
-    return await as_sent(model, prompt), pictures
+    return as_sent(model, (await model.prompter()).tokenizer, prompt), pictures
 
 
 async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting: bool = False) -> Turn:

@@ -141,13 +141,12 @@ async def runs_of(context: RequestContext[Any], prompts: Sequence[Prompt], task:
     runs: list[Run] = []
     with observation.stage(TOKENIZE):
         for place, prompt in enumerate(prompts):
-            prepared = await prepare(model, tokenizer, prompt, task)
-            fitted = await _fitted(model, tokenizer, prepared, task)
+            prepared = await _fitted(model, tokenizer, await prepare(model, tokenizer, prompt, task), task)
             for number in range(count):
                 if len(runs) % _RUNS_IN_A_TURN == _RUNS_IN_A_TURN - 1:
                     # Thousands of short prompts are as much work as a long one.
                     await asyncio.sleep(0)
-                sampling = fitted
+                sampling = prepared.sampling
                 if first is not None:
                     sampling = msgspec.structs.replace(sampling, seed=nth_seed(first, number))
                 generation = msgspec.structs.replace(
@@ -283,9 +282,9 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
     }
 
 
-async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: Generation, task: Task) -> Sampling:
+async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: Generation, task: Task) -> Generation:
     """
-    Return the sampling of *generation* with an answer that fits the model's context, where its length is known.
+    Return *generation* with an answer that fits the model's context, where its length is known.
 
     An open-ended answer may go on to the end of the context. Raises :class:`ContextLengthExceeded`, in OpenAI's words,
     for a prompt, or prompt and answer together, that do not fit.
@@ -293,29 +292,31 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: G
     sampling, limit = generation.sampling, model.settings.max_model_len
     longest = None if tokenizer is None else longest_prompt(model, tokenizer)
     if tokenizer is None or longest is None:
-        return sampling
+        return generation
     if limit is None and generation.prompt_ids is None and size_of(generation.prompt) <= longest:
         # No more tokens than bytes: there is nothing to count.
-        return sampling
+        return generation
     if generation.prompt_ids is not None:
         count = len(generation.prompt_ids)
     else:
         count = await tokenizer.count_async(generation.prompt, model.adapter.hints.adds_bos)
     if count > longest or count == limit:
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {longest} tokens. However, your prompt has {count} tokens."
+            f"This model's maximum context length is {longest} tokens. However, your prompt has {count} tokens.",
+            tokens=count,
+            limit=longest,
         )
-    if limit is None:
-        return sampling
-    room = limit - count
-    if task.open_ended:
-        return msgspec.structs.replace(sampling, max_tokens=room if task.most is None else min(room, task.most))
-    if sampling.max_tokens > room:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{count + sampling.max_tokens} tokens ({count} in the prompt, {sampling.max_tokens} in the completion)."
-        )
-    return sampling
+    if limit is not None:
+        room = limit - count
+        if task.open_ended:
+            sampling = msgspec.structs.replace(sampling, max_tokens=room if task.most is None else min(room, task.most))
+        elif sampling.max_tokens > room:
+            wanted = sampling.max_tokens
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, you requested {count + wanted} "
+                f"tokens ({count} in the prompt, {wanted} in the completion)."
+            )
+    return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 
 
 def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]]) -> tuple[tuple[str, float], ...]:

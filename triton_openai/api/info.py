@@ -17,6 +17,8 @@ from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.embeddings import answers_of
 from triton_openai.api.generate import Task, prepare, run_of
+from triton_openai.api.messages import handlers as messages
+from triton_openai.api.messages.errors import asks_anthropic
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
@@ -56,19 +58,25 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """List the models that are served now and that the request's key may use."""
+    """
+    List the models that are served now and that the request's key may use.
+
+    Clients of Anthropic's API, which send ``anthropic-version``, get its form.
+    """
+    if asks_anthropic(request):
+        return messages.list_models(request)
     models, key = service_of(request).models, key_of(request)
     data = [describe(models, name) for name in models.served if key.allows(name)]
     return json_response(ModelList(data=data))
 
 
 async def get_model(request: web.Request) -> web.Response:
-    """Describe one model; its name may hold slashes."""
+    """Describe one model; its name may hold slashes. Clients of Anthropic's API get its form."""
     name = request.match_info["model"]
     models = service_of(request).models
     if name not in models.served or not key_of(request).allows(name):
         await find_model(request, name)
-    return json_response(describe(models, name))
+    return json_response(messages.describe(models, name) if asks_anthropic(request) else describe(models, name))
 
 
 def describe(models: Models, name: str) -> ModelObject:

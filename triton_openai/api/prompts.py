@@ -163,7 +163,10 @@ def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
     if size > limit * longest:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {limit} tokens. However, your prompt has {size} bytes, more than "
-            "that many tokens can hold."
+            "that many tokens can hold.",
+            # There are no fewer.
+            tokens=-(-size // longest),
+            limit=limit,
         )
 
 
@@ -230,9 +233,8 @@ async def rendered_chat(
     return await prompter.render_async(messages, rendering), template.name
 
 
-async def as_sent(model: ServedModel, prompt: str) -> str:
+def as_sent(model: ServedModel, tokenizer: Tokenizer | None, prompt: str) -> str:
     """Return a rendered *prompt* as the backend must get it: without the first token that the backend adds itself."""
-    tokenizer = (await model.prompter()).tokenizer
     if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
         # Else the prompt would begin with it twice.
         return tokenizer.strip_bos(prompt)

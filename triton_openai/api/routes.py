@@ -24,11 +24,23 @@ from triton_openai.api import chat, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.completion_response import Completion
+from triton_openai.api.messages import handlers as messages
+from triton_openai.api.messages.errors import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
+from triton_openai.api.messages.types import (
+    CountTokensRequest,
+    MessageEvent,
+    MessageObject,
+    MessagesRequest,
+    ModelInfo,
+    ModelPage,
+    TokenCount,
+)
 from triton_openai.api.responses import handlers as responses
 from triton_openai.api.responses.types import ResponseEvent, ResponseObject, ResponsesRequest
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config import Group, Settings
+from triton_openai.serving.middleware import ERROR_BODY
 
 
 class Operation(msgspec.Struct, frozen=True):
@@ -38,7 +50,9 @@ class Operation(msgspec.Struct, frozen=True):
     *name* is the operation's id, *group* what keys and restrictions open, and its tag. *request* is the type of the
     body, *answer* that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or
     any object. *errors* are those that do not follow from the rest; *failure* is a status that can have the *answer*
-    itself as its body. *infers* is whether Triton is asked, within limits of time.
+    itself as its body. *infers* is whether Triton is asked, within limits of time. *anthropic* is whether it is an
+    operation of Anthropic's API, with its errors; *shared* is the answer to clients of that API where both have the
+    path.
     """
 
     handler: Handler
@@ -52,6 +66,8 @@ class Operation(msgspec.Struct, frozen=True):
     errors: tuple[type[errors.ServiceError], ...] = ()
     failure: int | None = None
     infers: bool = False
+    anthropic: bool = False
+    shared: type[msgspec.Struct] | None = None
 
 
 class ErrorObject(msgspec.Struct, kw_only=True):
@@ -76,6 +92,10 @@ _ABOUT = (
 _STREAM = (
     "With `stream`: server-sent events, each the JSON of one chunk; the last one is `[DONE]`. What goes wrong after "
     "the first one is an event with an error, and ends the stream. Lines that begin with a colon are comments."
+)
+_NAMED_STREAM = (
+    "With `stream`: server-sent events, each named like the `type` of its JSON. What goes wrong after the first one is "
+    "an event with an error, and ends the stream."
 )
 _STRING = {"type": "string"}
 _COUNT = {"type": "integer", "minimum": 0}
@@ -114,12 +134,13 @@ def describe(settings: Settings) -> dict[str, Any]:
     keys = bool(access.api_key) or access.api_keys_file is not None
     restricted = Restrictions(access.openai_restricted_api).groups
     paths: dict[str, dict[str, Any]] = {}
-    raised: dict[int, dict[type[errors.ServiceError], None]] = {}
+    raised: dict[tuple[bool, int], dict[type[errors.ServiceError], None]] = {}
     for operation in OPERATIONS:
         failures: dict[int, dict[str, Any]] = {}
         for kind in _errors(operation, keys=keys, restricted=operation.group in restricted):
-            raised.setdefault(kind.status, {})[kind] = None
-            failures[kind.status] = {"$ref": f"#/components/responses/Error{kind.status}"}
+            key = operation.anthropic, status_of(kind) if operation.anthropic else kind.status
+            raised.setdefault(key, {})[kind] = None
+            failures[key[1]] = {"$ref": f"#/components/responses/{_response(*key)}"}
         if operation.failure is not None and operation.answer is not None:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
@@ -147,8 +168,10 @@ def describe(settings: Settings) -> dict[str, Any]:
                 one["description"] = f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`."
             paths.setdefault(path, {})[method.lower()] = one
     responses = {
-        f"Error{status}": _failure(status, kinds, _schema(ErrorEnvelope), keys=keys)
-        for status, kinds in sorted(raised.items())
+        _response(anthropic, status): _failure(
+            status, kinds, _schema(AnthropicEnvelope if anthropic else ErrorEnvelope), keys=keys, anthropic=anthropic
+        )
+        for (anthropic, status), kinds in sorted(raised.items())
     }
     return {
         "openapi": "3.1.0",
@@ -187,6 +210,11 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Iterator[t
     yield from operation.errors
 
 
+def _response(anthropic: bool, status: int) -> str:
+    """Return the name of the component for an error's answer."""
+    return f"{'Anthropic' if anthropic else ''}Error{status}"
+
+
 def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
@@ -196,26 +224,38 @@ def _content(operation: Operation) -> dict[str, Any]:
     if operation.text:
         kinds = ("text/plain", "application/openmetrics-text")
         return {"description": "The answer.", "content": {kind: {"schema": _STRING} for kind in kinds}}
-    schema = {"type": "object"} if operation.answer is None else _schema(operation.answer)
+    schema: dict[str, Any] = {"type": "object"} if operation.answer is None else _schema(operation.answer)
+    if operation.shared is not None:
+        schema = {"anyOf": [schema, _schema(operation.shared)]}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if operation.event is None:
         return {"description": "The answer.", "content": content}
-    content["text/event-stream"] = {"schema": {"anyOf": [_schema(operation.event), _schema(ErrorEnvelope)]}}
-    return {"description": f"The answer. {_STREAM}", "content": content}
+    failure = AnthropicEnvelope if operation.anthropic else ErrorEnvelope
+    content["text/event-stream"] = {"schema": {"anyOf": [_schema(operation.event), _schema(failure)]}}
+    about = _NAMED_STREAM if operation.anthropic else _STREAM
+    return {"description": f"The answer. {about}", "content": content}
 
 
 def _failure(
-    status: int, kinds: Iterable[type[errors.ServiceError]], schema: dict[str, Any], *, keys: bool = False
+    status: int,
+    kinds: Iterable[type[errors.ServiceError]],
+    schema: dict[str, Any],
+    *,
+    keys: bool = False,
+    anthropic: bool = False,
 ) -> dict[str, Any]:
     """Return the answer with *status*, whose body is of *schema*; *kinds* are the errors that have it."""
-    lines = [f"{HTTPStatus(status).phrase}."]
-    lines += [f"- `{kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}" for kind in kinds]
+    lines = ["Overloaded." if status == OVERLOADED else f"{HTTPStatus(status).phrase}."]
+    lines += [
+        f"- `{type_of(status) if anthropic else kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}"
+        for kind in kinds
+    ]
     headers: dict[str, Any] = {"x-request-id": _REQUEST_ID}
     if status == 401:
         headers["WWW-Authenticate"] = _AUTHENTICATE
     if status == 429 and keys:
         headers |= _RATE_LIMITS
-    if status in (429, 503):
+    if status in (429, 503, OVERLOADED):
         headers["Retry-After"] = _RETRY_AFTER
     return {"description": "\n".join(lines), "headers": headers, "content": {"application/json": {"schema": schema}}}
 
@@ -247,10 +287,12 @@ def _schemas(*, strict: bool) -> dict[str, Any]:
     none.
     """
     bodies = [operation.request for operation in OPERATIONS if operation.request is not None]
-    kinds = dict.fromkeys(kind for each in OPERATIONS for kind in (each.answer, each.event) if kind is not None)
+    kinds = dict.fromkeys(
+        kind for each in OPERATIONS for kind in (each.answer, each.shared, each.event) if kind is not None
+    )
     template = "#/components/schemas/{name}"
     _, asked = msgspec.json.schema_components([*bodies, ToolDefinition], ref_template=template)
-    _, answered = msgspec.json.schema_components([ErrorEnvelope, *kinds], ref_template=template)
+    _, answered = msgspec.json.schema_components([ErrorEnvelope, AnthropicEnvelope, *kinds], ref_template=template)
     if both := asked.keys() & answered.keys():
         raise ValueError(f"types of requests and of answers have the same names: {sorted(both)}")
     for schema in answered.values():
@@ -317,6 +359,14 @@ OPERATIONS = (
         errors=(errors.MethodNotAllowed, errors.UpgradeRefused),
     ),
     Operation(
+        messages.handle, _openai("POST /messages"), "create_message", "inference", MessagesRequest, MessageObject,
+        event=MessageEvent, infers=True, anthropic=True,
+    ),
+    Operation(
+        messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
+        CountTokensRequest, TokenCount, anthropic=True,
+    ),
+    Operation(
         embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding", embeddings.EmbeddingsRequest,
         embeddings.EmbeddingList, infers=True,
     ),
@@ -340,11 +390,11 @@ OPERATIONS = (
     # Some clients post to list models.
     Operation(
         info.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
-        answer=info.ModelList,
+        answer=info.ModelList, errors=(errors.InvalidRequest,), shared=ModelPage,
     ),
     Operation(
         info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
-        answer=info.ModelObject, errors=(errors.ModelNotFound,),
+        answer=info.ModelObject, errors=(errors.ModelNotFound,), shared=ModelInfo,
     ),
     Operation(
         info.load, _openai("POST /models/{model:.+}/load"), "load_model", "model-repository", info.LoadRequest,
@@ -369,6 +419,7 @@ OPERATIONS = (
 
 def add_routes(app: web.Application) -> None:
     """Add all routes to *app*, each with its group."""
+    app[ERROR_BODY] = error_body
     groups = app[ROUTE_GROUPS] = {}
     for operation in OPERATIONS:
         for route in operation.routes:

@@ -70,7 +70,7 @@ async def tokenize(request: web.Request) -> web.Response:
     """Return the tokens of a prompt, or of messages as the model's template renders them."""
     service, body, model = await read_request(request, TokenizeRequest)
     prompter = await model.prompter()
-    tokenizer = _tokenizer(prompter)
+    tokenizer = tokenizer_of(prompter)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
     # Checked with a prompt too, which does not use them.
@@ -99,13 +99,14 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """Return the text of tokens."""
     _, body, model = await read_request(request, DetokenizeRequest)
-    tokenizer = _tokenizer(await model.prompter())
+    tokenizer = tokenizer_of(await model.prompter())
     check_ids(body.tokens, tokenizer, "tokens")
     answer = DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False))
     return json_response(answer)
 
 
-def _tokenizer(prompter: Prompter) -> Tokenizer:
+def tokenizer_of(prompter: Prompter) -> Tokenizer:
+    """Return the tokenizer of a model. Raises :class:`ConfigurationError` where it is not known."""
     if prompter.tokenizer is None:
         raise ConfigurationError("The model's tokenizer is not known: give it with --tokenizer.", param="model")
     return prompter.tokenizer

@@ -2,15 +2,16 @@
 The one middleware: what every request goes through before and after its handler.
 
 It gives the request its id and its record, answers browsers' preflights, authenticates the client and counts it against
-its limits, and turns errors into OpenAI's envelope. After the first byte of an answer, handlers end their streams with
-an error event themselves. An unforeseen error is logged with its traceback, and the client learns nothing of it.
+its limits, and turns errors into the body that its API has for them. After the first byte of an answer, handlers end
+their streams with an error event themselves. An unforeseen error is logged with its traceback, and the client learns
+nothing of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import structlog
@@ -28,6 +29,9 @@ from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, UPSTREAM, Observation, request_id
 
 _log = structlog.get_logger(__name__)
+
+#: Returns the status and the body of an error, ``None`` where they are those of OpenAI's API.
+ERROR_BODY: web.AppKey[Callable[[web.Request, ServiceError], tuple[int, bytes] | None]] = web.AppKey("error_body")
 
 
 def add_middleware(app: web.Application) -> None:
@@ -75,9 +79,9 @@ def _middleware(app: web.Application) -> Middleware:
                 # The client has left: no response is needed.
                 observation.client_left = True
                 raise
-            response = _error_response(observation, reason)
+            response = _error_response(request, reason)
         except Exception as error:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-            response = _error_response(observation, *_reported(request, error))
+            response = _error_response(request, *_reported(request, error))
         finally:
             if ticket is not None and key is not None:
                 cut_short |= observation.client_left
@@ -119,15 +123,18 @@ def _reported(request: web.Request, error: Exception) -> tuple[ServiceError, Map
 
 
 def _error_response(
-    observation: Observation, error: ServiceError, headers: Mapping[str, str] = MappingProxyType({})
+    request: web.Request, error: ServiceError, headers: Mapping[str, str] = MappingProxyType({})
 ) -> web.Response:
+    observation = request[OBSERVATION]
     observation.error = error
     if error.status >= 500 or error.detail:
         fields = {"request_id": observation.request_id, "path": observation.path}
         warn(_log, "request refused", error, **fields, status=error.status, code=error.code)
+    render = request.app.get(ERROR_BODY)
+    status, body = (render and render(request, error)) or (error.status, error.envelope())
     return web.Response(
-        status=error.status,
-        body=error.envelope(),
+        status=status,
+        body=body,
         content_type="application/json",
         headers={**error.headers(), **headers},
     )

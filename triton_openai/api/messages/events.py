@@ -1,0 +1,217 @@
+"""Renders an assistant's turn as Anthropic's content blocks: a whole message, or the events of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from triton_openai.answer.run import Progress, Run
+from triton_openai.api.messages.errors import envelope
+from triton_openai.api.messages.reader import sign
+from triton_openai.api.messages.types import (
+    Block,
+    BlockDelta,
+    MessageEvent,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from triton_openai.api.sse import Events, event
+from triton_openai.errors import ServiceError
+from triton_openai.generation import Delta, FinishReason
+from triton_openai.parsers.answer_parser import AnswerParser
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
+
+_encode = msgspec.json.Encoder().encode
+
+
+def usage_of(progress: Progress) -> MessageUsage:
+    """Return the tokens up to now. Clients need numbers: an estimate is better than none."""
+    usage = progress.usage or progress.usage_so_far or progress.usage_estimate
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - (usage.cached_tokens or 0),
+        cache_creation_input_tokens=None,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+    )
+
+
+def stop_of(progress: Progress, parser: AnswerParser | None, *, limited: bool) -> tuple[StopReason | None, str | None]:
+    """
+    Return why the answer ended, and the stop sequence that ended it.
+
+    *limited* is whether the context had less room than the client asked for.
+    """
+    reason, stop = progress.finish_reason, progress.stop_reason
+    if reason is FinishReason.LENGTH:
+        return ("model_context_window_exceeded" if limited else "max_tokens"), None
+    if parser is not None and parser.calls and not parser.cut:
+        return "tool_use", None
+    if isinstance(stop, str):
+        return "stop_sequence", stop
+    return (None if reason is None else "end_turn"), None
+
+
+def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> Iterator[Block]:
+    """
+    Yield the blocks that *events* make together.
+
+    A call that was cut has no input: what there is of it comes as text.
+    """
+    for start, texts in _grouped(events):
+        text = "".join(texts)
+        if isinstance(start, ToolCallStart):
+            yield _call(start, text)
+        elif isinstance(start, Reasoning):
+            yield ThinkingBlock("", sign(text)) if omits_thinking else ThinkingBlock(text, "")
+        elif text:
+            yield TextBlock(text)
+
+
+def _grouped(events: Sequence[Event]) -> Iterator[tuple[Event, list[str]]]:
+    """Yield the first event of each block with the texts of the block."""
+    start: Event | None = None
+    texts: list[str] = []
+    for each in events:
+        if isinstance(each, ToolCallStart) or (isinstance(each, Content | Reasoning) and type(each) is not type(start)):
+            if start is not None:
+                yield start, texts
+            start, texts = each, []
+        if not isinstance(each, ToolCallStart):
+            texts.append(each.text)
+    if start is not None:
+        yield start, texts
+
+
+def _call(start: ToolCallStart, arguments: str) -> Block:
+    try:
+        return ToolUseBlock(start.id, start.name, msgspec.json.decode(arguments or "{}", type=dict[str, Any]))
+    except (msgspec.MsgspecError, RecursionError):
+        return TextBlock(f"{start.name}({arguments}")
+
+
+class MessageEvents(Events):
+    """
+    The events of one stream. *parser* reads its text, ``None`` for plain text; for the rest see :func:`stop_of` and
+    :func:`blocks_of`.
+    """
+
+    def __init__(
+        self,
+        message_id: str,
+        model: str,
+        run: Run,
+        parser: AnswerParser | None,
+        *,
+        limited: bool,
+        omits_thinking: bool,
+        request_id: str,
+    ) -> None:
+        self._id = message_id
+        self._model = model
+        self._progress = run.progress
+        self._parser = parser
+        self._limited = limited
+        self._omits_thinking = omits_thinking
+        self._request_id = request_id
+        # Stream state: the block that is open, and what was thought in it, if that is not shown
+        self._begun = False
+        self._index = -1
+        self._open: type[Event] | None = None
+        self._thoughts: list[str] = []
+
+    def opening(self) -> bytes:
+        """Return the start of the message, unless it was sent to keep the connection alive."""
+        if self._begun:
+            return b""
+        self._begun = True
+        message = MessageObject(
+            id=self._id,
+            model=self._model,
+            content=(),
+            stop_reason=None,
+            stop_sequence=None,
+            usage=usage_of(self._progress),
+        )
+        return _event(MessageEvent(type="message_start", message=message))
+
+    def keep_alive(self) -> bytes:
+        """Return a ping."""
+        return self.opening() + _event(MessageEvent(type="ping"))
+
+    def piece(self, choice: int, delta: Delta) -> bytes:
+        """Return the events of a piece of text."""
+        return self._render(
+            [Content(delta.text)] if self._parser is None else self._parser.feed(delta.text, delta.tokens)
+        )
+
+    def last(self, choice: int) -> bytes:
+        """Return what the parser held back, and the end of the last block."""
+        events = [] if self._parser is None else self._parser.flush()
+        return self._render(events) + self._close()
+
+    def closing(self) -> bytes:
+        """Return why the message ended, and its end."""
+        reason, sequence = stop_of(self._progress, self._parser, limited=self._limited)
+        delta = BlockDelta(stop_reason=reason, stop_sequence=sequence)
+        ended = MessageEvent(type="message_delta", delta=delta, usage=usage_of(self._progress))
+        return _event(ended) + _event(MessageEvent(type="message_stop"))
+
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the error."""
+        return event("error", envelope(error, self._request_id))
+
+    def _render(self, events: Sequence[Event]) -> bytes:
+        parts: list[bytes] = []
+        for each in events:
+            if isinstance(each, Content):
+                if each.text:
+                    parts += self._block(Content, TextBlock("")), self._delta(b"text_delta", b"text", each.text)
+            elif isinstance(each, Reasoning):
+                parts.append(self._block(Reasoning, ThinkingBlock("", "")))
+                if self._omits_thinking:
+                    self._thoughts.append(each.text)
+                else:
+                    parts.append(self._delta(b"thinking_delta", b"thinking", each.text))
+            elif isinstance(each, ToolCallStart):
+                parts += self._close(), self._block(ToolCallStart, ToolUseBlock(each.id, each.name, {}))
+            else:
+                parts.append(self._delta(b"input_json_delta", b"partial_json", each.text))
+        return b"".join(parts)
+
+    def _block(self, kind: type[Event], block: Block) -> bytes:
+        """Return the start of a *block* for events of a *kind*, unless one is open."""
+        if self._open is kind:
+            return b""
+        closed = self._close()
+        self._open = kind
+        self._index += 1
+        return closed + _event(MessageEvent(type="content_block_start", index=self._index, content_block=block))
+
+    def _delta(self, kind: bytes, field: bytes, text: str) -> bytes:
+        # Once per token: without the structs.
+        return event(
+            "content_block_delta",
+            b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
+            % (self._index, kind, field, _encode(text)),
+        )
+
+    def _close(self) -> bytes:
+        """Return the end of the block that is open, if one is."""
+        if self._open is None:
+            return b""
+        self._open = None
+        signature = b""
+        if self._thoughts:
+            signature = self._delta(b"signature_delta", b"signature", sign("".join(self._thoughts)))
+            self._thoughts.clear()
+        return signature + _event(MessageEvent(type="content_block_stop", index=self._index))
+
+
+def _event(found: MessageEvent) -> bytes:
+    return event(found.type, _encode(found))

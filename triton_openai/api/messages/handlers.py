@@ -1,0 +1,170 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, and the models as Anthropic's API lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import structlog
+from aiohttp import web
+
+from triton_openai.answer.fan_out import Collected, collect
+from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.api.bodies import json_response
+from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, Turn, plan_of, prepare, prompt_of
+from triton_openai.api.messages.events import MessageEvents, blocks_of, stop_of, usage_of
+from triton_openai.api.messages.reader import Reading, read
+from triton_openai.api.messages.types import (
+    Block,
+    CountTokensRequest,
+    MessageObject,
+    MessagesRequest,
+    ModelInfo,
+    ModelPage,
+    TokenCount,
+)
+from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
+from triton_openai.api.sse import stream
+from triton_openai.api.tokenize import tokenizer_of
+from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue
+from triton_openai.models.served import Models, ServedModel
+from triton_openai.parsers.events import Content, Event
+from triton_openai.prompts import offload
+from triton_openai.telemetry.observation import OBSERVATION
+
+_log = structlog.get_logger(__name__)
+#: The header of an answer that says how many tokens there was room for, where the client asked for more.
+LIMITED_HEADER = "x-max-tokens"
+
+
+async def handle(request: web.Request) -> web.StreamResponse:
+    """Answer a conversation, as Anthropic's API does."""
+    context = await begin(request, MessagesRequest, "chat")
+    observation, body = context.observation, context.body
+    observation.headers = {**observation.headers, "request-id": observation.request_id}
+    # Until they are read: what is made of a request's parameters takes those of a chat.
+    observation.parameters = None
+    reading = await _read(context.service, context.model, body)
+    observation.parameters = reading.chat
+    chat = RequestContext(request, context.service, reading.chat, context.model, observation, context.limits)
+    omits = body.thinking is not None and body.thinking.display == "omitted"
+
+    async def answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
+        return await _answer(context, asked=body.max_tokens, omits_thinking=omits)
+
+    try:
+        return await chat.admitted(lambda: chat.answered(answer), param="messages")
+    except InvalidRequest as error:
+        reading.blame(error)
+        raise
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of a conversation, as the model's template renders it; images count as their placeholders."""
+    service, body, model = await read_request(request, CountTokensRequest)
+    reading = await _read(service, model, body)
+    limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
+    context = RequestContext(request, service, reading.chat, model, request[OBSERVATION], limits)
+    try:
+        tokenizer = tokenizer_of(await model.prompter())
+        prompt, _ = await prompt_of(context, plan_of(reading.chat))
+    except InvalidRequest as error:
+        reading.blame(error)
+        raise
+    count = await tokenizer.count_async(prompt, model.adapter.hints.adds_bos)
+    return json_response(TokenCount(input_tokens=count))
+
+
+async def _read(service: Service, model: ServedModel, body: CountTokensRequest) -> Reading:
+    reading = read(body, strict_tools=service.settings.api.strict_tools)
+    chat = reading.chat
+    if chat.reasoning_effort is not None:
+        # Clients send a level to every model, and most templates know none.
+        try:
+            known = (await model.prompter()).template_for().variables
+        except ConfigurationError:
+            known = frozenset()
+        if "reasoning_effort" not in known:
+            chat.reasoning_effort = None
+    return reading
+
+
+async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thinking: bool) -> web.StreamResponse:
+    service, body, observation = context.service, context.body, context.observation
+    turn = await prepare(context, new_id("msg", "_"), fitting=True)
+    (run,), (parser,) = turn.runs, turn.parsers
+    room = run.generation.sampling.max_tokens
+    limited = room < asked
+    if limited:
+        observation.headers = {**observation.headers, LIMITED_HEADER: str(room)}
+        _log.info("max_tokens is limited to what fits the context", asked=asked, room=room)
+    timeout = context.limits.total
+    if body.stream:
+        events = MessageEvents(
+            turn.task.id,
+            body.model,
+            run,
+            parser,
+            limited=limited,
+            omits_thinking=omits_thinking,
+            request_id=observation.request_id,
+        )
+        heartbeat = service.settings.server.heartbeat_interval
+        return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
+    (answer,) = await collect(turn.runs, timeout=timeout)
+    content = await offload.run(
+        lambda: _content(answer, turn, omits_thinking=omits_thinking),
+        size=sum(len(delta.text) for delta in answer.deltas),
+        threshold=LONGEST_INLINE,
+    )
+    reason, sequence = stop_of(run.progress, parser, limited=limited)
+    message = MessageObject(
+        id=turn.task.id,
+        model=body.model,
+        content=content,
+        stop_reason=reason,
+        stop_sequence=sequence,
+        usage=usage_of(run.progress),
+    )
+    return json_response(message)
+
+
+def _content(answer: Collected, turn: Turn, *, omits_thinking: bool) -> Sequence[Block]:
+    parser = turn.parsers[0]
+    events: list[Event] = [Content(answer.text)]
+    if parser is not None:
+        events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
+        events += parser.flush()
+    return list(blocks_of(events, omits_thinking=omits_thinking))
+
+
+def list_models(request: web.Request) -> web.Response:
+    """Return a page of the models that the request's key may use. Raises :class:`InvalidRequest`."""
+    models, key, query = service_of(request).models, key_of(request), request.query
+    names = [name for name in models.served if key.allows(name)]
+    try:
+        limit = int(query.get("limit", 20))
+    except ValueError:
+        limit = 0
+    if not 1 <= limit <= 1000:
+        raise InvalidValue("'limit' must be a number from 1 to 1000.", "limit")
+    before, after = query.get("before_id"), query.get("after_id")
+    for name, value in (("before_id", before), ("after_id", after)):
+        if value is not None and value not in names:
+            raise InvalidValue(f"'{name}' is not the id of a model.", name)
+    if before is not None:
+        rest = names[: names.index(before)]
+        page = rest[-limit:]
+    else:
+        rest = names[names.index(after) + 1 :] if after is not None else names
+        page = rest[:limit]
+    data = [describe(models, name) for name in page]
+    ends = (page[0], page[-1]) if page else (None, None)
+    return json_response(ModelPage(data=data, has_more=len(page) < len(rest), first_id=ends[0], last_id=ends[1]))
+
+
+def describe(models: Models, name: str) -> ModelInfo:
+    """Return the description of the model *name*."""
+    served = models.served.get(name)
+    return ModelInfo(
+        id=name, display_name=name, max_input_tokens=None if served is None else served.settings.max_model_len
+    )

@@ -1,0 +1,287 @@
+"""
+Reads a request of Anthropic's API as a chat.
+
+Content that says the same in another form, such as a string or a list of one text, becomes the same message, so that
+the prompt of a conversation stays the prefix of its next one, and the backend's cache serves it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+import msgspec
+import structlog
+
+from triton_openai.api.bodies import missing
+from triton_openai.api.chat import ChatRequest
+from triton_openai.api.messages.types import (
+    Base64SourceParam,
+    BlockParam,
+    CountTokensRequest,
+    DocumentBlockParam,
+    ImageBlockParam,
+    MessageParam,
+    MessagesRequest,
+    RedactedThinkingBlockParam,
+    ResultBlockParam,
+    TextBlockParam,
+    TextSourceParam,
+    ThinkingBlockParam,
+    ToolChoiceAny,
+    ToolChoiceNone,
+    ToolChoiceTool,
+    ToolParam,
+    ToolReferenceBlockParam,
+    ToolResultBlockParam,
+    ToolUseBlockParam,
+    UrlSourceParam,
+)
+from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
+from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
+from triton_openai.errors import ServiceError, UnsupportedParameter, printable
+from triton_openai.prompts.messages import (
+    AssistantMessage,
+    Content,
+    ContentPart,
+    Message,
+    MessageFunctionCall,
+    MessageToolCall,
+    SystemMessage,
+    ToolMessage,
+    UserMessage,
+)
+
+_log = structlog.get_logger(__name__)
+
+# Claude Code's first block: it says which release asks, changes with it, and is not for the model.
+_BILLING = "x-anthropic-billing-header:"
+_SIGNED = "triton-openai:"
+# Templates that know levels know these three.
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+# The names of the switches that templates have for thinking.
+_SWITCHES = ("enable_thinking", "thinking")
+_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+    "continue_final_message": "messages",
+    "tool_choice.function.name": "tool_choice.name",
+    "stop": "stop_sequences",
+}
+
+
+def sign(thoughts: str) -> str:
+    """Return a signature that holds *thoughts*."""
+    return _SIGNED + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
+
+
+def _signed(signature: str | None) -> str:
+    """Return the thoughts in a signature; nothing for one that was not made here."""
+    try:
+        known = signature is not None and signature.startswith(_SIGNED)
+        return base64.b64decode(signature[len(_SIGNED) :], validate=True).decode() if known and signature else ""
+    except (binascii.Error, UnicodeError):
+        return ""
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """A request as a *chat*; *origins* has the place in the request from which each of the chat's messages comes."""
+
+    chat: ChatRequest
+    origins: Sequence[str]
+
+    def blame(self, error: ServiceError) -> None:
+        """Name the request's own fields in an *error* of the chat."""
+        param = error.param or ""
+        for index, origin in enumerate(self.origins if param.startswith("messages[") else ()):
+            if param.startswith(f"messages[{index}]"):
+                error.param = origin
+        for name, own in _NAMES.items():
+            error.message = error.message.replace(f"'{name}'", f"'{own}'")
+            if param == name:
+                error.param = own
+
+
+def read(body: CountTokensRequest, *, strict_tools: bool) -> Reading:
+    """
+    Return *body* as a chat.
+
+    Raises :class:`InvalidRequest`; with *strict_tools* also for tools that are left out otherwise.
+    """
+    pairs = list(_messages(body))
+    last = pairs[-1][0]
+    choice = body.tool_choice
+    thinking = body.thinking
+    config = body.output_config
+    form = None if config is None else config.format
+    chat = ChatRequest(
+        model=body.model,
+        messages=[message for message, _ in pairs],
+        tools=list(_tools(body, strict=strict_tools)),
+        tool_choice=_choice(body),
+        parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
+        # The answer goes on with what the client wrote for it.
+        continue_final_message=isinstance(last, AssistantMessage) or None,
+        reasoning_effort=None if config is None or config.effort is None else _EFFORTS[config.effort],
+        chat_template_kwargs=None if thinking is None else dict.fromkeys(_SWITCHES, thinking.type != "disabled"),
+    )
+    if isinstance(body, MessagesRequest):
+        form = form or body.output_format
+        chat.max_tokens = body.max_tokens
+        chat.stop = body.stop_sequences
+        chat.stream = body.stream
+        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+    if form is not None:
+        chat.response_format = JsonSchemaFormat(json_schema=NamedSchema(schema=form.schema))
+    return Reading(chat, [origin for _, origin in pairs])
+
+
+def _choice(body: CountTokensRequest) -> ToolChoice:
+    match body.tool_choice:
+        case ToolChoiceTool(name=name):
+            return NamedTool(function=NamedFunction(name=name))
+        case ToolChoiceAny():
+            return "required"
+        case ToolChoiceNone():
+            return "none"
+        case _:
+            return None
+
+
+def _tools(body: CountTokensRequest, *, strict: bool) -> Iterator[Tool]:
+    """Yield the tools that the model sees: deferred ones last, so that the prompt goes on where it ended before."""
+    found = dict.fromkeys(_references(body.messages))
+    shown, deferred, left_out = [], {}, []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type not in (None, "custom"):
+            if strict:
+                raise UnsupportedParameter(
+                    f"Tools of type '{tool.type[:100]}' are not supported.", param=f"tools[{index}].type"
+                )
+            left_out.append(printable(tool.type, 100))
+        elif tool.input_schema is None or not tool.name:
+            raise missing(f"tools[{index}].{'name' if tool.input_schema is not None else 'input_schema'}")
+        elif tool.defer_loading:
+            deferred[tool.name] = tool
+        else:
+            shown.append(tool)
+    if left_out:
+        _log.warning("tools that run at the provider are left out", tools=left_out)
+    yield from map(_tool, shown)
+    yield from [_tool(deferred[name]) for name in found if name in deferred]
+
+
+def _tool(tool: ToolParam) -> Tool:
+    described = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
+
+
+def _references(messages: Iterable[MessageParam]) -> Iterator[str]:
+    for message in messages:
+        for block in message.content if isinstance(message.content, list) else ():
+            if isinstance(block, ToolResultBlockParam) and isinstance(block.content, list):
+                yield from [part.tool_name for part in block.content if isinstance(part, ToolReferenceBlockParam)]
+
+
+def _messages(body: CountTokensRequest) -> Iterator[tuple[Message, str]]:
+    """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
+    if body.system:
+        given = [TextBlockParam(body.system)] if isinstance(body.system, str) else body.system
+        texts = [_text(block.text) for block in given if not block.text.startswith(_BILLING)]
+        if texts:
+            yield SystemMessage(content=_content(texts)), "system"
+    for role, group in groupby(enumerate(body.messages), key=lambda item: item[1].role):
+        turns = list(group)
+        place = f"messages[{turns[0][0]}]"
+        blocks = [block for _, message in turns for block in _blocks(message)]
+        if role == "assistant":
+            yield _assistant(blocks, place), place
+        elif role == "system":
+            texts = [_text(block.text) for block in blocks if isinstance(block, TextBlockParam)]
+            if len(texts) < len(blocks):
+                raise UnsupportedParameter("Messages of the system have texts only.", param=place)
+            yield SystemMessage(content=_content(texts)), place
+        else:
+            yield from [(message, place) for message in _user(blocks, place)]
+
+
+def _blocks(message: MessageParam) -> Sequence[BlockParam]:
+    return [TextBlockParam(message.content)] if isinstance(message.content, str) else message.content
+
+
+def _assistant(blocks: Sequence[BlockParam], place: str) -> Message:
+    texts, thoughts, calls = [], [], []
+    for block in blocks:
+        match block:
+            case TextBlockParam():
+                texts.append(_text(block.text))
+            case ThinkingBlockParam():
+                thoughts.append(block.thinking or _signed(block.signature))
+            case ToolUseBlockParam():
+                function = MessageFunctionCall(name=block.name, arguments=block.input)
+                calls.append(MessageToolCall(id=block.id, type="function", function=function))
+            case RedactedThinkingBlockParam():
+                pass
+            case _:
+                raise _misplaced(block, "an assistant's", place)
+    return AssistantMessage(
+        content=_content(texts) if texts else None,
+        reasoning_content="\n".join(filter(None, thoughts)) or None,
+        tool_calls=calls or None,
+    )
+
+
+def _user(blocks: Sequence[BlockParam], place: str) -> Iterator[Message]:
+    """Yield what tools answered, and then the rest: the images of tools too, which templates take of users only."""
+    parts: list[ContentPart] = []
+    answered = False
+    for block in blocks:
+        if isinstance(block, ToolResultBlockParam):
+            given = [TextBlockParam(block.content)] if isinstance(block.content, str) else block.content or ()
+            found = [_part(part, place) for part in given]
+            text = "\n".join([part.text for part in found if part.text is not None])
+            if block.is_error and not text.lower().startswith(("error", "<tool_use_error")):
+                text = f"Error: {text}"
+            parts += [part for part in found if part.text is None]
+            answered = True
+            yield ToolMessage(content=text, tool_call_id=block.tool_use_id)
+        elif isinstance(block, TextBlockParam | ImageBlockParam | DocumentBlockParam):
+            parts.append(_part(block, place))
+        else:
+            raise _misplaced(block, "a user's", place)
+    if parts or not answered:
+        yield UserMessage(content=_content(parts))
+
+
+def _part(block: ResultBlockParam, place: str) -> ContentPart:
+    match block:
+        case TextBlockParam():
+            return _text(block.text)
+        case ImageBlockParam(source=UrlSourceParam(url=url)):
+            return ContentPart(type="image_url", image_url=url)
+        case ImageBlockParam(source=Base64SourceParam(media_type=media_type, data=data)):
+            # What it really is, its first bytes say.
+            url = f"data:image/{media_type.removeprefix('image/')};base64,{data}"
+            return ContentPart(type="image_url", image_url=url)
+        case DocumentBlockParam(source=TextSourceParam(data=data)):
+            return _text(data if block.title is None else f"{block.title}\n{data}")
+        case ToolReferenceBlockParam(tool_name=name):
+            return _text(f"The tool {name} can be called now.")
+        case _:
+            raise UnsupportedParameter("Of documents, only those of plain text are supported.", param=place)
+
+
+def _text(text: str) -> ContentPart:
+    return ContentPart(type="text", text=text)
+
+
+def _content(parts: Sequence[ContentPart]) -> Content:
+    return parts[0].text if len(parts) == 1 and parts[0].text is not None else list(parts)
+
+
+def _misplaced(block: BlockParam, whose: str, place: str) -> UnsupportedParameter:
+    kind = block.__struct_config__.tag
+    return UnsupportedParameter(f"A block of type '{kind}' cannot be in {whose} message.", param=place)

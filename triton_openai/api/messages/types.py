@@ -1,0 +1,324 @@
+"""
+Requests and answers of Anthropic's Messages API.
+
+Source: the types of Anthropic's Python SDK 2.12, which calls ``…Param`` what clients send. Fields that change nothing
+here, such as ``cache_control``, are accepted anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest
+from triton_openai.api.parameters import ABSENT, Accepted
+
+_MOST_BLOCKS = 4096
+_MOST_TOOLS = 512
+
+
+class TextBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """A text."""
+
+    text: str
+
+
+class Base64SourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="base64"):
+    """A file in base64."""
+
+    media_type: str
+    data: str
+
+
+class UrlSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="url"):
+    """Where a file is."""
+
+    url: str
+
+
+class TextSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """A plain text."""
+
+    data: str
+
+
+class ImageBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="image"):
+    """An image."""
+
+    source: Base64SourceParam | UrlSourceParam
+
+
+class DocumentBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
+    """A document; only plain text is supported."""
+
+    source: TextSourceParam | Base64SourceParam | UrlSourceParam
+    title: str | None = None
+
+
+class ToolReferenceBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
+    """A tool that a client's search has found; it is shown to the model from then on."""
+
+    tool_name: str
+
+
+ResultBlockParam: TypeAlias = TextBlockParam | ImageBlockParam | DocumentBlockParam | ToolReferenceBlockParam
+
+
+class ToolUseBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call that the model made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_result"):
+    """What a tool answered."""
+
+    tool_use_id: str
+    content: str | Annotated[list[ResultBlockParam], Meta(max_length=_MOST_BLOCKS)] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """What the model thought. A signature holds the text where the client asked to leave it out of the answer."""
+
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
+    """What a model at Anthropic thought: it can be read there only, and is left out."""
+
+    data: str
+
+
+BlockParam: TypeAlias = (
+    TextBlockParam
+    | ImageBlockParam
+    | DocumentBlockParam
+    | ToolUseBlockParam
+    | ToolResultBlockParam
+    | ThinkingBlockParam
+    | RedactedThinkingBlockParam
+)
+
+
+class MessageParam(msgspec.Struct, frozen=True):
+    """One message. Those of the role ``system`` may stand anywhere."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[BlockParam], Meta(max_length=_MOST_BLOCKS)]
+
+
+class ToolParam(msgspec.Struct, frozen=True):
+    """
+    A tool. One with a *type* of its own runs at Anthropic or has its schema there, and is left out.
+
+    With *defer_loading* the model sees it only once a ``tool_reference`` has named it.
+    """
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True, tag_field="type"):
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoiceAuto(_Choice, frozen=True, tag="auto"):
+    """The model may call tools."""
+
+
+class ToolChoiceAny(_Choice, frozen=True, tag="any"):
+    """The model must call a tool."""
+
+
+class ToolChoiceTool(_Choice, frozen=True, kw_only=True, tag="tool"):
+    """The model must call this tool."""
+
+    name: str
+
+
+class ToolChoiceNone(_Choice, frozen=True, tag="none"):
+    """The model must not call tools."""
+
+
+class ThinkingParam(msgspec.Struct, frozen=True):
+    """
+    Whether the model thinks, for templates that know a switch for it.
+
+    With the display ``omitted`` the answer has the thoughts in the signature of their block only.
+    """
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: int | None = None
+
+
+class OutputFormatParam(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """The schema that the answer has to conform to."""
+
+    schema: dict[str, Any]
+
+
+class OutputConfigParam(msgspec.Struct, frozen=True):
+    """How much the model thinks, for templates that know levels, and the form of the answer."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormatParam | None = None
+
+
+class CountTokensRequest(ModelRequest, kw_only=True):
+    """A conversation, of which the tokens are counted."""
+
+    messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[TextBlockParam], Meta(max_length=_MOST_BLOCKS)] | None = None
+    tools: Annotated[list[ToolParam], Meta(max_length=_MOST_TOOLS)] | None = None
+    tool_choice: ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone | None = None
+    thinking: ThinkingParam | None = None
+    output_config: OutputConfigParam | None = None
+    # Documented, and without influence on the answer here: accepted.
+    cache_control: Accepted = ABSENT
+    container: Accepted = ABSENT
+    context_management: Accepted = ABSENT
+    diagnostics: Accepted = ABSENT
+    inference_geo: Accepted = ABSENT
+    mcp_servers: Accepted = ABSENT
+    metadata: Accepted = ABSENT
+    service_tier: Accepted = ABSENT
+    speed: Accepted = ABSENT
+    user_profile_id: Accepted = ABSENT
+    workspace_id: Accepted = ABSENT
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    """A conversation to continue. ``max_tokens`` may ask for more than the model's context has room for."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    #: The older place of ``output_config.format``.
+    output_format: OutputFormatParam | None = None
+
+
+class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    """Text of the answer."""
+
+    text: str
+
+
+class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
+    """What the model thought."""
+
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessageUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    The tokens; where nobody counts, an estimate from the texts.
+
+    ``input_tokens`` are those that did not come from the backend's cache. What is not known is null.
+    """
+
+    input_tokens: int
+    cache_creation_input_tokens: int | None
+    cache_read_input_tokens: int | None
+    output_tokens: int
+
+
+class MessageObject(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer; its ``stop_reason`` is null where the backend does not tell why it ended."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: Sequence[Block]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class BlockDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is added to a block; or, without a type, how the message ended."""
+
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: StopReason | UnsetType | None = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a stream; its name is its ``type``."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+    ]
+    message: MessageObject | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: Block | UnsetType = UNSET
+    delta: BlockDelta | UnsetType = UNSET
+    usage: MessageUsage | UnsetType = UNSET
+
+
+class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of tokens."""
+
+    input_tokens: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One model, as Anthropic's API describes it. Triton does not tell when a model was made: it is the epoch.
+
+    ``max_input_tokens`` is null where the context length is not known.
+    """
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str = "1970-01-01T00:00:00Z"
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None
+
+
+class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of the list of models."""
+
+    data: Sequence[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
