@@ -17,6 +17,7 @@ import msgspec
 
 from bench import machine, report
 from bench.cases import CASES, CROWD, Plan, Row, plans
+from bench.demo import Demo, measure_demo
 from bench.footprint import Footprint, measure_footprint
 from bench.measure import measure, row
 from bench.messages import Outcome
@@ -104,9 +105,10 @@ def _run(options: argparse.Namespace) -> bool:
         for parser in measure_parsers(quick=options.quick):
             parsers.append(parser)
             print(report.parser_line(parser), flush=True)
-    print(f"\n{report.render(rows, parsers, paths, footprint)}")
-    _write(options.json, facts, cores, rows, parsers, paths, footprint)
-    return bool(rows or parsers or paths or footprint)
+    demo = measure_demo() if "demo" in options.cases else None
+    print(f"\n{report.render(rows, parsers, paths, footprint, demo)}")
+    _write(options.json, facts, cores, rows, parsers, paths, footprint, demo)
+    return bool(rows or parsers or paths or footprint or demo)
 
 
 @contextlib.contextmanager
@@ -148,10 +150,11 @@ def _write(
     parsers: Sequence[ParserRow],
     paths: Sequence[PathRow],
     footprint: Footprint | None,
+    demo: Demo | None,
 ) -> None:
     aims = [
         {"aim": aim.text, "value": aim.value, "rounds": aim.rounds, "limit": aim.limit, "reached": aim.reached}
-        for aim in report.aims(rows, parsers, paths, footprint)
+        for aim in report.aims(rows, parsers, paths, footprint, demo)
     ]
     whole = {
         "machine": facts,
@@ -161,6 +164,7 @@ def _write(
         "parsers": list(parsers),
         "path": list(paths),
         "footprint": footprint,
+        "demo": demo,
     }
     path.write_bytes(msgspec.json.format(msgspec.json.encode(whole), indent=2) + b"\n")
     print(f"\nEverything is in {path}.")

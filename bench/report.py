@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.cases import COMPARED, Row
+from bench.demo import Demo
 from bench.figures import ratio, table, written
 from bench.footprint import STREAMS, Footprint
 from bench.messages import CHOICES
@@ -84,6 +85,7 @@ def aims(
     parsers: Sequence[ParserRow] = (),
     paths: Sequence[PathRow] = (),
     footprint: Footprint | None = None,
+    demo: Demo | None = None,
 ) -> list[Aim]:
     """Return the project's aims with what these rows say about them."""
 
@@ -134,6 +136,13 @@ def aims(
             _LINEAR,
             max((parser.growth for parser in parsers), default=None),
         ),
+        Aim(
+            "Demo: time to the first token of a warm short chat, ms",
+            500.0,
+            None if demo is None else demo.first_token * 1000,
+        ),
+        Aim("Demo: tokens/s of one stream", 25.0, None if demo is None else demo.speed, at_most=False),
+        Aim("Demo: MiB of all its processes", 1536.0, None if demo is None else demo.memory / _MIB),
     ]
 
 
@@ -187,6 +196,7 @@ def render(
     parsers: Sequence[ParserRow] = (),
     paths: Sequence[PathRow] = (),
     footprint: Footprint | None = None,
+    demo: Demo | None = None,
 ) -> str:
     """Return the table of each case, with the aims below."""
     cases = dict.fromkeys(row.case for row in rows)
@@ -198,7 +208,7 @@ def render(
     if parsers:
         parts.append(f"parsers\n{_parser_table(parsers)}")
     return "\n\n".join(
-        [*parts, "aims\n" + "\n".join(_aim_lines(aims(rows, parsers, paths, footprint))), *_warnings(rows)]
+        [*parts, "aims\n" + "\n".join(_aim_lines(aims(rows, parsers, paths, footprint, demo))), *_warnings(rows)]
     )
 
 

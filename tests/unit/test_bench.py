@@ -14,6 +14,7 @@ import pytest
 from bench import parsers, report
 from bench.accounting import CpuClock, memory, parse_schedstat, parse_stat, parse_status, tree
 from bench.cases import CASES, Row, plans
+from bench.demo import Demo
 from bench.figures import percentile, ratio, table, written
 from bench.footprint import Footprint
 from bench.machine import Cores, place
@@ -220,7 +221,7 @@ def test_repository_has_a_paced_and_a_flooding_model(tmp_path):
 def test_every_case_has_plans():
     planned = list(plans(CASES, [1, 128], 2.0, 1, quick=True))
     # These need no load.
-    assert set(CASES) - {"parsers", "path", "footprint"} == {plan.case for plan in planned}
+    assert set(CASES) - {"parsers", "path", "footprint", "demo"} == {plan.case for plan in planned}
     assert [1, 128] == [plan.streams for plan in planned if plan.case == "paced"]
     assert {"tools": 128, "choices": 32} == {
         plan.case: plan.streams for plan in planned if plan.form in ("tools", "choices") and plan.case != "long"
@@ -312,6 +313,7 @@ class TestReport:
         per_stream=40_960.0,
         total=(600 << 20) - 1_000 * 40_960,
     )
+    DEMO = Demo(first_token=0.2, speed=20.0, memory=800 << 20)
     PATHS = (
         PathRow(
             subject="ours-http",
@@ -340,7 +342,8 @@ class TestReport:
     def test_forms_are_compared_with_text(self):
         """Calls with as many texts, answers of one request with as many of their own, long calls with short ones."""
         found = [
-            (aim.value, aim.reached) for aim in report.aims(self.ROWS, self.PARSERS, self.PATHS, self.FOOTPRINT)[9:]
+            (aim.value, aim.reached)
+            for aim in report.aims(self.ROWS, self.PARSERS, self.PATHS, self.FOOTPRINT, self.DEMO)[9:]
         ]
         assert [
             (1.2, True),
@@ -358,6 +361,9 @@ class TestReport:
             (0.9, True),
             (600.0, False),
             (16.0, False),
+            (200.0, True),
+            (20.0, False),
+            (800.0, True),
         ] == found
 
     def test_parsers_have_a_table(self):

@@ -240,15 +240,28 @@ async def _supervised(
         started.set()
         yield [], started
         return
-    if settings.server.log_format == "console":
-        print("Starting Triton ...", file=sys.stderr, flush=True)
     supervisor = Supervisor(triton)
-    running = asyncio.create_task(supervisor.run())
+    tasks = [asyncio.create_task(supervisor.run())]
+    if settings.server.log_format == "console":
+        tasks.append(asyncio.create_task(_show_start(supervisor.started)))
     try:
-        yield [running], supervisor.started
+        yield tasks[:1], supervisor.started
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _show_start(started: asyncio.Event) -> None:
+    """Say that Triton starts, and on a terminal for how long."""
+    line, terminal, begin = "Starting Triton ...", sys.stderr.isatty(), time.monotonic()
+    print(line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+    while terminal and not started.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await started.wait()
+        end = "\n" if started.is_set() else ""
+        print(f"\r{line} {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
 
 
 # One process

@@ -203,10 +203,12 @@ class Request:
             "text_output": self._echo + self._model.vocabulary.decode(ids),
             "finish_reason": str(finish),
             "stop_reason": "None",
-            # Text where the config declares a number.
-            "cumulative_logprob": str(float(np.sum([*map(self.generation.scores.logprob, itertools.count(), ids)]))),
             "kv_cache_reused_block": str(self._reused_blocks),
         }
+        if "cumulative_logprob" in self._wanted:
+            scores = map(self.generation.scores.logprob, itertools.count(), ids)
+            # Text where the config declares a number.
+            values["cumulative_logprob"] = str(float(np.sum([*scores])))
         names = ["text_output", *self._wanted]
         if self._requested:
             names = [name for name in names if name in self._requested]

@@ -182,6 +182,8 @@ class TritonPythonModel:
         task, weights, config = (array(request, f"lora_{name}") for name in ("task_id", "weights", "config"))
         if task is None and weights is None and config is None:
             return
+        if self.settings.engine is not None:
+            raise EngineRefused("LoRA is not supported: the engine was built without it")
         if task is None:
             raise EngineRefused("lora_task_id must be set for LoRA inference")
         number = int(task.reshape(-1)[0])
