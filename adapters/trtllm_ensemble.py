@@ -232,7 +232,7 @@ class StepLogprobs:
     """Reads the log probabilities of one stream of text, whose steps are tokens."""
 
     def __init__(self) -> None:
-        # How many tokens there were, and whether a list holds the new ones alone where nobody counts them.
+        # How many tokens there were, and whether a list holds only the new ones, without counts.
         self._total = 0
         self._only_new = False
         # Whether bytes of the last token may still be to come.

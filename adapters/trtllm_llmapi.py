@@ -46,7 +46,7 @@ _SUPPLIED = frozenset({"text_input", "streaming", "return_finish_reason", _EXCLU
 
 class TrtllmLlmapi(TrtllmAdapter):
     """
-    The whole text at every step, and the finish reason with the last; nobody counts.
+    The whole text at every step, and the finish reason with the last; there are no counts.
 
     Up to 1.2 a stream is one response with everything. Cancelled by closing the stream: the model's stop request leaves
     requests that do not stream without an answer.

@@ -1,1 +1,1 @@
-"""Who may ask, and how much: API keys, limits, restricted APIs, CORS."""
+"""Access control: API keys, rate limits, restricted APIs, CORS."""

@@ -62,7 +62,7 @@ class LimitStore(Protocol):
     """Where requests of keys are counted."""
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
-        """Count a request of the key *name* in, if *limit* allows it. Raises :class:`ServiceError`."""
+        """Admit and count a request of the key *name*, if *limit* allows it. Raises :class:`ServiceError`."""
         ...
 
     def leave(self, name: str, tokens: int) -> None:

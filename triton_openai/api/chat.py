@@ -90,7 +90,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
-    """Answer a chat."""
+    """Create a chat completion."""
     context = await begin(request, ChatRequest, "chat")
     return await context.admitted(lambda: context.answered(_answer), param="messages")
 

@@ -70,7 +70,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     """
-    The whole answer; ``usage`` is left out where nobody counted. The last two fields are vLLM's, there when asked for.
+    The whole answer; ``usage`` is left out if the tokens are not known. The last two fields are vLLM's, on request.
     """
 
     id: str
@@ -99,7 +99,7 @@ def finish_reason(progress: Progress, parser: AnswerParser | None, plan: ToolPla
 
 
 def reasoning_tokens(parsers: Sequence[AnswerParser | None]) -> int | None:
-    """Return the tokens of reasoning in all choices, ``None`` where there were none or nobody counted."""
+    """Return the tokens of reasoning in all choices, ``None`` if there were none or they are not known."""
     return sum(parser.reasoning_tokens for parser in parsers if parser is not None) or None
 
 

@@ -46,8 +46,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """
     The whole answer, or one event of a stream, as in OpenAI's API.
 
-    ``usage`` is left out where nobody counted. In a stream it is there when it was asked for, and null but in the last
-    event, which has no choices.
+    ``usage`` is left out if the tokens are not known. In a stream it is there on request, and null except in the
+    last event, which has no choices.
     """
 
     id: str

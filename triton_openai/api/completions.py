@@ -48,7 +48,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
-    """Continue one or several prompts; the choices are numbered prompt by prompt."""
+    """Complete one or several prompts; the choices are numbered prompt by prompt."""
     context = await begin(request, CompletionRequest, "text_completion")
     return await context.admitted(lambda: context.answered(_answer), param="prompt")
 

@@ -97,12 +97,12 @@ class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage_of(tokens: int | None) -> InputUsage | msgspec.UnsetType:
-    """Return the usage, to be left out where nobody counted."""
+    """Return the usage, left out if the tokens are not known."""
     return msgspec.UNSET if tokens is None else InputUsage(prompt_tokens=tokens, total_tokens=tokens)
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer; ``usage`` is left out where nobody counted."""
+    """The whole answer; ``usage`` is left out if the tokens are not known."""
 
     object: Literal["list"] = msgspec.field(name="object", default="list")
     data: Sequence[Embedding]
@@ -111,7 +111,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
-    """Embed texts."""
+    """Create embeddings of texts."""
     context = await begin(request, EmbeddingsRequest, "embeddings")
     body, model, observation = context.body, context.model, context.observation
     if not model.adapter.capabilities.embed:
@@ -454,7 +454,7 @@ class RerankResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reranked(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer; ``usage`` is left out where nobody counted."""
+    """The whole answer; ``usage`` is left out if the tokens are not known."""
 
     id: str
     model: str
@@ -463,7 +463,7 @@ class Reranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def handle_rerank(request: web.Request) -> web.StreamResponse:
-    """Order documents by how well they fit a query."""
+    """Rank documents by their relevance to a query."""
     context = await begin(request, RerankRequest, "rerank")
     body = context.body
     (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
@@ -514,7 +514,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole answer; ``usage`` is left out where nobody counted."""
+    """The whole answer; ``usage`` is left out if the tokens are not known."""
 
     id: str
     object: Literal["list"] = msgspec.field(name="object", default="list")

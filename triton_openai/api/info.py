@@ -59,7 +59,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 async def list_models(request: web.Request) -> web.Response:
     """
-    List the models that are served now and that the request's key may use.
+    List the models that are served now and that the key may use.
 
     Clients of Anthropic's API, which send ``anthropic-version``, get its form.
     """
@@ -118,7 +118,7 @@ async def load(request: web.Request) -> web.Response:
 
 
 async def unload(request: web.Request) -> web.Response:
-    """Unload a model, once what runs on it has ended."""
+    """Unload a model after its running requests have ended."""
     name, body = await _named(request, UnloadRequest)
     model = await service_of(request).control.unload(name, dependents=body.unload_dependents)
     return json_response(Unloaded(model=model))
@@ -154,12 +154,12 @@ class Health(msgspec.Struct, kw_only=True):
 
 
 async def live(request: web.Request) -> web.Response:
-    """Answer 200 as long as the process does."""
+    """Return 200 while the process runs."""
     return json_response(Health(status="live"), headers=_NO_STORE)
 
 
 async def ready(request: web.Request) -> web.Response:
-    """Answer 200 when requests can be served, else 503 with the reason."""
+    """Return 200 when requests can be served, else 503 with the reason."""
     models, canary = service_of(request).models, request.app[CANARY]
     snapshot = models.catalog.snapshot
     silent = sorted(canary.not_answering) or msgspec.UNSET
@@ -197,7 +197,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def version(request: web.Request) -> web.Response:
-    """Answer with the version of this service, and with Triton's as it was when its models were last listed."""
+    """Return the versions of this service and of Triton."""
     server = service_of(request).models.catalog.snapshot.server
     triton = msgspec.UNSET if server is None else TritonVersion(name=server.name, version=server.version)
     return json_response(Version(version=__version__, triton=triton))
@@ -287,9 +287,9 @@ EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)
 
 async def metrics(request: web.Request) -> web.Response:
     """
-    Answer with all metrics.
+    Return all metrics.
 
-    Raises :class:`KeyNotSufficient` for a key of certain models: the metrics name all models, and everybody's traffic.
+    Raises :class:`KeyNotSufficient` for a key that is limited to certain models, because metrics name all models.
     """
     key_of(request).check_opens_everything()
     body, content_type = await request.app[EXPOSITION].render(request.headers.get("Accept", ""))

@@ -40,7 +40,7 @@ class ParameterReport(msgspec.Struct, frozen=True):
     note: str = ""
 
     def __str__(self) -> str:
-        """Return it for a person."""
+        """Return the parameter as a line of text."""
         text = self.treatment
         if text == Rule.MAPPED.value:
             text = f"-> {self.target}{f' {self.datatype}' if self.datatype else ''}"
@@ -158,7 +158,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     if not capabilities.generate:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
         notes = notes[:1] if capabilities.token_pairs and not tokenizer else []
-    counted = "from the responses and the tokenizer" if tokenizer else "left out (nobody counts)"
+    counted = "from the responses and the tokenizer" if tokenizer else "left out (not counted)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
     refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if capabilities.generate else ()
     sigmoid = model.settings.score_activation == "sigmoid"

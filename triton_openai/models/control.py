@@ -84,7 +84,7 @@ class ModelControl:
         return model
 
     def changed_elsewhere(self) -> None:
-        """Look again at what Triton has, because somebody has changed it by another way."""
+        """Read Triton's models again, because something else has changed them."""
         self._start(self._draining.changed())
         self._start(self._models.catalog.renew())
 

@@ -150,7 +150,7 @@ class ModelDraining:
         """
         Be the only one to load or unload *models*, among all processes of the service.
 
-        Raises :class:`ModelConflict` at once when somebody else does.
+        Raises :class:`ModelConflict` at once when another call does.
         """
         taken = next((model for model in models if model in self._claimed), None)
         if taken is None and self._peers is not None:

@@ -35,7 +35,7 @@ class Ended(Exception):
 
 
 def discard(text: str) -> None:
-    """Be a sink for text that nobody wants."""
+    """Discard text."""
 
 
 class Reader:

@@ -84,7 +84,7 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer: str | None
     chat_template: str | None
-    #: What stands in the way, or was found wrong and passed over.
+    #: Why the model cannot chat, or what was found wrong and skipped.
     notes: list[str]
     #: Where :attr:`Prompter.recommended` came from; None where nothing is recommended.
     generation_config: str | None = None
@@ -304,7 +304,7 @@ def _exists(path: str) -> bool:
         return False
 
 
-#: Longest time in seconds that anybody waits for a tokenizer and a template; loading them goes on all the same.
+#: Longest wait in seconds for a tokenizer and a template; loading continues afterwards.
 LOAD_SECONDS = 60.0
 
 
@@ -328,7 +328,7 @@ class LazyPrompter:
         self.problem: ConfigurationError | None = None
 
     async def get(self) -> Prompter:
-        """Return it. Raises :class:`ConfigurationError` where that cannot be; the next call tries again."""
+        """Return the prompter. Raises :class:`ConfigurationError` if it cannot be loaded; the next call tries again."""
         if self.resolved is not None:
             return self.resolved
         if self._task is None or self._task.done():

@@ -269,7 +269,7 @@ _BYTES_PER_TOKEN = 4
 
 
 def tokens_in(text: str) -> int:
-    """Return an estimate of the tokens in *text*, for limits alone: nobody is told such a number as a count."""
+    """Return an estimate of the tokens in *text*, for limits only; it is never reported as a count."""
     return tokens_in_bytes(len(text.encode("utf-8", "surrogatepass")))
 
 

@@ -462,7 +462,7 @@ class GrpcClient:
             )
             return await call(message, timeout=timeout, metadata=(*self.metadata, *headers.items()))
         except asyncio.CancelledError:
-            # The caller gave up for a reason: further calls need not find out one by one that nobody answers.
+            # The caller gave up for a reason: so that further calls do not wait for it one by one.
             if loop.time() - began >= self._settings.connect_timeout:
                 self._distrust()
             raise

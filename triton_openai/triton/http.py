@@ -157,7 +157,7 @@ class HttpClient:
             self._pool.distrust()
             raise UpstreamTimeout("Triton did not answer in time.") from error
         except asyncio.CancelledError:
-            # The caller gave up for a reason: further calls need not find out one by one that nobody answers.
+            # The caller gave up for a reason: so that further calls do not wait for it one by one.
             if monotonic() - began >= self._settings.connect_timeout:
                 self._pool.distrust()
             raise

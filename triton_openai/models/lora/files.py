@@ -42,7 +42,7 @@ class FoundLora(msgspec.Struct, frozen=True, kw_only=True):
     root: Path | None = None
 
     def read(self, wanted: LoraFormat) -> Lora:
-        """Return it with its weights. Reads files; raises :class:`ConfigurationError` that clients may see."""
+        """Return the adapter with its weights from its files. Raises :class:`ConfigurationError` for clients to see."""
         assert self.folder is not None, "an adapter without files has no weights"
         assert self.root is not None, "an adapter without files has no weights"
         try:

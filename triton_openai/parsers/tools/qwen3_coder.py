@@ -32,7 +32,7 @@ class Qwen3Coder(TaggedCalls):
     The model at times leaves out ``<tool_call>``, so ``<function=`` opens a call too.
     """
 
-    #: What stands round a call, or several.
+    #: The markers around one call or several.
     opening: ClassVar[str] = "<tool_call>"
     closing: ClassVar[str] = "</tool_call>"
     markers = Markers("<tool_call>", "<function=")
