@@ -331,6 +331,7 @@ _titles = {
     "triton": "Triton",
     "triton_access": "Access to Triton",
     "api": "The API",
+    "responses": "Responses",
     "media": "Images",
     "metrics": "Metrics",
     "access": "Access",

@@ -15,6 +15,8 @@ from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
 from triton_openai.api.info import EXPOSITION, probe
 from triton_openai.api.page import add_page
+from triton_openai.api.responses.state import STATE, ResponseState
+from triton_openai.api.responses.store import open_store
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.config import Settings
@@ -110,6 +112,7 @@ def create_app(
     app[OBSERVERS] = Observers(*observers)
     app[CANARY] = canary
     app[LIMITS] = settings.limits
+    app[STATE] = ResponseState(open_store(settings.responses))
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, draining, metrics=metrics, limits=shared)
     add_middleware(app)
@@ -250,5 +253,6 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     await app[CANARY].close()
     await models.catalog.close()
     await service.background.close()
+    await app[STATE].close()
     await service.images.close()
     await service.client.close()

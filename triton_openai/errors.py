@@ -261,6 +261,18 @@ class ServiceOverloaded(ServiceError, status=503, code="overloaded"):
     """This service has reached its limit of requests, or is overloaded; another replica may have capacity."""
 
 
+class StoreUnavailable(ServiceError, status=503, code="store_unavailable"):
+    """What keeps responses and conversations cannot be reached, or is full."""
+
+
+class ObjectNotFound(InvalidRequest, status=404, code="not_found"):
+    """There is no such response, conversation or item, or it belongs to another key."""
+
+
+class ConversationBusy(InvalidRequest, status=409, code="conversation_locked"):
+    """A response is being made in the conversation; the next one can be asked for when that has ended."""
+
+
 class UpstreamError(ServiceError, status=502, code="upstream_error"):
     """Triton, or a model in it, failed in a way that is not the client's fault."""
 

@@ -22,6 +22,8 @@ import msgspec
 _ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_OPENAI_")},
     "TRITON_OPENAI_PREFER_TOKEN_LEVEL": "never",
+    # Nothing is left behind in the home of whoever runs the tests.
+    "TRITON_OPENAI_RESPONSES_STORE": "memory",
 }
 _POLL_SECONDS = 0.02
 

@@ -14,7 +14,7 @@ from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel, SecretStr
 
-from tests.clients.service import Service, steered
+from tests.clients.service import Service, steered, until
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 WEATHER: Any = {
@@ -177,3 +177,96 @@ def test_langchain(tooled: Service) -> None:
     answer = chat.invoke([question, called, result, HumanMessage(steered(text="It is fine."))])
     assert "It is fine." == answer.text
     assert "one two" == "".join(piece.text for piece in chat.stream(steered(text="one two")))
+
+
+def test_what_is_kept(client: OpenAI) -> None:
+    """A response is there until it is deleted, with its input; the next one goes on from it."""
+    first = client.responses.create(model="vllm_model", input=steered(text="one"), instructions="Be brief.")
+    with client.responses.stream(
+        model="vllm_model", input=steered(text="two"), previous_response_id=first.id
+    ) as stream:
+        second = stream.get_final_response()
+
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert "one" == client.responses.retrieve(first.id).output_text
+    kept = client.responses.retrieve(second.id)
+    assert (second.usage, second.output_text) == (kept.usage, kept.output_text)
+    (item,) = client.responses.input_items.list(second.id).data
+    assert "message" == item.type
+    reference: Any = {"type": "item_reference", "id": first.output[0].id}
+    assert client.responses.create(model="vllm_model", input=[reference, *again("three")]).output_text == "three"
+    client.responses.delete(first.id)
+    for wanted in (first.id, "resp_nothing"):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(wanted)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="vllm_model", input="x", previous_response_id=second.id)
+    assert "previous_response_not_found" == caught.value.code
+    unkept = client.responses.create(model="vllm_model", input=steered(text="one"), store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def again(text: str) -> list[Any]:
+    """Return the input that is answered *text*."""
+    return [{"role": "user", "content": steered(text=text)}]
+
+
+def test_background(client: OpenAI) -> None:
+    """A response in the background is polled, streamed from any place, or cancelled."""
+    slow = steered(text="one two three four", delay_ms=30)
+    made = client.responses.create(model="vllm_model", input=slow, background=True)
+    assert made.status == "queued"
+    ended = until(lambda: (each := client.responses.retrieve(made.id)).status not in ("queued", "in_progress") and each)
+    assert ("completed", "one two three four") == (ended.status, ended.output_text)
+    events = list(client.responses.retrieve(made.id, stream=True, starting_after=3))
+    assert list(range(4, events[-1].sequence_number + 1)) == [event.sequence_number for event in events]
+    assert "response.completed" == events[-1].type
+    assert "completed" == client.responses.cancel(made.id).status
+
+    live = client.responses.create(model="vllm_model", input=slow, background=True, stream=True)
+    kinds = [event.type for event in live]
+    assert ("response.created", "response.completed") == (kinds[0], kinds[-1])
+
+    endless = client.responses.create(model="vllm_model", input=steered(text="x", hang_at=1), background=True)
+    assert "cancelled" == client.responses.cancel(endless.id).status
+    assert "cancelled" == client.responses.retrieve(endless.id).status
+
+    failed = client.responses.create(model="vllm_model", input="word " * 3000, background=True)
+    ended = until(lambda: (each := client.responses.retrieve(failed.id)).status == "failed" and each)
+    assert ended.error.code == "context_length_exceeded"
+
+
+def test_conversations(client: OpenAI) -> None:
+    """A conversation grows with its responses, and its items can be read and changed."""
+    conversation = client.conversations.create(metadata={"a": "b"}, items=[{"role": "user", "content": "Hello"}])
+    answer = client.responses.create(model="vllm_model", input=again("one"), conversation=conversation.id)
+
+    assert answer.conversation is not None
+    assert conversation.id == answer.conversation.id
+    items = client.conversations.items.list(conversation.id, order="asc", limit=2)
+    assert 3 == len(list(items))
+    assert ["user", "user"] == [getattr(item, "role", None) for item in items.data]
+    last: Any = client.conversations.items.list(conversation.id).data[0]
+    assert "one" == last.content[0].text
+    assert last.id == client.conversations.items.retrieve(last.id, conversation_id=conversation.id).id
+    client.conversations.items.delete(last.id, conversation_id=conversation.id)
+    added = client.conversations.items.create(conversation.id, items=[{"role": "user", "content": "More"}])
+    assert 1 == len(added.data)
+    assert {"c": "d"} == client.conversations.update(conversation.id, metadata={"c": "d"}).metadata
+    assert {"c": "d"} == client.conversations.retrieve(conversation.id).metadata
+    assert client.conversations.delete(conversation.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.retrieve(conversation.id)
+
+
+def test_truncation(client: OpenAI) -> None:
+    """With `auto`, a conversation that is too long loses its beginning; the tokens can be counted before."""
+    long: list[Any] = [{"role": "user", "content": "word " * 600}] * 5
+    options: Any = {"model": "vllm_model", "input": [*long, *again("one")]}
+    assert client.responses.input_tokens.count(**options).input_tokens > 2500
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(**options)
+    assert "one" == client.responses.create(**options, truncation="auto").output_text

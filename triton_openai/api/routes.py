@@ -35,7 +35,9 @@ from triton_openai.api.messages.types import (
     ModelPage,
     TokenCount,
 )
+from triton_openai.api.responses import conversations
 from triton_openai.api.responses import handlers as responses
+from triton_openai.api.responses.paging import ItemList
 from triton_openai.api.responses.types import ResponseEvent, ResponseObject, ResponsesRequest
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
@@ -269,7 +271,10 @@ def _parameters(operation: Operation, path: str, settings: Settings) -> Iterator
     if operation.infers:
         seconds["request"] = "Longest time that the answer may take", triton.request_timeout
     if operation.event is not None:
-        seconds["request"] = seconds["request"][0], max(triton.request_timeout, triton.stream_timeout or math.inf)
+        seconds["request"] = (
+            "Longest time that the answer may take",
+            max(triton.request_timeout, triton.stream_timeout or math.inf),
+        )
         seconds["first-token"] = "Longest wait for the first token", triton.first_token_timeout
         seconds["idle"] = "Longest silence between two tokens", triton.idle_timeout
     for name, (text, most) in seconds.items():
@@ -301,7 +306,7 @@ def _schemas(*, strict: bool) -> dict[str, Any]:
                 schema["required"].append(name)
     for kind in bodies:
         if issubclass(kind, ModelRequest) and not strict:
-            del asked[kind.__name__]["additionalProperties"]
+            asked[kind.__name__].pop("additionalProperties", None)
     components = dict(sorted({**asked, **answered}.items()))
     for schema in components.values():
         if "description" in schema:
@@ -341,6 +346,8 @@ _INFERENCE = (
 )
 _CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.ModelConflict)
 
+_KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
+
 OPERATIONS = (
     Operation(
         chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference", chat.ChatRequest,
@@ -352,7 +359,59 @@ OPERATIONS = (
     ),
     Operation(
         responses.handle, _openai("POST /responses"), "create_response", "inference", ResponsesRequest, ResponseObject,
-        event=ResponseEvent, infers=True,
+        event=ResponseEvent, infers=True, errors=_KEPT,
+    ),
+    Operation(
+        responses.count_tokens, _openai("POST /responses/input_tokens"), "count_input_tokens", "inference",
+        ResponsesRequest, responses.InputTokens, errors=_KEPT,
+    ),
+    Operation(
+        responses.retrieve, _openai("GET /responses/{response}"), "get_response", "inference", answer=ResponseObject,
+        event=ResponseEvent, errors=_KEPT,
+    ),
+    Operation(
+        responses.delete, _openai("DELETE /responses/{response}"), "delete_response", "inference",
+        answer=responses.Deleted, errors=_KEPT,
+    ),
+    Operation(
+        responses.cancel, _openai("POST /responses/{response}/cancel"), "cancel_response", "inference",
+        answer=ResponseObject, errors=_KEPT,
+    ),
+    Operation(
+        responses.list_input, _openai("GET /responses/{response}/input_items"), "list_input_items", "inference",
+        answer=ItemList, errors=_KEPT,
+    ),
+    Operation(
+        conversations.create, _openai("POST /conversations"), "create_conversation", "inference",
+        conversations.ConversationRequest, conversations.ConversationObject, errors=_KEPT,
+    ),
+    Operation(
+        conversations.retrieve, _openai("GET /conversations/{conversation}"), "get_conversation", "inference",
+        answer=conversations.ConversationObject, errors=_KEPT,
+    ),
+    Operation(
+        conversations.update, _openai("POST /conversations/{conversation}"), "update_conversation", "inference",
+        conversations.ConversationUpdate, conversations.ConversationObject, errors=_KEPT,
+    ),
+    Operation(
+        conversations.delete, _openai("DELETE /conversations/{conversation}"), "delete_conversation", "inference",
+        answer=responses.Deleted, errors=_KEPT,
+    ),
+    Operation(
+        conversations.list_items, _openai("GET /conversations/{conversation}/items"), "list_items", "inference",
+        answer=ItemList, errors=_KEPT,
+    ),
+    Operation(
+        conversations.add_items, _openai("POST /conversations/{conversation}/items"), "add_items", "inference",
+        conversations.NewItems, ItemList, errors=_KEPT,
+    ),
+    Operation(
+        conversations.retrieve_item, _openai("GET /conversations/{conversation}/items/{item}"), "get_item",
+        "inference", errors=_KEPT,
+    ),
+    Operation(
+        conversations.delete_item, _openai("DELETE /conversations/{conversation}/items/{item}"), "delete_item",
+        "inference", answer=conversations.ConversationObject, errors=_KEPT,
     ),
     Operation(
         responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",

@@ -68,6 +68,10 @@ class Events(ABC):
     def closing(self) -> bytes:
         """Return the events that end the stream."""
 
+    async def ended(self, error: ServiceError | None) -> bytes:
+        """Return the events that end the stream, by *error* if there is one, once what has to be done before is."""
+        return self.closing() if error is None else self.failed(error)
+
     def keep_alive(self) -> bytes:
         """Return what is sent while there is nothing to send, also before the first text."""
         return _HEARTBEAT
@@ -180,7 +184,7 @@ class EventStream:
             events = b"" if self._flowing else await self._begin(answered=bool(ended))
             events += b"".join([chunks.last(choice) for choice in ended])
             if not answers.left:
-                await self._finish(events + chunks.closing())
+                await self._finish(events + await chunks.ended(None))
                 return
             if events:
                 self._write(events)
@@ -194,7 +198,7 @@ class EventStream:
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
         events = b"" if self._flowing or not self._pending else await self._begin(answered=True)
-        await self._finish(events + self._chunks.failed(error))
+        await self._finish(events + await self._chunks.ended(error))
 
     def close(self) -> None:
         """Stop the runs and the heartbeat."""
@@ -305,3 +309,52 @@ async def _fail(events: EventStream, observation: Observation, error: ServiceErr
         # Some clients disconnect as soon as they have read the last event.
         if not events.complete:
             raise
+
+
+class EventLog:
+    """Events that are kept, so that clients can read them later and more than once, by their places."""
+
+    def __init__(self, events: bytes = b"", *, over: bool = False) -> None:
+        self._events: list[bytes] = []
+        self._over = over
+        self._news = asyncio.Event()
+        self.add(events)
+
+    def add(self, events: bytes) -> None:
+        """Add whole *events*."""
+        self._events += [each + _END for each in events.split(_END)[:-1]]
+        self._wake()
+
+    def end(self) -> None:
+        """Let the readers end: nothing follows."""
+        self._over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def __bytes__(self) -> bytes:
+        """Return all events."""
+        return b"".join(self._events)
+
+    async def send(self, request: web.Request, *, after: int, heartbeat: float) -> web.StreamResponse:
+        """Stream the events behind number *after*, and those to come, to the client."""
+        response = web.StreamResponse(headers=_HEADERS)
+        await response.prepare(request)
+        place = after + 1
+        while True:
+            if place < len(self._events):
+                await response.write(b"".join(self._events[place:]))
+                place = len(self._events)
+            elif self._over:
+                break
+            else:
+                try:
+                    async with asyncio.timeout(heartbeat):
+                        await self._news.wait()
+                except TimeoutError:
+                    # An event would have a number of its own.
+                    await response.write(_HEARTBEAT)
+        await response.write_eof()
+        return response

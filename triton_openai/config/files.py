@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,12 @@ _Value = TypeVar("_Value")
 
 #: How often files are looked at.
 LOOK_SECONDS = 1.0
+
+
+def state_folder() -> Path:
+    """Return the folder for what the service keeps between its runs, which may not exist yet."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "triton-openai"
 
 
 class FileWatch:

@@ -245,6 +245,32 @@ class ApiSettings(_Group, frozen=True):
     ] = False
 
 
+class ResponsesSettings(_Group, frozen=True):
+    """What is kept of the Responses API: responses that clients ask to store, and conversations."""
+
+    store: Annotated[
+        str,
+        Meta(pattern=r"^(none|memory|sqlite(:.+)?|(rediss?|unix|postgres(ql)?)://.+)$"),
+        _flag(
+            "Where responses and conversations are kept: none, memory, sqlite[:PATH], redis://... or postgresql://...; "
+            "by default a SQLite file in the user's state folder.",
+            metavar="STORE",
+            secret=True,
+        ),
+    ] = "sqlite"
+    max_age: Annotated[
+        float, Meta(gt=0, le=3650), _file_only("Days after which what was not used is dropped.", metavar="DAYS")
+    ] = 30.0
+    max_size: Annotated[Bytes, _file_only("Bytes that are kept at most; what was used longest ago goes first.")] = (
+        1024**3
+    )
+
+    @property
+    def max_age_seconds(self) -> float:
+        """The same in seconds."""
+        return self.max_age * 86_400
+
+
 class MediaSettings(_Group, frozen=True):
     """Images in requests. Without allowed hosts, only data URLs are accepted."""
 
@@ -524,6 +550,7 @@ class Settings(_Group, frozen=True):
     triton: TritonSettings = TritonSettings()
     triton_access: Annotated[TritonAccess, Meta(extra={"prefix": "triton-"})] = TritonAccess()
     api: Annotated[ApiSettings, _LIVE] = ApiSettings()
+    responses: Annotated[ResponsesSettings, Meta(extra={"prefix": "responses-"})] = ResponsesSettings()
     media: MediaSettings = MediaSettings()
     metrics: MetricsSettings = MetricsSettings()
     traces: TracesSettings = TracesSettings()

@@ -65,7 +65,7 @@ def _middleware(app: web.Application) -> Middleware:
                 if key is not None:
                     request[KEY] = key
                     observation.key = key.name
-                    if key.limit.any and group in COUNTED:
+                    if key.limit.any and group in COUNTED and request.method == "POST":
                         ticket = await guard.admit(key)
                         observation.headers = ticket.headers
                         if ticket.refusal is not None:

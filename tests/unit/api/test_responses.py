@@ -369,3 +369,22 @@ def test_any_answer(found: list[Any], cut: bool) -> None:
             items[-1] = each["item"]
     assert items == events[-1]["response"]["output"]
     assert len({item["id"] for item in items}) == len(items) > 0
+
+
+async def test_the_end_is_kept_first() -> None:
+    """What is sent last is kept before; where it cannot be, the response says so, without a gap in the numbers."""
+    for works in (True, False):
+        stream = renderer()
+        stream.response.store = True
+        kept: list[bytes] = []
+
+        async def keep(last: bytes, kept: list[bytes] = kept, works: bool = works, stream: Any = stream) -> bool:
+            kept.append(last)
+            stream.response.store = works
+            return works
+
+        stream.keep = keep
+        sent = stream.opening() + stream.piece(0, Delta("a")) + stream.last(0)
+        last = await stream.ended(None)
+        assert works is (kept == [last])
+        assert works is events_of(sent + last)[-1]["response"]["store"]

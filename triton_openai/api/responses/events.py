@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -54,7 +54,7 @@ def failure_of(error: ServiceError) -> ResponseFailure:
 
 class ResponseEvents(Events):
     """
-    The events of one response, which has one *run*.
+    The events of one response, which has one *run*; without it, the response can only fail.
 
     *response* grows with the answer: it is whole once :meth:`closing` or :meth:`failed` was called. *parser* reads the
     text, ``None`` for plain text. *names* says how the client calls its tools. *sealed* is whether reasoning items have
@@ -64,13 +64,15 @@ class ResponseEvents(Events):
     def __init__(
         self,
         response: ResponseObject,
-        run: Run,
+        run: Run | None,
         parser: AnswerParser | None,
         *,
         names: Mapping[str, ToolName],
         sealed: bool,
     ) -> None:
         self.response = response
+        #: Keeps the response with its last events, before these are sent; returns whether it could.
+        self.keep: Callable[[bytes], Awaitable[bool]] | None = None
         self._run = run
         self._parser = parser
         self._names = names
@@ -102,8 +104,8 @@ class ResponseEvents(Events):
         return self.opening() or self._event("response.in_progress", response=msgspec.Raw(self._in_progress()))
 
     def _in_progress(self) -> bytes:
-        """Return the response without its output, which the other events tell of."""
-        return _encode(msgspec.structs.replace(self.response, output=()))
+        """Return the response as it began; the other events tell of the rest."""
+        return _encode(msgspec.structs.replace(self.response, status="in_progress", error=None, output=()))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the events for *delta*."""
@@ -124,36 +126,56 @@ class ResponseEvents(Events):
         if not self._output:
             # An empty answer is a message too.
             events += self._open(OutputMessage(id=self._new_id("msg")))
-        cut = self._run.progress.finish_reason is FinishReason.LENGTH
+        cut = self._run is not None and self._run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, OutputFunctionCall | OutputCustomCall):
             cut = self._parser is not None and self._parser.cut
         return events + self._close("incomplete" if cut else "completed")
 
     def closing(self) -> bytes:
         """Return the event with the whole response."""
-        response, progress = self.response, self._run.progress
-        if progress.finish_reason is FinishReason.LENGTH:
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
-        else:
-            response.status = "completed"
-            response.completed_at = now()
-        response.usage = self._usage()
+        self._conclude()
         return self._ended()
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the end of the open item, and the events that tell of *error*."""
+        return self._fail(error) + self._ended()
+
+    async def ended(self, error: ServiceError | None) -> bytes:
+        """Return the last events, once the response that they tell of is kept."""
+        events = b""
+        if error is not None:
+            events = self._fail(error)
+        else:
+            self._conclude()
+        last = self._ended()
+        if self.keep is not None and not await self.keep(events + last):
+            # The response says so now.
+            self._next -= 1
+            last = self._ended()
+        return events + last
+
+    def _conclude(self) -> None:
+        response = self.response
+        assert self._run is not None
+        if self._run.progress.finish_reason is FinishReason.LENGTH:
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+        else:
+            response.status = "completed"
+            response.completed_at = now()
+        response.usage = self._usage(self._run)
+
+    def _fail(self, error: ServiceError) -> bytes:
         failure = failure_of(error)
         self.response.status, self.response.error = "failed", failure
         events = self.opening() + self._close("incomplete")
         # Some clients read only the one, some only the other.
-        events += self._event("error", code=failure.code, message=failure.message, param=error.param)
-        return events + self._ended()
+        return events + self._event("error", code=failure.code, message=failure.message, param=error.param)
 
     def _ended(self) -> bytes:
         return self._event(f"response.{self.response.status}", response=self.response)
 
-    def _usage(self) -> ResponseUsage:
-        progress, parser = self._run.progress, self._parser
+    def _usage(self, run: Run) -> ResponseUsage:
+        progress, parser = run.progress, self._parser
         usage = progress.usage or progress.usage_estimate
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,

@@ -1,35 +1,359 @@
-"""``POST /v1/responses`` and what belongs to it."""
+"""``/v1/responses``: making responses, at once or in the background, and what is kept of them."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from secrets import token_hex
+from typing import Literal
 
+import msgspec
+import structlog
 from aiohttp import web
 
-from triton_openai.answer.fan_out import collect
+from triton_openai.answer.fan_out import Answers, collect, too_long
 from triton_openai.api import chat
 from triton_openai.api.bodies import json_response, missing
 from triton_openai.api.responses.events import ResponseEvents
-from triton_openai.api.responses.reader import Reading, input_items, read
-from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
-from triton_openai.api.service import RequestContext, begin, new_id, now
-from triton_openai.api.sse import stream
-from triton_openai.errors import MethodNotAllowed, ServiceError, UpgradeRefused
+from triton_openai.api.responses.paging import page
+from triton_openai.api.responses.reader import Reading, input_items, numbered, read
+from triton_openai.api.responses.state import (
+    RENEW_SECONDS,
+    STATE,
+    Live,
+    Record,
+    ResponseState,
+    every,
+    lease,
+    output_items,
+)
+from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponsesRequest
+from triton_openai.api.service import RequestContext, begin, key_of, now, service_of
+from triton_openai.api.sse import EventLog, stream
+from triton_openai.errors import (
+    ConfigurationError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    InvalidValue,
+    MethodNotAllowed,
+    ObjectNotFound,
+    ServiceError,
+    StoreUnavailable,
+    UpgradeRefused,
+)
+from triton_openai.models.draining import DRAINING
 from triton_openai.prompts import offload
+from triton_openai.prompts.messages import DeveloperMessage, SystemMessage, UserMessage
+from triton_openai.telemetry.logging import warn
+from triton_openai.telemetry.observation import OBSERVERS, Observation
+
+_log = structlog.get_logger(__name__)
+
+
+class Job:
+    """A request for a response: what it is about, and how its response is kept."""
+
+    def __init__(self, context: RequestContext[ResponsesRequest]) -> None:
+        body = self.body = context.body
+        self.state = context.request.app[STATE]
+        self.owner = key_of(context.request).name
+        digits = token_hex(16)
+        self.id = f"resp_{digits}"
+        #: The request's own items, as they are kept.
+        self.items = numbered(input_items(body), f"{digits}i")
+        given = body.conversation
+        self.conversation = given if given is None or isinstance(given, str) else given.id
+        self.stored = body.store is not False and self.state.keeps
+        #: That of what is kept: 0 before the first time.
+        self.version = 0
+        self.log: EventLog | None = None
+        self.response = ResponseObject(
+            id=self.id,
+            created_at=now(),
+            conversation=None if self.conversation is None else {"id": self.conversation},
+            background=bool(body.background),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            max_tool_calls=body.max_tool_calls,
+            model=body.model,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            prompt_cache_key=body.prompt_cache_key,
+            reasoning={"effort": None, "summary": None if body.reasoning is None else body.reasoning.summary},
+            safety_identifier=body.safety_identifier,
+            store=self.stored,
+            text={
+                "format": (body.text and body.text.format) or {"type": "text"},
+                "verbosity": (body.text and body.text.verbosity) or "medium",
+            },
+            tool_choice=body.tool_choice or "auto",
+            top_logprobs=body.top_logprobs or 0,
+            truncation=body.truncation or "disabled",
+            user=body.user,
+            metadata=body.metadata or {},
+        )
+
+    async def read(self, context: RequestContext[ResponsesRequest], before: Sequence[Item]) -> Reading:
+        """Return the request as a chat that goes on from the items *before*. Raises :class:`InvalidRequest`."""
+        body = self.body
+        effort = None if body.reasoning is None else body.reasoning.effort
+        if effort is not None and "reasoning_effort" not in (await context.model.prompter()).template_for().variables:
+            # Agents send it to every model; the response says that it was not used.
+            effort = None
+        source = "conversation" if self.conversation is not None else "previous_response_id"
+        own = [(f"input[{number}]", item) for number, item in enumerate(input_items(body))]
+        resolved = await self.state.resolved(own, before, self.owner)
+        items = [(source, item) for item in before]
+        items += [(place, item) for (place, _), item in zip(own, resolved, strict=True)]
+        if not items:
+            raise missing("input")
+        # What is kept has no references to what may be gone later.
+        self.items = [
+            item if new is old else new for item, new, (_, old) in zip(self.items, resolved, own, strict=True)
+        ]
+        reading = read(body, items, strict_tools=context.service.settings.api.strict_tools, effort=effort)
+        self.response.tools = reading.tools.shown
+        self.response.reasoning = {**self.response.reasoning, "effort": effort}
+        return reading
+
+    def events(self, turn: chat.Turn | None, reading: Reading | None) -> ResponseEvents:
+        """Return what renders the response; without a *turn*, it has failed before it began."""
+        response = self.response
+        response.status = "in_progress"
+        if turn is not None:
+            sampling = turn.task.sampling
+            response.temperature = 1.0 if sampling.temperature is None else sampling.temperature
+            response.top_p = 1.0 if sampling.top_p is None else sampling.top_p
+            response.presence_penalty = sampling.presence_penalty or 0
+            response.frequency_penalty = sampling.frequency_penalty or 0
+        events = ResponseEvents(
+            response,
+            None if turn is None else turn.runs[0],
+            None if turn is None else turn.parsers[0],
+            names={} if reading is None else reading.tools.names,
+            sealed="reasoning.encrypted_content" in (self.body.include or ()),
+        )
+        events.keep = self.keep
+        return events
+
+    async def announce(self) -> None:
+        """
+        Keep the response before it is made. Raises :class:`StoreUnavailable`.
+
+        One that is made for a waiting client is kept as what it will be if this process ends in the middle of it.
+        """
+        kept = self.response
+        if not kept.background:
+            kept = msgspec.structs.replace(
+                kept, status="incomplete", incomplete_details=IncompleteDetails("interrupted"), output=()
+            )
+        await self._put(Record(self.owner, kept, self.items, lease()))
+
+    async def renew(self) -> None:
+        """Say that this process still makes the response in the background; end that if somebody has ended it."""
+        if not await self._put(Record(self.owner, self.response, self.items, lease())):
+            live = self.state.live.get(self.id)
+            if live is not None and live.task is not None:
+                live.task.cancel()
+
+    async def keep(self, last: bytes = b"") -> bool:
+        """Keep the response and its *last* events; return whether that worked. If not, the response says so."""
+        response = self.response
+        try:
+            if self.conversation is not None and response.status in ("completed", "incomplete"):
+                added = [*self.items, *output_items(response)]
+                await self.state.change(self.conversation, self.owner, lambda kept: kept.items.extend(added))
+            if self.stored:
+                # Those in the background are read again after their end.
+                events = b"" if self.log is None else bytes(self.log) + last
+                await self._put(Record(self.owner, response, self.items, events=events))
+        except (StoreUnavailable, ObjectNotFound) as error:
+            warn(_log, "response is not kept", error, response=self.id)
+            response.store, response.conversation = False, None
+            return False
+        return True
+
+    async def _put(self, record: Record) -> bool:
+        kept = await self.state.put(record, self.version)
+        self.version += kept
+        return kept
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer with a response."""
     context = await begin(request, ResponsesRequest, "responses")
-    reading = await _read(context)
-    context.observation.parameters = reading.chat
-    turned = RequestContext(request, context.service, reading.chat, context.model, context.observation, context.limits)
-    answer = partial(_answer, body=context.body, reading=reading)
+    body, state = context.body, request.app[STATE]
+    if body.previous_response_id is not None and body.conversation is not None:
+        raise InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
+    for param, given in (("previous_response_id", body.previous_response_id), ("conversation", body.conversation)):
+        if given is not None:
+            state.store(param)
+    job = Job(context)
+    if not body.background:
+        async with _reading(context, job) as reading:
+            if body.stream and job.stored:
+                with suppress(StoreUnavailable):
+                    await job.announce()
+            return await _generate(context, job, reading)
+    if not job.stored:
+        raise InvalidValue("'background' needs the response to be stored.", "background")
+    job.response.status = "queued"
+    await job.announce()
+    job.log = EventLog()
+    live = state.live[job.id] = Live(job.response, job.log)
+    live.task = asyncio.create_task(_in_background(context, job, job.log))
+    if body.stream:
+        return await job.log.send(request, after=-1, heartbeat=context.service.settings.server.heartbeat_interval)
+    return json_response(job.response)
+
+
+@asynccontextmanager
+async def _reading(context: RequestContext[ResponsesRequest], job: Job) -> AsyncIterator[Reading]:
+    """Yield the request of *job* as a chat, with what it goes on from; its conversation is held for the block."""
+    state, body = job.state, job.body
+    async with AsyncExitStack() as stack:
+        before: Sequence[Item] = ()
+        if job.conversation is not None:
+            before = (await stack.enter_async_context(state.claimed(job.conversation, job.owner, job.id))).items
+        elif body.previous_response_id is not None:
+            most = context.service.settings.server.max_body_size
+            before = await state.history(body.previous_response_id, job.owner, most=most)
+        yield await job.read(context, before)
+
+
+async def _generate(context: RequestContext[ResponsesRequest], job: Job, reading: Reading) -> web.StreamResponse:
+    turned = _turned(context, reading)
     try:
-        return await turned.admitted(lambda: turned.answered(answer), param="messages")
+        return await turned.admitted(
+            lambda: turned.answered(partial(_answer, job=job, reading=reading)), param="messages"
+        )
     except ServiceError as error:
         reading.blame(error)
         raise
+
+
+def _turned(context: RequestContext[ResponsesRequest], reading: Reading) -> RequestContext[chat.ChatRequest]:
+    context.observation.parameters = reading.chat
+    return RequestContext(
+        context.request, context.service, reading.chat, context.model, context.observation, context.limits
+    )
+
+
+async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job, reading: Reading) -> web.StreamResponse:
+    turn = await _prepared(context, job)
+    events, timeout = job.events(turn, reading), context.limits.total
+    if job.body.stream:
+        heartbeat = context.service.settings.server.heartbeat_interval
+        return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
+    (answer,) = await collect(turn.runs, timeout=timeout)
+
+    def rendered() -> None:
+        # The events make the response; nobody reads them here.
+        for delta in answer.deltas:
+            events.piece(0, delta)
+        events.last(0)
+
+    await offload.run(rendered, size=len(answer.text), threshold=chat.LONGEST_INLINE)
+    await events.ended(None)
+    return json_response(job.response)
+
+
+async def _prepared(context: RequestContext[chat.ChatRequest], job: Job) -> chat.Turn:
+    """
+    Return the turn of *job*. With ``truncation``, what a conversation begins with is left out until the rest fits.
+
+    Raises :class:`InvalidRequest`.
+    """
+    leave_out = 1
+    while True:
+        try:
+            return await chat.prepare(context, job.id, fitting=True)
+        except ContextLengthExceeded:
+            shorter = _shortened(context.body, leave_out) if job.body.truncation == "auto" else None
+            if shorter is None:
+                raise
+            context.body = shorter
+            leave_out *= 2
+
+
+def _shortened(body: chat.ChatRequest, leave_out: int) -> chat.ChatRequest | None:
+    """Return *body* without its first *leave_out* turns of a user, or ``None`` where only one is left."""
+    messages = body.messages
+    turns = [place for place, message in enumerate(messages) if isinstance(message, UserMessage)]
+    if len(turns) < 2:
+        return None
+    first = turns[min(leave_out, len(turns) - 1)]
+    kept = [message for message in messages[:first] if isinstance(message, SystemMessage | DeveloperMessage)]
+    return msgspec.structs.replace(body, messages=[*kept, *messages[first:]])
+
+
+async def _in_background(context: RequestContext[ResponsesRequest], job: Job, log: EventLog) -> None:
+    """Make the response of *job*, whatever becomes of the client."""
+    request, model = context.request, context.model
+    seen = context.observation
+    observation = Observation(request_id=seen.request_id, method=seen.method, path=seen.path)
+    observation.key, observation.body_size = seen.key, seen.body_size
+    observation.identify("responses", model=model.name, adapter=model.adapter.name, stream=True)
+    observation.response_model, observation.status = model.answers_as, 200
+    own = RequestContext(request, context.service, context.body, model, observation, context.limits)
+    observers, draining = request.app[OBSERVERS], request.app[DRAINING]
+    task = draining.enter()
+    observers.started(observation)
+    observers.identified(observation)
+    failure: ServiceError | None = None
+    events: ResponseEvents | None = None
+    reading: Reading | None = None
+
+    async def answer(turned: RequestContext[chat.ChatRequest]) -> None:
+        nonlocal events
+        turn = await _prepared(turned, job)
+        rendering = events = job.events(turn, reading)
+        log.add(rendering.opening())
+        answers = Answers(
+            turn.runs, lambda _, deltas: log.add(b"".join([rendering.piece(0, delta) for delta in deltas]))
+        )
+        try:
+            async with asyncio.timeout(turned.limits.total):
+                await answers.start()
+                while answers.left:
+                    log.add(b"".join([rendering.last(choice) for choice in await answers.ended()]))
+        except TimeoutError as error:
+            raise too_long(turned.limits.total) from error
+        finally:
+            answers.close()
+
+    try:
+        try:
+            async with every(RENEW_SECONDS, job.renew), _reading(own, job) as reading:
+                turned = _turned(own, reading)
+                await turned.admitted(lambda: turned.answered(answer), param="messages")
+                if events is not None:
+                    log.add(await events.ended(None))
+        except asyncio.CancelledError:
+            failure = draining.reason()
+            if failure is None:
+                # Somebody has cancelled it.
+                job.response.status = "cancelled"
+                await job.keep()
+        except ServiceError as error:
+            failure = error
+        except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+            _log.exception("response failed", request_id=observation.request_id, response=job.id)
+            failure = ServiceError("The service failed to answer the request.")
+        if failure is not None:
+            if reading is not None:
+                reading.blame(failure)
+            observation.error = failure
+            log.add(await (events or job.events(None, reading)).ended(failure))
+    finally:
+        log.end()
+        job.state.live.pop(job.id, None)
+        draining.leave(task)
+        observation.ended = asyncio.get_running_loop().time()
+        observers.ended(observation)
+        observation.release()
 
 
 async def refuse_websocket(request: web.Request) -> web.Response:
@@ -43,74 +367,100 @@ async def refuse_websocket(request: web.Request) -> web.Response:
     raise MethodNotAllowed(f"{request.path} does not take {request.method}, only POST.")
 
 
-async def _read(context: RequestContext[ResponsesRequest]) -> Reading:
-    body = context.body
-    if body.input is None:
-        raise missing("input")
-    effort = None if body.reasoning is None else body.reasoning.effort
-    if effort is not None and "reasoning_effort" not in (await context.model.prompter()).template_for().variables:
-        # Agents send it to every model; the response says that it was not used.
-        effort = None
-    items = [(f"input[{number}]", item) for number, item in enumerate(input_items(body))]
-    return read(body, items, strict_tools=context.service.settings.api.strict_tools, effort=effort)
+class InputTokens(msgspec.Struct, kw_only=True):
+    """How many tokens an input has."""
+
+    object: Literal["response.input_tokens"] = msgspec.field(name="object", default="response.input_tokens")
+    input_tokens: int
 
 
-def _response(response_id: str, body: ResponsesRequest, reading: Reading, turn: chat.Turn) -> ResponseObject:
-    """Return the response as it is before its first token."""
-    sampling, text = turn.task.sampling, body.text
-    form = None if text is None else text.format
-    return ResponseObject(
-        id=response_id,
-        created_at=now(),
-        instructions=body.instructions,
-        max_output_tokens=body.max_output_tokens,
-        max_tool_calls=body.max_tool_calls,
-        model=body.model,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
-        prompt_cache_key=body.prompt_cache_key,
-        reasoning={
-            "effort": reading.chat.reasoning_effort,
-            "summary": None if body.reasoning is None else body.reasoning.summary,
-        },
-        safety_identifier=body.safety_identifier,
-        temperature=1.0 if sampling.temperature is None else sampling.temperature,
-        text={"format": form or {"type": "text"}, "verbosity": (text and text.verbosity) or "medium"},
-        tool_choice=body.tool_choice or "auto",
-        tools=reading.tools.shown,
-        top_logprobs=body.top_logprobs or 0,
-        top_p=1.0 if sampling.top_p is None else sampling.top_p,
-        truncation=body.truncation or "disabled",
-        presence_penalty=sampling.presence_penalty or 0,
-        frequency_penalty=sampling.frequency_penalty or 0,
-        user=body.user,
-        metadata=body.metadata or {},
-    )
+async def count_tokens(request: web.Request) -> web.Response:
+    """Count the tokens of a request's input, as the model's template and tokenizer make them."""
+    context = await begin(request, ResponsesRequest, "responses")
+    job = Job(context)
+    async with _reading(context, job) as reading:
+        turned = _turned(context, reading)
+        try:
+            prompter = await context.model.prompter()
+            if prompter.tokenizer is None:
+                raise ConfigurationError("The model's tokenizer is not known: give it with --tokenizer.", param="model")
+            prompt, _ = await chat.prompt_of(turned, chat.plan_of(reading.chat))
+            count = await prompter.tokenizer.count_async(prompt, context.model.adapter.hints.adds_bos)
+            return json_response(InputTokens(input_tokens=count))
+        except ServiceError as error:
+            reading.blame(error)
+            raise
 
 
-async def _answer(
-    context: RequestContext[chat.ChatRequest], *, body: ResponsesRequest, reading: Reading
-) -> web.StreamResponse:
-    response_id = new_id("resp", "_")
-    turn = await chat.prepare(context, response_id, fitting=True)
-    events = ResponseEvents(
-        _response(response_id, body, reading, turn),
-        turn.runs[0],
-        turn.parsers[0],
-        names=reading.tools.names,
-        sealed="reasoning.encrypted_content" in (body.include or ()),
-    )
-    timeout = context.limits.total
-    if body.stream:
-        heartbeat = context.service.settings.server.heartbeat_interval
-        return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
-    (answer,) = await collect(turn.runs, timeout=timeout)
+async def retrieve(request: web.Request) -> web.StreamResponse:
+    """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
+    _, record, live = await _found(request)
+    if request.query.get("stream") != "true":
+        return json_response(record.response if live is None else msgspec.structs.replace(live.response, output=()))
+    if not record.response.background:
+        raise InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
+    try:
+        after = int(request.query.get("starting_after", "-1"))
+    except ValueError as error:
+        raise InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
+    log = None if live is None else live.log
+    while log is None:
+        # Another process makes it.
+        if not record.running:
+            log = EventLog(record.events, over=True)
+        else:
+            await asyncio.sleep(1)
+            _, record, _ = await _found(request)
+    heartbeat = service_of(request).settings.server.heartbeat_interval
+    return await log.send(request, after=max(-1, after), heartbeat=heartbeat)
 
-    def rendered() -> None:
-        # The events make the response; nobody reads them here.
-        for delta in answer.deltas:
-            events.piece(0, delta)
-        events.last(0)
-        events.closing()
 
-    await offload.run(rendered, size=len(answer.text), threshold=chat.LONGEST_INLINE)
-    return json_response(events.response)
+async def _found(request: web.Request) -> tuple[ResponseState, Record, Live | None]:
+    state, response_id = request.app[STATE], request.match_info["response"]
+    state.store()
+    record, _ = await state.record(response_id, key_of(request).name)
+    return state, record, state.live.get(response_id)
+
+
+class Deleted(msgspec.Struct, kw_only=True):
+    """The answer to a deletion; ``object`` says of what."""
+
+    id: str
+    object: Literal["response", "conversation.deleted"] = msgspec.field(name="object")
+    deleted: bool = True
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Delete a response that was stored; one that is being made is cancelled."""
+    state, record, live = await _found(request)
+    await state.store().delete(record.response.id)
+    if live is not None and live.task is not None:
+        live.task.cancel()
+    return json_response(Deleted(id=record.response.id, object="response"))
+
+
+async def cancel(request: web.Request) -> web.Response:
+    """Cancel a response that is made in the background; one that has ended stays as it is."""
+    state, response_id, owner = request.app[STATE], request.match_info["response"], key_of(request).name
+    state.store()
+    while True:
+        record, version = await state.record(response_id, owner)
+        if not record.response.background:
+            raise InvalidRequest(
+                "Only responses that are made in the background can be cancelled.", param="response_id"
+            )
+        if not record.running:
+            return json_response(record.response)
+        record.response.status, record.lease = "cancelled", 0.0
+        if await state.put(record, version):
+            break
+    live = state.live.get(response_id)
+    if live is not None and live.task is not None:
+        live.task.cancel()
+    return json_response(record.response)
+
+
+async def list_input(request: web.Request) -> web.Response:
+    """List the items of a response's own input."""
+    _, record, _ = await _found(request)
+    return json_response(page(request, record.input))

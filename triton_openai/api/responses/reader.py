@@ -385,13 +385,52 @@ def read(
     return Reading(chat, tools, turns.places)
 
 
+def check_items(items: Iterable[Item]) -> None:
+    """Raise :class:`InvalidRequest` for *items* that no request could hold."""
+    for number, item in enumerate(items):
+        _read_item(item, f"items[{number}]", _Turns(), Tools(strict=False))
+
+
 def input_items(body: ResponsesRequest) -> list[Item]:
-    """Return the items of ``input``; a text is a message of the user. Raises :class:`InvalidRequest` for none."""
-    if body.input is None:
-        return []
+    """Return the items of ``input``; a text is a message of the user."""
     if isinstance(body.input, str):
-        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": body.input}]}]
-    return body.input
+        return [{"type": "message", "role": "user", "content": body.input}]
+    return body.input or []
+
+
+_PREFIXES: Mapping[str, str] = {
+    "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+}  # fmt: skip
+
+
+def numbered(items: Iterable[Item], suffix: str) -> list[Item]:
+    """
+    Return *items* in the form in which they are kept: with a type, parts for content, and an id.
+
+    *suffix* makes the ids of those that have none, with a number: it names where the items are to be found.
+    """
+    kept = []
+    for number, item in enumerate(items):
+        kind = item.get("type") or "message"
+        whole = {
+            **item,
+            "type": kind,
+            "id": item.get("id") or f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}",
+        }
+        if kind == "message":
+            whole.setdefault("status", "completed")
+            if isinstance(item.get("content"), str):
+                part = "output_text" if item.get("role") == "assistant" else "input_text"
+                whole["content"] = [{"type": part, "text": item["content"]}]
+        kept.append(whole)
+    return kept
+
+
+def reference(item: Item) -> str | None:
+    """Return the id that *item* refers to, if it stands for another one."""
+    refers = item.get("type") == "item_reference" or (item.get("type") is None and item.keys() <= {"type", "id"})
+    return str(item.get("id")) if refers else None
 
 
 def _format(body: ResponsesRequest) -> ResponseFormat | None:

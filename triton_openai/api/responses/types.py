@@ -55,6 +55,12 @@ class ReasoningOptions(msgspec.Struct):
     summary: str | None = None
 
 
+class ConversationId(msgspec.Struct):
+    """A conversation."""
+
+    id: str
+
+
 class ResponsesRequest(ModelRequest, kw_only=True):
     """The request. The fields below ``top_p`` are extensions, which chats have too."""
 
@@ -87,6 +93,9 @@ class ResponsesRequest(ModelRequest, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
+    background: bool | None = None
+    conversation: str | ConversationId | None = None
+    previous_response_id: str | None = None
     # Documented, and without influence on the answer here: accepted.
     client_metadata: Accepted = ABSENT
     service_tier: Accepted = ABSENT
@@ -96,9 +105,6 @@ class ResponsesRequest(ModelRequest, kw_only=True):
     prompt: Annotated[Any, unused()] = None
     context_management: Annotated[Any, unused([])] = None
     moderation: Annotated[Any, unused()] = None
-    background: Annotated[Any, unused(False)] = None
-    conversation: Annotated[Any, unused()] = None
-    previous_response_id: Annotated[Any, unused()] = None
 
 
 #: What a chat has under the same name.
@@ -217,6 +223,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = msgspec.field(name="object", default="response")
     created_at: int
+    conversation: Mapping[str, str] | None = None
     status: ResponseStatus = "in_progress"
     completed_at: int | None = None
     background: bool = False
