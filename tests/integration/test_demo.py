@@ -116,10 +116,10 @@ def test_parameters(client: openai.OpenAI) -> None:
     assert long.usage is not None
     assert long.usage.completion_tokens >= 20
     assert "length" == endless.finish_reason
-    emoji = client.chat.completions.create(**asked("ensemble", "Write three emoji.", logprobs=True))
+    emoji = client.chat.completions.create(**asked("ensemble", "Write three emoji.", logprobs=True, max_tokens=6))
     logprobs = emoji.choices[0].logprobs
     content = (logprobs and logprobs.content) or []
-    assert 32 == len(content)
+    assert 6 == len(content)
     assert b"\xf0\x9f\x8c\x9f" in b"".join(bytes(token.bytes or []) for token in content)
 
 
