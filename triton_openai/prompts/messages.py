@@ -201,8 +201,9 @@ class PromptTemplate(ABC):
     takes_parts: bool = False
     #: The part that stands for an image; ``None`` where the template has no use for one.
     image_part: Mapping[str, Any] | None = None
-    #: Whether the role ``developer`` is known.
+    #: Whether the role ``developer`` is known, and whether a system message may stand behind other messages.
     takes_developers: bool = False
+    takes_late_system: bool = True
     tool_form: ToolForm = ToolForm()
 
     @abstractmethod
@@ -232,13 +233,16 @@ def prepare(
     """
     Return *messages* as *template* wants them; without *images*, these are refused like all parts that are not text.
 
-    A developer's message becomes the system's unless the template knows developers; a function's answer becomes a
+    A developer's message becomes the system's unless the template knows developers; system messages that the template
+    does not take become part of the first one, or of the user's; a function's answer becomes a
     tool's; arguments of tool calls become objects; parts are joined for templates that expect strings. Raises
     :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose ``param`` is the place (``messages[0].content[1]``).
     """
     if not messages:
         raise InvalidRequest("'messages' must hold at least one message.", param="messages")
     prepared = [_prepare(message, template, images, f"messages[{index}]") for index, message in enumerate(messages)]
+    if not template.takes_late_system and any(message["role"] in _SYSTEM for message in prepared[1:]):
+        prepared = _merged(prepared)
     if any("tool_calls" in message for message in prepared):
         _fit_ids(prepared, template.tool_form)
     return prepared
@@ -264,6 +268,32 @@ def _prepare(message: Message, template: PromptTemplate, images: ImageMarks | No
     if message.name is not None:
         prepared["name"] = message.name
     return prepared
+
+
+_SYSTEM = ("system", "developer")
+
+
+def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return prepared *messages* with one system message, the first; later ones are a user's. Turns of users merge."""
+    merged: list[dict[str, Any]] = []
+    for message in messages:
+        last: dict[str, Any] = merged[-1] if merged else {"role": None}
+        role = message["role"]
+        leading = role in _SYSTEM and last["role"] in (None, *_SYSTEM)
+        if role in _SYSTEM and not leading:
+            role = "user"
+        if merged and (leading or role == last["role"] == "user"):
+            merged[-1] = {**last, "content": _joined(last["content"], message["content"])}
+        else:
+            merged.append({**message, "role": role})
+    return merged
+
+
+def _joined(first: str | list[dict[str, str]], second: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[_text_part(content)] if isinstance(content, str) else content for content in (first, second)]
+    return parts[0] + parts[1]
 
 
 def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate, place: str) -> dict[str, Any]:

@@ -193,6 +193,9 @@ class ChatTemplate(PromptTemplate):
         self.takes_developers = self._names("developer") and self._shows(
             _VALUE, {"role": "developer", "content": _VALUE}, _QUESTION
         )
+        late = {"role": "system", "content": _VALUE}
+        early = {"role": "system", "content": _NAME}
+        self.takes_late_system = all(self._shows(_VALUE, first, late, _QUESTION) for first in (_QUESTION, early))
         try:
             self.render(self._with_parts([_QUESTION]))
         except InvalidRequest as error:

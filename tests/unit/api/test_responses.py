@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
 from triton_openai.api.responses.events import ResponseEvents
-from triton_openai.api.responses.reader import Reading, ToolName, input_items, read, seal
+from triton_openai.api.responses.reader import Reading, ToolName, input_items, read
 from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
 from triton_openai.config import LimitSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded

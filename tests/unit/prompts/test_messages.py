@@ -34,6 +34,13 @@ DEVELOPER = ChatTemplate(
 )
 
 
+FIRST_ONLY = ChatTemplate(
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}"
+    "{% endif %}{{ m.content }}{% endfor %}",
+    name="first only",
+)
+
+
 def decode(*messages: Any) -> list[Message]:
     """Decode *messages* as the request's decoder does."""
     return DECODER.decode(json.dumps(messages))
@@ -273,3 +280,23 @@ def test_messages_can_be_made_in_code() -> None:
     given: list[Message] = [UserMessage(content="u"), AssistantMessage(content="a")]
 
     assert prepare(given, STRING) == [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+
+
+def test_late_system_messages() -> None:
+    """A template that takes a system message at the beginning only gets one there, and later ones as the user's."""
+    given = decode(
+        {"role": "system", "content": "a"},
+        {"role": "developer", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "e"},
+        {"role": "assistant", "content": "f"},
+        {"role": "system", "content": [{"type": "text", "text": "g"}]},
+    )
+
+    assert [("system", "a\n\nb"), ("user", "c\n\nd\n\ne"), ("assistant", "f"), ("user", "g")] == [
+        (message["role"], message["content"]) for message in prepare(given, FIRST_ONLY)
+    ]
+    assert 7 == len(prepare(given, STRING))
+    # Nothing changes where the template takes what there is.
+    assert ["user", "user"] == [message["role"] for message in prepare([given[2], given[4]], FIRST_ONLY)]

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from triton_openai.answer.run import Progress, Run
+from triton_openai.api.agents import seal
 from triton_openai.api.messages.errors import envelope
-from triton_openai.api.messages.reader import sign
 from triton_openai.api.messages.types import (
     Block,
     BlockDelta,
@@ -68,7 +68,7 @@ def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> Iterator[Bloc
         if isinstance(start, ToolCallStart):
             yield _call(start, text)
         elif isinstance(start, Reasoning):
-            yield ThinkingBlock("", sign(text)) if omits_thinking else ThinkingBlock(text, "")
+            yield ThinkingBlock("", seal(text)) if omits_thinking else ThinkingBlock(text, "")
         elif text:
             yield TextBlock(text)
 
@@ -208,7 +208,7 @@ class MessageEvents(Events):
         self._open = None
         signature = b""
         if self._thoughts:
-            signature = self._delta(b"signature_delta", b"signature", sign("".join(self._thoughts)))
+            signature = self._delta(b"signature_delta", b"signature", seal("".join(self._thoughts)))
             self._thoughts.clear()
         return signature + _event(MessageEvent(type="content_block_stop", index=self._index))
 

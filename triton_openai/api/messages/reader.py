@@ -7,14 +7,12 @@ the prompt of a conversation stays the prefix of its next one, and the backend's
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
-import structlog
 
+from triton_openai.api.agents import LONGEST_TYPE, unsealed, warn_left_out
 from triton_openai.api.bodies import missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.messages.types import (
@@ -41,7 +39,7 @@ from triton_openai.api.messages.types import (
 )
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
 from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
-from triton_openai.errors import ServiceError, UnsupportedParameter, printable
+from triton_openai.errors import ServiceError, UnsupportedParameter
 from triton_openai.prompts.messages import (
     AssistantMessage,
     Content,
@@ -54,11 +52,8 @@ from triton_openai.prompts.messages import (
     UserMessage,
 )
 
-_log = structlog.get_logger(__name__)
-
 # Claude Code's first block: it says which release asks, changes with it, and is not for the model.
 _BILLING = "x-anthropic-billing-header:"
-_SIGNED = "triton-openai:"
 # Templates that know levels know these three.
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 # The names of the switches that templates have for thinking.
@@ -71,20 +66,6 @@ _NAMES = {
     "tool_choice.function.name": "tool_choice.name",
     "stop": "stop_sequences",
 }
-
-
-def sign(thoughts: str) -> str:
-    """Return a signature that holds *thoughts*."""
-    return _SIGNED + base64.b64encode(thoughts.encode("utf-8", "replace")).decode()
-
-
-def _signed(signature: str | None) -> str:
-    """Return the thoughts in a signature; nothing for one that was not made here."""
-    try:
-        known = signature is not None and signature.startswith(_SIGNED)
-        return base64.b64decode(signature[len(_SIGNED) :], validate=True).decode() if known and signature else ""
-    except (binascii.Error, UnicodeError):
-        return ""
 
 
 class Reading(msgspec.Struct, frozen=True):
@@ -154,22 +135,20 @@ def _choice(body: CountTokensRequest) -> ToolChoice:
 def _tools(body: CountTokensRequest, *, strict: bool) -> Iterator[Tool]:
     """Yield the tools that the model sees: deferred ones last, so that the prompt goes on where it ended before."""
     found = dict.fromkeys(_references(body.messages))
-    shown, deferred, left_out = [], {}, []
+    shown, deferred = [], {}
     for index, tool in enumerate(body.tools or ()):
-        if tool.type not in (None, "custom"):
+        if tool.type is not None and tool.type != "custom":
             if strict:
                 raise UnsupportedParameter(
-                    f"Tools of type '{tool.type[:100]}' are not supported.", param=f"tools[{index}].type"
+                    f"Tools of type '{tool.type[:LONGEST_TYPE]}' are not supported.", param=f"tools[{index}].type"
                 )
-            left_out.append(printable(tool.type, 100))
+            warn_left_out(tool.type)
         elif tool.input_schema is None or not tool.name:
             raise missing(f"tools[{index}].{'name' if tool.input_schema is not None else 'input_schema'}")
         elif tool.defer_loading:
             deferred[tool.name] = tool
         else:
             shown.append(tool)
-    if left_out:
-        _log.warning("tools that run at the provider are left out", tools=left_out)
     yield from map(_tool, shown)
     yield from [_tool(deferred[name]) for name in found if name in deferred]
 
@@ -219,7 +198,7 @@ def _assistant(blocks: Sequence[BlockParam], place: str) -> Message:
             case TextBlockParam():
                 texts.append(_text(block.text))
             case ThinkingBlockParam():
-                thoughts.append(block.thinking or _signed(block.signature))
+                thoughts.append(block.thinking or unsealed(block.signature) or "")
             case ToolUseBlockParam():
                 function = MessageFunctionCall(name=block.name, arguments=block.input)
                 calls.append(MessageToolCall(id=block.id, type="function", function=function))

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from triton_openai.answer.run import Run
+from triton_openai.api.agents import seal
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
-from triton_openai.api.responses.reader import ToolName, seal
+from triton_openai.api.responses.reader import ToolName
 from triton_openai.api.responses.types import (
     IncompleteDetails,
     InputTokensDetails,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -12,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import structlog
 
+from triton_openai.api.agents import LONGEST_TYPE, unsealed, warn_left_out
 from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
@@ -41,9 +40,6 @@ _SKIPPED = frozenset({
     "program", "program_output", "shell_call", "shell_call_output", "tool_search_call", "tool_search_output",
     "web_search_call",
 })  # fmt: skip
-_SEALED = "triton-openai:1:"
-# Longest text of a tool's or an item's type in a message or the log.
-_LONGEST_TYPE = 64
 
 
 class _InputMessage(msgspec.Struct):
@@ -114,22 +110,6 @@ class _Allowed(msgspec.Struct):
     mode: Literal["auto", "required"] = "auto"
 
 
-def seal(reasoning: str) -> str:
-    """
-    Return *reasoning* as ``encrypted_content``. It is encoded, not encrypted: the client has it in ``content`` too.
-    """
-    return base64.b64encode((_SEALED + reasoning).encode(errors="surrogatepass")).decode()
-
-
-def _unsealed(sealed: str | None) -> str | None:
-    """Return what :func:`seal` made *sealed* of, or ``None`` for what another server made."""
-    try:
-        text = base64.b64decode(sealed or "", validate=True).decode(errors="surrogatepass")
-    except (binascii.Error, ValueError):
-        return None
-    return text.removeprefix(_SEALED) if text.startswith(_SEALED) else None
-
-
 def _flat(name: str, namespace: str | None) -> str:
     """Return the name of a function of a *namespace* for models, which know no namespaces."""
     return name if namespace is None else f"{namespace}__{name}"
@@ -144,12 +124,6 @@ def _convert(value: Any, kind: type[_T], place: str) -> _T:
         raise explain(
             text.replace("`$", f"`$.{place}", 1) if " - at `$" in text else f"{text} - at `$.{place}`"
         ) from error
-
-
-@lru_cache(64)
-def _warn_left_out(kind: str) -> None:
-    """Warn once in a while: agents list such tools in every request."""
-    _log.warning("a hosted tool is left out", type=printable(kind, _LONGEST_TYPE))
 
 
 @lru_cache(64)
@@ -208,12 +182,12 @@ class Tools:
             return any(added)
         elif self._strict:
             raise UnsupportedParameter(
-                f"Tools of type '{printable(kind, _LONGEST_TYPE)}' are not supported; functions, custom tools and "
+                f"Tools of type '{printable(kind, LONGEST_TYPE)}' are not supported; functions, custom tools and "
                 "namespaces of them are.",
                 param=f"{place}.type",
             )
         else:
-            _warn_left_out(kind)
+            warn_left_out(kind)
             return False
         flat = _flat(name, namespace)
         self.chat.append({"type": "function", "function": {"name": flat, **described}})
@@ -475,7 +449,7 @@ def _thinking(item: _Reasoning) -> str | None:
     """Return the text of a reasoning item; ``None`` where there is none that can be read."""
     whole = _joined(item.content)
     if whole is None:
-        whole = _unsealed(item.encrypted_content)
+        whole = unsealed(item.encrypted_content)
     return _joined(item.summary) if whole is None else whole
 
 
