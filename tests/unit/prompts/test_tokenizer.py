@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import structlog
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
