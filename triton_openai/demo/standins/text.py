@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,14 @@ class Vocabulary:
         self._bytes = {character: byte for byte, character in _byte_characters().items()}
         self._cache: dict[int, bytes] = {}
         self._ids: dict[bytes, int] | None = None
+        # The answers of one request have one prompt.
+        self._encoded = functools.lru_cache(maxsize=16)(self._encode)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of *text*."""
+        return list(self._encoded(text, add_special_tokens))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
