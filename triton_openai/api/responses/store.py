@@ -215,9 +215,10 @@ class SqliteStore(SqlStore):
     async def _execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         connection = self._connection
         assert connection is not None
-        statement = statement.replace("$", "?")
+        # To SQLite, $1 is a parameter with the name 1.
+        named = {str(number): value for number, value in enumerate(values, 1)}
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: connection.execute(statement, values).fetchall()
+            self._thread, lambda: connection.execute(statement, named).fetchall()
         )
 
     async def close(self) -> None:
