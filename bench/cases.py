@@ -12,7 +12,7 @@ from bench.parsers import QUICK_SIZES, SIZES
 from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, SLOW, TOKEN
 
 CASES = (
-    "paced", "flood", "latency", "short", "burst", "crowd", "tools", "choices", "long", "traces", "path",
+    "paced", "flood", "latency", "short", "burst", "crowd", "tools", "choices", "responses", "long", "traces", "path",
     "footprint", "parsers", "demo",
 )  # fmt: skip
 
@@ -121,6 +121,8 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
             yield _compared(case, PACED_CALL, COMPARED, seconds, rounds, form="tools", subjects=("nginx", *_OURS))
         elif case == "choices":
             yield _compared(case, PACED, COMPARED // CHOICES, seconds, rounds, form="choices", subjects=_OURS)
+        elif case == "responses":
+            yield _compared(case, PACED, COMPARED, seconds, rounds, form="responses", subjects=_OURS)
         elif case == "long":
             for size in QUICK_SIZES if quick else SIZES:
                 tokens = size // len(TOKEN)

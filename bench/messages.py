@@ -7,8 +7,9 @@ from typing import Literal
 import msgspec
 
 Protocol = Literal["generate", "chat", "grpc"]
-#: What a chat asks for: a stream of text, of a tool call, of several answers, or an answer that is not streamed.
-Form = Literal["text", "tools", "choices", "whole"]
+#: What a chat asks for: a stream of text, of a tool call, of several answers, or an answer that is not streamed; or the
+#: text as the stream of a response.
+Form = Literal["text", "tools", "choices", "whole", "responses"]
 #: Answers of a request of the form ``choices``.
 CHOICES = 4
 

@@ -47,7 +47,7 @@ _OF_ANSWERS = {"tokens", "first_max_ms", "stalls", "cpu_us_per_answer"}
 _OF_TOKENS = {"tokens", "tokens_per_second", "cpu_us_per_token", "triton_us_per_token", *_GAPS}
 # Where an answer is a token or four, only whole answers are of interest; where streams go on, the first max is not.
 _NOT_SHOWN = {
-    **dict.fromkeys(("paced", "flood", "crowd", "tools", "choices"), _OF_ANSWERS),
+    **dict.fromkeys(("paced", "flood", "crowd", "tools", "choices", "responses"), _OF_ANSWERS),
     "long": {"first_p50_ms", "first_p99_ms", "first_max_ms", "stalls", *_GAPS},
     "latency": {"stalls", *_OF_TOKENS},
     "short": {"stalls", *_OF_TOKENS},
@@ -125,6 +125,7 @@ def aims(
         Aim("256 clients at once: first tokens after a second or more", 0.0, float(sum(stalls)) if stalls else None),
         *(_beside_text(rows, "tools", COMPARED, subject, 1.5) for subject in ("ours-http", "ours-grpc")),
         *(_beside_text(rows, "choices", COMPARED // CHOICES, subject, 1.1) for subject in ("ours-http", "ours-grpc")),
+        *(_beside_text(rows, "responses", COMPARED, subject, 1.3) for subject in ("ours-http", "ours-grpc")),
         *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
         _traced(rows),
         *(_short(rows, form) for form in ("text", "whole")),
@@ -148,7 +149,7 @@ def aims(
 
 def _beside_text(rows: Sequence[Row], case: str, streams: int, subject: str, limit: float) -> Aim:
     """Return what a token costs in *case*, beside what it costs as the text of as many single answers."""
-    what = {"tools": "tool calls", "choices": f"n={CHOICES}"}[case]
+    what = {"tools": "tool calls", "choices": f"n={CHOICES}", "responses": "Responses"}[case]
     text = f"{_PROTOCOLS[subject]}, {what}, {COMPARED} answers at a time: CPU per token / that of single texts"
     found, plain = find(rows, case, streams, subject), find(rows, "paced", COMPARED, subject)
     if found is None or plain is None:

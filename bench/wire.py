@@ -20,6 +20,7 @@ _FIELDS: Mapping[Form, Mapping[str, Any]] = {
     "tools": {"tools": [{"type": "function", "function": _TOOL}]},
     "choices": {"n": CHOICES},
     "whole": {},
+    "responses": {},
 }
 _END = b"\r\n0\r\n\r\n"
 _OK = b"HTTP/1.1 200 "
@@ -30,9 +31,13 @@ OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_token
 
 def http_request(target: Target, model: str, tokens: int, form: Form = "text") -> bytes:
     """Return a whole HTTP request; Triton itself knows no *form*."""
-    if target.protocol == "chat":
+    if form == "responses":
+        path = "/v1/responses"
+        body: dict[str, Any] = {"model": model, "input": PROMPT, "max_output_tokens": tokens, "stream": True}
+        body["store"] = False
+    elif target.protocol == "chat":
         path = "/v1/chat/completions"
-        body: dict[str, Any] = {
+        body = {
             "model": model,
             "messages": [{"role": "user", "content": PROMPT}],
             "max_tokens": tokens,

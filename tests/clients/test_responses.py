@@ -270,3 +270,16 @@ def test_truncation(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**options)
     assert "one" == client.responses.create(**options, truncation="auto").output_text
+
+
+def test_the_catalogue_of_codex(tooled: Service) -> None:
+    """Codex finds its own list beside OpenAI's, which others get alone."""
+    both = tooled.send("GET", "/v1/models?client_version=0.169.0").json
+    (model,) = [each for each in both["models"] if each["slug"] == "vllm_model"]
+    required = {
+        "slug", "display_name", "supported_reasoning_levels", "shell_type", "visibility", "supported_in_api",
+        "priority", "support_verbosity", "truncation_policy", "experimental_supported_tools", "base_instructions",
+    }  # fmt: skip
+    assert required <= model.keys()
+    assert {"text_embedding"}.isdisjoint(each["slug"] for each in both["models"])
+    assert ["object", "data"] == list(tooled.send("GET", "/v1/models").json)

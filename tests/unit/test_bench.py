@@ -350,6 +350,8 @@ class TestReport:
             (None, None),
             (2.0, False),
             (None, None),
+            (None, None),
+            (None, None),
             (2.0, False),
             (None, None),
             (1.04, True),

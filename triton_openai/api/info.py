@@ -19,6 +19,7 @@ from triton_openai.api.embeddings import answers_of
 from triton_openai.api.generate import Task, prepare, run_of
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages.errors import asks_anthropic
+from triton_openai.api.responses.catalogue import AgentModel, catalogue
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
@@ -51,10 +52,11 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """All models."""
+    """All models. ``models`` is there for Codex CLI, which sends its version as ``client_version``."""
 
     object: Literal["list"] = msgspec.field(name="object", default="list")
     data: Sequence[ModelObject]
+    models: Sequence[AgentModel] | msgspec.UnsetType = msgspec.UNSET
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -66,8 +68,9 @@ async def list_models(request: web.Request) -> web.Response:
     if asks_anthropic(request):
         return messages.list_models(request)
     models, key = service_of(request).models, key_of(request)
-    data = [describe(models, name) for name in models.served if key.allows(name)]
-    return json_response(ModelList(data=data))
+    names = [name for name in models.served if key.allows(name)]
+    listed = catalogue(models.served[name] for name in names) if "client_version" in request.query else msgspec.UNSET
+    return json_response(ModelList(data=[describe(models, name) for name in names], models=listed))
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -75,7 +78,7 @@ async def get_model(request: web.Request) -> web.Response:
     name = request.match_info["model"]
     models = service_of(request).models
     if name not in models.served or not key_of(request).allows(name):
-        await find_model(request, name)
+        name = (await find_model(request, name)).name
     return json_response(messages.describe(models, name) if asks_anthropic(request) else describe(models, name))
 
 

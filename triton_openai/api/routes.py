@@ -366,19 +366,19 @@ OPERATIONS = (
         ResponsesRequest, responses.InputTokens, errors=_KEPT,
     ),
     Operation(
-        responses.retrieve, _openai("GET /responses/{response}"), "get_response", "inference", answer=ResponseObject,
-        event=ResponseEvent, errors=_KEPT,
+        responses.retrieve, _openai("GET /responses/{response:[^/]+}"), "get_response", "inference",
+        answer=ResponseObject, event=ResponseEvent, errors=_KEPT,
     ),
     Operation(
-        responses.delete, _openai("DELETE /responses/{response}"), "delete_response", "inference",
+        responses.delete, _openai("DELETE /responses/{response:[^/]+}"), "delete_response", "inference",
         answer=responses.Deleted, errors=_KEPT,
     ),
     Operation(
-        responses.cancel, _openai("POST /responses/{response}/cancel"), "cancel_response", "inference",
+        responses.cancel, _openai("POST /responses/{response:[^/]+}/cancel"), "cancel_response", "inference",
         answer=ResponseObject, errors=_KEPT,
     ),
     Operation(
-        responses.list_input, _openai("GET /responses/{response}/input_items"), "list_input_items", "inference",
+        responses.list_input, _openai("GET /responses/{response:[^/]+}/input_items"), "list_input_items", "inference",
         answer=ItemList, errors=_KEPT,
     ),
     Operation(
@@ -386,32 +386,32 @@ OPERATIONS = (
         conversations.ConversationRequest, conversations.ConversationObject, errors=_KEPT,
     ),
     Operation(
-        conversations.retrieve, _openai("GET /conversations/{conversation}"), "get_conversation", "inference",
+        conversations.retrieve, _openai("GET /conversations/{conversation:[^/]+}"), "get_conversation", "inference",
         answer=conversations.ConversationObject, errors=_KEPT,
     ),
     Operation(
-        conversations.update, _openai("POST /conversations/{conversation}"), "update_conversation", "inference",
+        conversations.update, _openai("POST /conversations/{conversation:[^/]+}"), "update_conversation", "inference",
         conversations.ConversationUpdate, conversations.ConversationObject, errors=_KEPT,
     ),
     Operation(
-        conversations.delete, _openai("DELETE /conversations/{conversation}"), "delete_conversation", "inference",
+        conversations.delete, _openai("DELETE /conversations/{conversation:[^/]+}"), "delete_conversation", "inference",
         answer=responses.Deleted, errors=_KEPT,
     ),
     Operation(
-        conversations.list_items, _openai("GET /conversations/{conversation}/items"), "list_items", "inference",
+        conversations.list_items, _openai("GET /conversations/{conversation:[^/]+}/items"), "list_items", "inference",
         answer=ItemList, errors=_KEPT,
     ),
     Operation(
-        conversations.add_items, _openai("POST /conversations/{conversation}/items"), "add_items", "inference",
+        conversations.add_items, _openai("POST /conversations/{conversation:[^/]+}/items"), "add_items", "inference",
         conversations.NewItems, ItemList, errors=_KEPT,
     ),
     Operation(
-        conversations.retrieve_item, _openai("GET /conversations/{conversation}/items/{item}"), "get_item",
+        conversations.retrieve_item, _openai("GET /conversations/{conversation:[^/]+}/items/{item:[^/]+}"), "get_item",
         "inference", errors=_KEPT,
     ),
     Operation(
-        conversations.delete_item, _openai("DELETE /conversations/{conversation}/items/{item}"), "delete_item",
-        "inference", answer=conversations.ConversationObject, errors=_KEPT,
+        conversations.delete_item, _openai("DELETE /conversations/{conversation:[^/]+}/items/{item:[^/]+}"),
+        "delete_item", "inference", answer=conversations.ConversationObject, errors=_KEPT,
     ),
     Operation(
         responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",

@@ -530,7 +530,10 @@ class ModelSettings(ModelDefaults, frozen=True):
     *inputs*, *constants*, *outputs* and *text* describe the tensors of a model that an adapter such as ``text`` serves.
     """
 
-    aliases: Annotated[tuple[Text, ...], _common("Another name for a model.", name="alias", metavar="NAME=MODEL")] = ()
+    aliases: Annotated[
+        tuple[Text, ...],
+        _common("Another name for a model; * stands for any text.", name="alias", metavar="NAME=MODEL"),
+    ] = ()
     loras: tuple[Text | LoraSettings, ...] = ()
     lora_dir: Path | None = None
     inputs: Mapping[str, Text] = msgspec.field(default_factory=dict)

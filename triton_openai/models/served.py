@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -177,14 +178,21 @@ class Models:
 
     def wanted(self, name: str) -> str:
         """Return the name of the model that a request for *name* wants. Raises :class:`InvalidRequest` if none."""
-        if name not in _DEFAULT_NAMES or name in self.served or self._exists(name):
+        if name in self.served or self._exists(name):
             return name
+        if name not in _DEFAULT_NAMES:
+            return self._by_pattern(name)
         default = self._settings.api.default_model
         if default is None and not name:
             raise InvalidRequest(
                 "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
             )
         return default or name
+
+    def _by_pattern(self, name: str) -> str:
+        """Return the model of the longest alias with ``*`` that fits *name*, else *name*."""
+        fitting = [alias for alias in self._aliases if "*" in alias and fnmatchcase(name, alias)]
+        return self._aliases[max(fitting, key=len)] if fitting else name
 
     async def find(self, name: str) -> ServedModel:
         """
@@ -271,6 +279,8 @@ class Models:
                 if refuse and bound.failed and bound.name in self.served:
                     raise ConfigurationError(f"{bound.name}: {bound.why}")
         for alias, name in self._aliases.items():
+            if "*" in alias:
+                continue
             if alias in snapshot.configs:
                 _log.warning("alias is hidden by a model of that name", alias=alias, model=name)
             elif name in served:

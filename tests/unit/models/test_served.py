@@ -42,6 +42,15 @@ async def test_settings_that_take_a_model_away_change_nothing() -> None:
             await proxy.models.take_over(replace(settings, models={"m": ModelSettings(aliases=("a",))}), renew=False)
             assert "m" == (await proxy.models.find("a")).owner
 
+            patterns = {"m": ModelSettings(aliases=("gpt-*",)), "n": ModelSettings(aliases=("gpt-5*",))}
+            await proxy.models.take_over(replace(settings, models=patterns), renew=False)
+            for name, owner in (("gpt-4", "m"), ("gpt-5.5", "n"), ("m", "m")):
+                found = await proxy.models.find(name)
+                assert (owner, owner) == (found.owner, found.name)
+            assert {"m", "n"} == proxy.models.served.keys()
+            with pytest.raises(ModelNotFound):
+                await proxy.models.find("gp")
+
 
 async def test_a_model_that_is_gone() -> None:
     """It is none from the next look on; a new one is found when it is asked for."""

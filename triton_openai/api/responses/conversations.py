@@ -15,7 +15,7 @@ from triton_openai.api.responses.paging import ItemList, page
 from triton_openai.api.responses.reader import check_items, numbered
 from triton_openai.api.responses.state import STATE, Conversation, ResponseState
 from triton_openai.api.responses.types import Item
-from triton_openai.api.service import key_of, now, service_of
+from triton_openai.api.service import key_of, now
 from triton_openai.errors import InvalidRequest, ObjectNotFound
 
 # As many as OpenAI takes at once, and as many as a chat may have messages.
@@ -68,9 +68,8 @@ def _shown(conversation: Conversation) -> web.Response:
 async def create(request: web.Request) -> web.Response:
     """Create a conversation."""
     state, _, owner = _state(request)
-    strict = service_of(request).settings.api.strict_parameters
     body = (
-        await read_json(request, ConversationRequest, strict=strict) if request.can_read_body else ConversationRequest()
+        await read_json(request, ConversationRequest, strict=True) if request.can_read_body else ConversationRequest()
     )
     check_items(body.items or ())
     conversation = Conversation(
@@ -93,7 +92,7 @@ async def retrieve(request: web.Request) -> web.Response:
 async def update(request: web.Request) -> web.Response:
     """Replace the metadata of a conversation."""
     state, conversation_id, owner = _state(request)
-    body = await read_json(request, ConversationUpdate, strict=service_of(request).settings.api.strict_parameters)
+    body = await read_json(request, ConversationUpdate, strict=True)
 
     def change(conversation: Conversation) -> None:
         conversation.metadata = body.metadata
@@ -118,7 +117,7 @@ async def list_items(request: web.Request) -> web.Response:
 async def add_items(request: web.Request) -> web.Response:
     """Add items to the end of a conversation."""
     state, conversation_id, owner = _state(request)
-    body = await read_json(request, NewItems, strict=service_of(request).settings.api.strict_parameters)
+    body = await read_json(request, NewItems, strict=True)
     check_items(body.items)
     added = numbered(body.items, token_hex(16))
 

@@ -154,9 +154,7 @@ class Job:
     async def renew(self) -> None:
         """Say that this process still makes the response in the background; end that if somebody has ended it."""
         if not await self._put(Record(self.owner, self.response, self.items, lease())):
-            live = self.state.live.get(self.id)
-            if live is not None and live.task is not None:
-                live.task.cancel()
+            self.state.stop(self.id)
 
     async def keep(self, last: bytes = b"") -> bool:
         """Keep the response and its *last* events; return whether that worked. If not, the response says so."""
@@ -432,10 +430,9 @@ class Deleted(msgspec.Struct, kw_only=True):
 
 async def delete(request: web.Request) -> web.Response:
     """Delete a response that was stored; one that is being made is cancelled."""
-    state, record, live = await _found(request)
+    state, record, _ = await _found(request)
     await state.store().delete(record.response.id)
-    if live is not None and live.task is not None:
-        live.task.cancel()
+    state.stop(record.response.id)
     return json_response(Deleted(id=record.response.id, object="response"))
 
 
@@ -454,9 +451,7 @@ async def cancel(request: web.Request) -> web.Response:
         record.response.status, record.lease = "cancelled", 0.0
         if await state.put(record, version):
             break
-    live = state.live.get(response_id)
-    if live is not None and live.task is not None:
-        live.task.cancel()
+    state.stop(response_id)
     return json_response(record.response)
 
 

@@ -233,6 +233,12 @@ class ResponseState:
             with suppress(ServiceError):
                 await self.change(conversation_id, owner, release)
 
+    def stop(self, response_id: str) -> None:
+        """Stop making a response in the background, if this process makes it."""
+        live = self.live.pop(response_id, None)
+        if live is not None and live.task is not None:
+            live.task.cancel()
+
     async def close(self) -> None:
         """Disconnect from the store."""
         if self._store is not None:
