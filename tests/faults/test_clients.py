@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import socket
@@ -10,7 +11,6 @@ import time
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -34,24 +34,27 @@ from tests.faults.surroundings import (
 )
 
 
-@pytest.mark.parametrize("model", ENGINES)
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("orders", [{"delay_ms": 50}, {"first_delay_ms": 1500}], ids=["midway", "before"])
-def test_a_client_that_leaves(own: Own, service: Watched, model: str, stream: bool, orders: dict[str, Any]) -> None:
+def test_clients_that_leave(own: Own, service: Watched) -> None:
     """The work for a client that is gone is stopped, whether or not it had seen a token or wanted a stream."""
-    mark = f"leaving {service.port} {stream} {'first' in str(orders)}"
-    prompt = steered(mark, text=WORDS, eos=False, **orders)
-    connection = service.connect()
-    request = json.dumps(body(model, prompt, stream=stream, max_tokens=2000))
-    connection.request("POST", COMPLETIONS, request, {"Content-Type": "application/json"})
-    first = "preprocessing" if model == "ensemble" else model
-    id = own.begun(first, mark)["id"]
-    own.record.wait_for(id=id, model=ENGINES[model], event="request")
-    if stream and "delay_ms" in orders:
-        assert connection.getresponse().readline()
-    connection.close()
+    leaving = []
+    for model, stream, orders in itertools.product(
+        ENGINES, (False, True), ({"delay_ms": 50}, {"first_delay_ms": 1500})
+    ):
+        mark = f"leaving {service.port} {stream} {'first' in str(orders)}"
+        prompt = steered(mark, text=WORDS, eos=False, **orders)
+        connection = service.connect()
+        request = json.dumps(body(model, prompt, stream=stream, max_tokens=2000))
+        connection.request("POST", COMPLETIONS, request, {"Content-Type": "application/json"})
+        first = "preprocessing" if model == "ensemble" else model
+        id = own.begun(first, mark)["id"]
+        own.record.wait_for(id=id, model=ENGINES[model], event="request")
+        if stream and "delay_ms" in orders:
+            assert connection.getresponse().readline()
+        connection.close()
+        leaving.append((model, stream, orders, id))
 
-    assert own.end(ENGINES[model], id) in ("cancelled", "stopped")
+    for model, stream, orders, id in leaving:
+        assert own.end(ENGINES[model], id) in ("cancelled", "stopped"), (model, stream, orders)
     assert_works(service)
 
 

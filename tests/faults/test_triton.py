@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -64,46 +62,41 @@ def test_down_at_start(module_triton: Own, tmp_path: Path) -> None:
             }
 
 
-@pytest.mark.parametrize("model", ENGINES)
-def test_killed_in_a_stream(own: Own, service: Watched, model: str) -> None:
-    """The stream ends with an error event; the service is not ready, and is again when Triton is back."""
-    with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50)) as stream:
-        first = stream.chunk()
-        own.server.kill()
-        events = stream.rest()
+def test_killed_at_work(own: Own, service: Watched) -> None:
+    """
+    Streams end with an error event, and a request that waits for its whole answer gets an error.
 
-    assert first["choices"][0]["text"]
-    error = failure(events[-1])
-    assert "server_error" == error["type"]
+    The service is not ready, and is again when Triton is back.
+    """
+    with contextlib.ExitStack() as opened:
+        streams = {}
+        answers = []
+        for model in ENGINES:
+            endless = steered(text=WORDS, eos=False, delay_ms=50)
+            streams[model] = opened.enter_context(Stream(service, model, endless, max_tokens=2000))
+            assert streams[model].chunk()["choices"][0]["text"]
+            mark = f"killed at once {model} {service.port}"
+            waiting = body(model, steered(mark, text=WORDS, first_delay_ms=60_000))
+            answers.append(opened.enter_context(asking(service, COMPLETIONS, waiting)))
+            own.begun("preprocessing" if model == "ensemble" else model, mark)
+        own.server.kill()
+        ends = [stream.rest()[-1] for stream in streams.values()]
+        replies = [answer.result(30) for answer in answers]
+
     # gRPC does not always tell a connection that broke from one that could not be made.
-    assert error["code"] in ("upstream_disconnected", "upstream_unavailable")
+    for error in map(failure, ends):
+        assert "server_error" == error["type"]
+        assert error["code"] in ("upstream_disconnected", "upstream_unavailable")
+    # Over a connection that was in use before it is tried once more, and then there is nobody to connect to.
+    for reply in replies:
+        assert (reply.status, reply.error["code"]) in ((502, "upstream_disconnected"), (503, "upstream_unavailable"))
     until(lambda: service.status("/health/ready") == 503)
-    refusal = service.post(COMPLETIONS, body(model, "Hello"))
-    assert (503, "upstream_unavailable") == (refusal.status, refusal.error["code"])
-    assert refusal.headers["Retry-After"]
+    for model in ENGINES:
+        refusal = service.post(COMPLETIONS, body(model, "Hello"))
+        assert (503, "upstream_unavailable") == (refusal.status, refusal.error["code"])
+        assert refusal.headers["Retry-After"]
     assert 200 == service.status("/health/live")
 
-    own.server.start()
-    assert_works(service)
-
-
-@pytest.mark.parametrize(
-    "path, request_body",
-    [
-        (COMPLETIONS, body("ensemble", steered("killed at once", text=WORDS, first_delay_ms=60_000))),
-        (COMPLETIONS, body("vllm_model", steered("killed at twice", text=WORDS, first_delay_ms=60_000))),
-    ],
-)
-def test_killed_during_a_request(own: Own, service: Watched, path: str, request_body: dict[str, Any]) -> None:
-    """A request that waits for its whole answer gets an error, and the next Triton serves again."""
-    prompt = f"{request_body['prompt'].partition(' <<')[0]} {threading.get_ident()} {service.port}"
-    with asking(service, path, {**request_body, "prompt": f"{prompt} {request_body['prompt']}"}) as answer:
-        own.begun(request_body["model"] if request_body["model"] == "vllm_model" else "preprocessing", prompt)
-        own.server.kill()
-        reply = answer.result(30)
-
-    # Over a connection that was in use before it is tried once more, and then there is nobody to connect to.
-    assert (reply.status, reply.error["code"]) in ((502, "upstream_disconnected"), (503, "upstream_unavailable"))
     own.server.start()
     assert_works(service)
 
@@ -119,17 +112,22 @@ def test_restarted_behind_idle_connections(own: Own, service: Watched) -> None:
 # A Triton that freezes
 
 
-@pytest.mark.parametrize("model", ENGINES)
-def test_frozen_in_a_stream(own: Own, service: Watched, model: str) -> None:
+def test_frozen_in_a_stream(own: Own, service: Watched) -> None:
     """A stream that falls silent is ended with an error event after the idle timeout; until then there are comments."""
     silence = {"x-idle-timeout": IMPATIENT["x-idle-timeout"]}
-    with Stream(service, model, steered(text=WORDS, eos=False, delay_ms=50), headers=silence) as stream:
-        stream.chunk()
+    with contextlib.ExitStack() as opened:
+        streams = []
+        for model in ENGINES:
+            endless = steered(text=WORDS, eos=False, delay_ms=50)
+            streams.append(opened.enter_context(Stream(service, model, endless, headers=silence, max_tokens=2000)))
+        for stream in streams:
+            stream.chunk()
         with frozen(own.server):
-            events = list(iter(stream.event, ""))
+            told = [list(iter(stream.event, "")) for stream in streams]
 
-    assert ": keep-alive" in events
-    assert "upstream_silent" == failure(events[-1])["code"]
+    for events in told:
+        assert ": keep-alive" in events
+        assert "upstream_silent" == failure(events[-1])["code"]
     assert_works(service)
 
 

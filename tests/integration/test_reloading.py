@@ -9,7 +9,7 @@ import signal
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class Configured:
     service: Service
     file: Path
     workers: int
+    #: How many lines of the log are older than the test.
+    older: int = 0
 
     def write(self, settings: Mapping[str, Any]) -> None:
         """Exchange the file in one step, as a mounted configuration is."""
@@ -44,7 +46,7 @@ class Configured:
 
     def said(self, event: str) -> list[dict[str, Any]]:
         """Return the log's lines of this kind."""
-        lines = map(json.loads, self.service.log_lines())
+        lines = map(json.loads, self.service.log_lines()[self.older :])
         return [line for line in lines if line["event"] == event]
 
     def models(self) -> set[str]:
@@ -62,21 +64,38 @@ class Configured:
         until(all_have_answered)
 
 
-@pytest.fixture(params=[1, 2], ids=["one", "two"])
-def configured(request: pytest.FixtureRequest, triton: TestTriton, tmp_path: Path) -> Iterator[Configured]:
-    """The service with an alias, and with a template of its own for one model."""
-    with _configured(triton, tmp_path, request.param) as running:
-        yield running
+@pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
+def running(
+    request: pytest.FixtureRequest, triton: TestTriton, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Configured]:
+    """The service, with one process and with two."""
+    with _configured(triton, tmp_path_factory.mktemp("reloading"), request.param) as configured:
+        yield configured
+
+
+@pytest.fixture
+def configured(running: Configured, template: Path) -> Configured:
+    """That service, with an alias, and with a template of the test's own for one model."""
+    older = len(running.service.log_lines())
+    running.write(_settings(template, "old-name"))
+    until(lambda: replace(running, older=older).said("settings are read again"))
+    return replace(running, older=len(running.service.log_lines()))
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A chat template."""
+    file = tmp_path / "template.jinja"
+    file.write_text("first {{ messages[0].content }}")
+    return file
 
 
 @contextlib.contextmanager
-def _configured(triton: TestTriton, tmp_path: Path, workers: int) -> Iterator[Configured]:
-    file = tmp_path / "settings.yaml"
-    template = tmp_path / "template.jinja"
-    template.write_text("first {{ messages[0].content }}")
-    file.write_text(json.dumps(_settings(template, "old-name")))
+def _configured(triton: TestTriton, folder: Path, workers: int) -> Iterator[Configured]:
+    file = folder / "settings.yaml"
+    file.write_text(json.dumps(_settings("chatml", "old-name")))
     arguments = ("--config", str(file), "--triton-url", triton.http_url, "--workers", str(workers), *_TOLD)
-    with serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service:
+    with serving(folder, *arguments, XDG_RUNTIME_DIR=str(folder)) as service:
         running = Configured(service, file, workers)
         until(lambda: len([line for line in running.said("model is served") if line["model"] == "ensemble"]) == workers)
         yield running
@@ -86,7 +105,7 @@ def _settings(template: Path | str, alias: str, **api: Any) -> dict[str, Any]:
     return {"models": {"ensemble": {"chat_template": str(template), "aliases": [alias]}}, "api": api}
 
 
-def test_a_changed_file(configured: Configured, tmp_path: Path) -> None:
+def test_a_changed_file(configured: Configured) -> None:
     """Aliases, limits and templates change in all processes, without anybody asking for it."""
     configured.agree(lambda: "old-name" in configured.models(), True)
     configured.write(_settings("chatml", "new-name", default_max_tokens=1))
@@ -104,7 +123,7 @@ def test_a_changed_file(configured: Configured, tmp_path: Path) -> None:
     assert [] == configured.service.complaints()
 
 
-def test_a_request_reads_templates_again(configured: Configured, triton: TestTriton, tmp_path: Path) -> None:
+def test_a_request_reads_templates_again(configured: Configured, triton: TestTriton, template: Path) -> None:
     """SIGHUP takes the template's new text, though the settings name the same file."""
 
     def prompt() -> str:
@@ -117,7 +136,7 @@ def test_a_request_reads_templates_again(configured: Configured, triton: TestTri
         return "no prompt was recorded"
 
     configured.agree(lambda: "first Hello" in prompt(), True)
-    (tmp_path / "template.jinja").write_text("second {{ messages[0].content }}")
+    template.write_text("second {{ messages[0].content }}")
     configured.ask_to_reload()
     until(lambda: configured.said("settings are read again"))
 
@@ -212,7 +231,7 @@ def test_a_replaced_worker_has_the_keys_in_force(triton: TestTriton, tmp_path: P
 def test_a_replaced_worker_has_the_new_settings(triton: TestTriton, tmp_path: Path) -> None:
     """Also where the file has become bad since."""
     with _configured(triton, tmp_path, 2) as configured:
-        configured.write(_settings("chatml", "new-name"))
+        configured.write(_settings("llama3", "new-name"))
         until(lambda: configured.said("settings are read again"))
         configured.write({"api": "nothing"})
         until(lambda: configured.said("new settings are not used, the old ones stay"))
