@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import structlog
 import yaml
 
@@ -22,8 +23,9 @@ from triton_openai.adapters._common.base import (
 )
 from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
 from triton_openai.adapters._common.trtllm import TrtllmAdapter
-from triton_openai.generation import Generation
-from triton_openai.triton.tensors import InferRequest, ModelConfig
+from triton_openai.errors import ConfigurationError, PromptRefused
+from triton_openai.generation import Generation, Lora
+from triton_openai.triton.tensors import InferRequest, ModelConfig, Tensor
 
 _log = structlog.get_logger(__name__)
 
@@ -42,27 +44,49 @@ PARAMETERS: tuple[Parameter, ...] = (
 )
 _EXCLUDE = f"{_PREFIX}exclude_input_from_output"
 _SUPPLIED = frozenset({"text_input", "streaming", "return_finish_reason", _EXCLUDE, f"{_PREFIX}max_tokens"})
+_IMAGES = "image_url"
+# The first three go together or not at all; without the last, the files are Hugging Face's.
+_LORA = ("lora_id", "lora_name", "lora_path", "lora_ckpt_source")
+# An input that a release brought, the newest first.
+_RELEASES = (
+    ("lora_id", "1.3 or newer"),
+    ("stop", "1.0 to 1.2"),
+    (f"{_PREFIX}best_of", "0.20 or 0.21"),
+    ("text_input", "0.19"),
+)
 
 
 class TrtllmLlmapi(TrtllmAdapter):
     """
     The whole text at every step, and the finish reason with the last; there are no counts.
 
-    Up to 1.2 a stream is one response with everything. Cancelled by closing the stream: the model's stop request leaves
-    requests that do not stream without an answer.
+    Up to 1.2 a stream is one response with everything, because the model passes ``streaming`` on as the LoRA adapter.
+    Since 1.3 a request that the engine refuses is never answered, so nothing is sent that it is known to refuse.
+    Cancelled by closing the stream: the model's stop request leaves requests that do not stream without an answer.
     """
 
     name = "trtllm-llmapi"
-    # Those of a tokenizer that the config does not name.
-    hints = Hints(adds_bos=True)
+    # The special tokens are those of a tokenizer that the config does not name. Images are ignored, without an error,
+    # unless the model's files turn them on.
+    hints = Hints(adds_bos=True, images=False)
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
         self.parameters = bind(PARAMETERS, config)
-        self.capabilities = self.capabilities_with(
+        newer = _LORA[0] in config.inputs
+        capabilities = self.capabilities_with(
             echoes=_EXCLUDE not in config.inputs,
             finish_reason="return_finish_reason" in config.inputs and "finish_reason" in config.outputs,
+            images=_IMAGES in config.inputs,
+            images_as_turn=True,
+            prefers_grpc=True,
         )
+        loras = set(_LORA) <= config.inputs.keys()
+        self.capabilities = msgspec.structs.replace(
+            capabilities, streaming=config.decoupled and newer, lora=loras, lora_paths=loras
+        )
+        if config.decoupled and not newer:
+            self.notes = ("this release answers a stream with one response: TensorRT-LLM streams since 1.3",)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -70,7 +94,8 @@ class TrtllmLlmapi(TrtllmAdapter):
         claimed = {"text_input", f"{_PREFIX}max_tokens"} <= config.inputs.keys() and "text_output" in config.outputs
         if not claimed or not requires_only(config, _SUPPLIED):
             return None
-        return f"inputs text_input and {_PREFIX}max_tokens and output text_output"
+        release = next(release for name, release in _RELEASES if name in config.inputs)
+        return f"inputs text_input and {_PREFIX}max_tokens and output text_output; TensorRT-LLM {release}"
 
     def hints_with(self, files: ModelFiles) -> Hints:
         """Return what ``model.yaml``, the arguments of the LLM API, says."""
@@ -81,18 +106,55 @@ class TrtllmLlmapi(TrtllmAdapter):
             return self.hints
         if not isinstance(arguments, dict):
             return self.hints
-        return with_engine_arguments(self.hints, arguments, length="max_seq_len")
+        own, longest = arguments.get("triton_config"), arguments.get("max_num_tokens")
+        return msgspec.structs.replace(
+            with_engine_arguments(self.hints, arguments, length="max_seq_len"),
+            # A prompt is read in one step unless it may be read in chunks.
+            max_prompt_len=longest if type(longest) is int and not arguments.get("enable_chunked_prefill") else None,
+            loras=bool(arguments.get("enable_lora") or arguments.get("lora_config")),
+            images=isinstance(own, dict) and own.get("multimodal") is True,
+        )
+
+    def at_once(self, generation: Generation) -> bool:
+        """Return whether the answer comes in one response: up to 1.2 it does, decoupled or not."""
+        return not self.capabilities.streaming
+
+    def why_silent(self, generation: Generation) -> str | None:
+        """Return what fails before the model knows the request, as of 1.3 and as far as it cannot be found out here."""
+        if _LORA[0] not in self.config.inputs:
+            return None
+        files = ", or the LoRA adapter's files are not on its machine" if generation.lora is not None else ""
+        return f"It leaves requests that it refuses without an answer: maybe the prompt is too long for it{files}."
 
     def encode(self, generation: Generation) -> InferRequest:
-        """Return the request: the prompt, the flags that are always set, and what the client asked for."""
-        flags = {"streaming": self.config.decoupled, _EXCLUDE: True, "return_finish_reason": True}
+        """
+        Return the request: the prompt, the flags that are always set, and what the client asked for.
+
+        Raises :class:`PromptRefused` for an empty prompt.
+        """
+        if not generation.prompt:
+            raise PromptRefused("The prompt is empty: there is nothing to continue.")
+        flags = {"streaming": self.capabilities.streaming, _EXCLUDE: True, "return_finish_reason": True}
         inputs = [self.tensor("text_input", generation.prompt), *self.declared_tensors(**flags)]
+        if generation.images:
+            kinds = [image.media_type.removeprefix("image/") for image in generation.images]
+            pairs = zip(kinds, generation.images, strict=True)
+            inputs.append(self.tensor(_IMAGES, *(f"data:image/{kind};base64,{image.base64}" for kind, image in pairs)))
         return self.generation_request(generation, inputs, ("text_output", "finish_reason"))
+
+    def lora_tensors(self, lora: Lora | None) -> list[Tensor]:
+        """Return the inputs that name a LoRA adapter and the path from which the model reads it."""
+        if lora is None:
+            return []
+        if lora.number is None or lora.path is None:
+            raise ConfigurationError(f"The LoRA adapter '{lora.name}' has no path.", param="model")
+        values = (lora.number, lora.name, lora.path, lora.ckpt_source)
+        return [self.tensor(name, value) for name, value in zip(_LORA, values, strict=True) if value is not None]
 
     def decoder(self, generation: Generation) -> TextDecoder:
         """Return a decoder for one request."""
         stage: CumulativeText | PromptEcho | None = None
-        if self.config.decoupled:
+        if self.capabilities.streaming:
             stage = CumulativeText()
         elif self.capabilities.echoes:
             stage = PromptEcho(generation.prompt, generation.prompt_echo)

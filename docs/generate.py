@@ -351,7 +351,7 @@ def _about(section: str) -> str:
 
 def _default(option: Option) -> str:
     if option.is_switch:
-        return "on" if option.default else "off"
+        return "" if option.default is None else "on" if option.default else "off"
     if option.default in (None, (), msgspec.NODEFAULT) or isinstance(option.default, msgspec.Struct):
         return ""
     value = option.default

@@ -145,11 +145,14 @@ class Lora(msgspec.Struct, frozen=True, kw_only=True):
     """
     A LoRA adapter to answer with: its *name*, and for engines that know adapters by one, its *number*.
 
+    ``path`` and ``ckpt_source`` (``hf`` or ``nemo``) are for backends that read the weights themselves.
     ``weights``, and ``config`` which says what each of their rows is for, are set on requests that bring them.
     """
 
     name: str
     number: int | None = None
+    path: str | None = None
+    ckpt_source: str | None = None
     weights: Matrix | None = None
     config: Matrix | None = None
 

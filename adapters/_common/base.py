@@ -152,11 +152,14 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
       ``cumulative_logprob``: the answer with its own; ``prompt_logprobs``: the prompt's tokens with theirs;
       ``token_ids``: tokens with their ids.
     - ``bias_words``: a logit bias is sent as texts, each of which the backend tokenizes with its special tokens.
-    - ``lora``: a request can name a LoRA adapter; ``lora_format``: how the model takes weights, where it needs them.
-    - ``images``: a prompt can come with images, ``max_images`` of them where the model's tensors show a limit.
+    - ``lora``: a request can name a LoRA adapter; ``lora_format``: how the model takes weights, where it needs them;
+      ``lora_paths``: it reads them itself, from the path in the request.
+    - ``images``: a prompt can come with images, ``max_images`` of them where the model's tensors show a limit;
+      ``images_as_turn``: such a prompt is the text of one user message, which the model's own template wraps.
     - ``score``: it scores pairs of texts; ``token_pairs``: as token ids.
     - ``samples``: a request without temperature, top_p and top_k gets OpenAI's defaults; where not, the backend's own.
       ``fixed_seed``: the backend uses one seed for all requests that bring none.
+    - ``prefers_grpc``: the backend notices over gRPC alone, or there first, that a client has left.
     """
 
     generate: bool = False
@@ -180,12 +183,15 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     bias_words: bool = False
     lora: bool = False
     lora_format: LoraFormat | None = None
+    lora_paths: bool = False
     images: bool = False
+    images_as_turn: bool = False
     max_images: int | None = None
     score: bool = False
     token_pairs: bool = False
     samples: bool = True
     fixed_seed: bool = False
+    prefers_grpc: bool = False
 
 
 #: Reads a file of a Triton model: the model's name and the file's name in its newest version; ``None`` if unreadable.
@@ -198,8 +204,9 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
 
     ``tokenizer_dir`` is a path on the server's machine; ``tokenizer`` is a folder, or a name on the Hugging Face hub,
     from the model's own files. ``adds_bos`` is whether the backend adds special tokens to a prompt. ``max_model_len``
-    is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras`` and
-    ``generates`` are whether the engine takes LoRA adapters, and generates text, as far as the files say.
+    is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras``,
+    ``images`` and ``generates`` are whether the engine takes LoRA adapters and images, and generates text, as far as
+    the files say.
     """
 
     tokenizer_dir: str | None = None
@@ -208,6 +215,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_prompt_len: int | None = None
     loras: bool = True
+    images: bool = True
     generates: bool = True
 
 
@@ -247,13 +255,14 @@ class Adapter:
     Base of all adapters: refuses everything; an adapter overrides what its backend can do.
 
     :attr:`capabilities` says what the model can do, :attr:`parameters` what each parameter of a request becomes on it,
-    and :attr:`hints` what else the configs say.
+    and :attr:`hints` what else the configs say. :attr:`notes` are sentences for the operator, which `inspect` shows.
     """
 
     name: ClassVar[str]
     capabilities: Capabilities = Capabilities()
     parameters: Sequence[BoundParameter] = ()
     hints: Hints = Hints()
+    notes: Sequence[str] = ()
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         """
@@ -299,6 +308,10 @@ class Adapter:
     def at_once(self, generation: Generation) -> bool:
         """Return whether the whole answer to :meth:`encode`'s request comes in one response."""
         return not self.config.decoupled
+
+    def why_silent(self, generation: Generation) -> str | None:
+        """Return a sentence with the likely cause where no answer at all comes to *generation*, if there is one."""
+        return None
 
     def encode(self, generation: Generation) -> InferRequest:
         """Return the request for one prompt. Raises :class:`InvalidRequest` for values that no input can hold."""
@@ -375,6 +388,7 @@ class Adapter:
             outputs=tuple(name for name in outputs if name in self.config.outputs),
             stream=self.config.decoupled,
             cancellable=cancellable,
+            prefers_grpc=self.capabilities.prefers_grpc,
             json_expressible=all(
                 tensor.datatype not in ("FP16", "BF16") and not isinstance(tensor.values, bytes) for tensor in inputs
             ),

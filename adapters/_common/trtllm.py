@@ -116,7 +116,7 @@ class TrtllmAdapter(Adapter):
             *self.parameter_tensors(generation.sampling),
             *self._randomness(generation.sampling, logprobs=logprobs),
             *self._guide_tensors(generation.guide),
-            *self._lora_tensors(generation.lora),
+            *self.lora_tensors(generation.lora),
         ]
         cache = self._cache_report(generation)
         if cache is not None:
@@ -172,7 +172,8 @@ class TrtllmAdapter(Adapter):
         tensors = [self.tensor(_GUIDE_TYPE, _GUIDE_TYPES[guide.kind])]
         return tensors if guide.kind == "json" else [*tensors, self.tensor(_GUIDE, text)]
 
-    def _lora_tensors(self, lora: Lora | None) -> list[Tensor]:
+    def lora_tensors(self, lora: Lora | None) -> list[Tensor]:
+        """Return the inputs of a LoRA adapter: its number, and its weights where they are sent."""
         if lora is None:
             return []
         if lora.number is None:

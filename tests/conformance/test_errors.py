@@ -23,9 +23,8 @@ def refused_by(
     *refusal* is what is left of it where it is the reason of a refusal, and *begun* whether a part of the answer came
     before it.
     """
-    if model in ("tensorrt_llm_llmapi", "vllm_model") and not begun:
-        # vLLM passes on the texts of ValueErrors only, which are about the request; what has begun was accepted.
-        # The LLM API's model words all errors alike.
+    if model == "vllm_model" and not begun:
+        # It passes on the texts of ValueErrors only, which are about the request; what has begun was accepted.
         reason = reason or refusal
         what = f"The model refused the request: {reason}" if reason else "The model refused the request."
         return 400, "invalid_request", what

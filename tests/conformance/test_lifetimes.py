@@ -206,7 +206,7 @@ async def test_a_backend_that_never_begins(triton, model, transport, streamed):
 
     assert (504, "upstream_timeout" if at_once else "upstream_silent") == (answer.status, answer.error["code"])
     if not at_once:
-        assert "The model sent no answer for 0.3 seconds." == answer.error["message"]
+        assert answer.error["message"].startswith("The model sent no answer for 0.3 seconds.")
 
 
 async def test_a_bls_error_after_the_first_token_ends_by_the_silence(triton):

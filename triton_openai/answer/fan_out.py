@@ -56,7 +56,7 @@ class Answers:
 
     def expire(self, timeout: float) -> None:
         """Make :meth:`ended` raise: *timeout* seconds were not enough."""
-        self._expired = too_long(timeout)
+        self._expired = too_long(timeout, self.runs)
         self._news.set()
 
     async def ended(self) -> Sequence[int]:
@@ -98,9 +98,10 @@ class Answers:
             run.close()
 
 
-def too_long(timeout: float | None) -> UpstreamTimeout:
-    """Return the error for an answer that took more than *timeout* seconds."""
-    return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.")
+def too_long(timeout: float | None, runs: Sequence[Run]) -> UpstreamTimeout:
+    """Return the error for *runs* whose answers took more than *timeout* seconds."""
+    cause = next((run.why_silent for run in runs if run.why_silent), "")
+    return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.{cause}")
 
 
 class Collected(msgspec.Struct):

@@ -125,6 +125,11 @@ class Progress:
             if delta.finish_reason is FinishReason.STOP and last in self._generation.sampling.stop_token_ids:
                 self.stop_reason = last
 
+    def cut(self, behind: int) -> None:
+        """Forget so many characters at the end: what the backend has written behind the end of the answer."""
+        if behind:
+            self.pieces[-1] = self.pieces[-1][:-behind]
+
     def add_text(self, text: str) -> None:
         """Add text that a decoder kept until the end; it is no step of its own."""
         self.pieces.append(text)
@@ -350,6 +355,12 @@ class Run:
             self._silence.paused, self._silence.last = False, monotonic()
             self._work.stream.resume()
 
+    @property
+    def why_silent(self) -> str:
+        """What to add to an error after which nothing has come: the likely cause, where the adapter knows one."""
+        cause = None if self.progress.steps else self.model.adapter.why_silent(self.generation)
+        return f" {cause}" if cause else ""
+
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
         if self._work.stream is not None:
@@ -362,7 +373,8 @@ class Run:
     def _fall_silent(self, allowed: float) -> None:
         what = "no further token" if self.progress.steps else "no answer"
         self._work.stop(silent=True)
-        self._fail(UpstreamTimeout(f"The model sent {what} for {allowed:g} seconds.", code="upstream_silent"))
+        message = f"The model sent {what} for {allowed:g} seconds.{self.why_silent}"
+        self._fail(UpstreamTimeout(message, code="upstream_silent"))
 
     def _fail(self, error: Exception | None) -> None:
         self.progress.cancelled = self.progress.finish_reason is None

@@ -149,6 +149,8 @@ class StopStrings:
         # Stream state
         self._held = ""
         self.matched: str | None = None
+        #: The characters behind it.
+        self.behind = 0
 
     def feed(self, piece: str) -> str:
         """Return the text that can be shown now; nothing after a match (see ``matched``)."""
@@ -158,8 +160,9 @@ class StopStrings:
         found = self._find(text)
         if found is not None:
             start, self.matched = found
-            self._held = ""
-            return text[: start + len(self.matched)] if self._include else text[:start]
+            end = start + len(self.matched)
+            self._held, self.behind = "", len(text) - end
+            return text[:end] if self._include else text[:start]
         keep = self._could_begin(text)
         self._held = text[len(text) - keep :] if keep else ""
         return text[: len(text) - keep]
@@ -296,6 +299,8 @@ class StopStage:
         """Note the stop string, if one was found."""
         if self.stops.matched is not None:
             self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self.stops.matched
+            self._progress.cut(self.stops.behind)
+            self.stops.behind = 0
 
 
 class Pipeline:

@@ -13,7 +13,7 @@ from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidV
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import choose, fill, recognise
-from triton_openai.prompts.messages import ContentPart, Message, Rendering, is_image, marks
+from triton_openai.prompts.messages import ContentPart, Message, Rendering, UserMessage, is_image, marks, text_of
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -145,9 +145,10 @@ def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
     """
     Return a number of tokens that no prompt of *model* can exceed.
 
-    It is the context length if that is known, else the limit in the engine's files, else the tokenizer's.
+    It is the context length or the limit in the engine's files where one is known, else the tokenizer's.
     """
-    return model.settings.max_model_len or model.hints.max_prompt_len or tokenizer.longest_prompt
+    known = [limit for limit in (model.settings.max_model_len, model.hints.max_prompt_len) if limit]
+    return min(known, default=tokenizer.longest_prompt)
 
 
 def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
@@ -202,6 +203,8 @@ async def rendered_chat(
     own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the
     model has no template.
     """
+    if images and model.adapter.capabilities.images_as_turn:
+        return _turn(request, messages, tools=tools, reasoning_effort=reasoning_effort), "the model's own"
     prompter = await model.prompter()
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidRequest(
@@ -231,6 +234,34 @@ async def rendered_chat(
         found = marks(template, model.settings.image_placeholder, images[0].place)
         rendering = msgspec.structs.replace(rendering, images=found)
     return await prompter.render_async(messages, rendering), template.name
+
+
+def _turn(
+    request: ChatPromptRequest,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    reasoning_effort: str | None,
+) -> str:
+    """Return the text of the only message. Raises :class:`UnsupportedParameter` for all that the text cannot say."""
+    for name, given in (
+        ("tools", tools),
+        ("documents", request.documents),
+        ("chat_template", request.chat_template),
+        ("chat_template_kwargs", request.chat_template_kwargs),
+        ("reasoning_effort", reasoning_effort),
+        ("continue_final_message", request.continue_final_message),
+        ("add_generation_prompt", request.add_generation_prompt is False),
+    ):
+        if given:
+            raise UnsupportedParameter(f"This model does not take '{name}' together with images.", param=name)
+    first = messages[0]
+    if isinstance(first, UserMessage) and len(messages) == 1:
+        return text_of(first, "messages[0]")
+    raise UnsupportedParameter(
+        "With images, this model takes one user message alone: its own template has no place for others.",
+        param=f"messages[{int(isinstance(first, UserMessage))}]",
+    )
 
 
 def as_sent(model: ServedModel, tokenizer: Tokenizer | None, prompt: str) -> str:
@@ -278,7 +309,7 @@ def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageRefe
         for index, part in enumerate(message.content):
             if isinstance(part, ContentPart) and is_image(part):
                 place = f"messages[{number}].content[{index}]"
-                if not model.adapter.capabilities.images:
+                if not model.takes_images:
                     raise UnsupportedParameter(
                         f"Content of type '{part.type}' is not supported by this model; only text is.", param=place
                     )

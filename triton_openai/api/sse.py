@@ -273,7 +273,7 @@ async def stream(
             async with asyncio.timeout(timeout):
                 await events.relay()
         except TimeoutError as error:
-            raise too_long(timeout) from error
+            raise too_long(timeout, runs) from error
         finally:
             events.close()
     except ConnectionError:

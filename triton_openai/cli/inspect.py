@@ -29,6 +29,11 @@ _LOSES = (
     "its engine, asked at token level, does not: that needs the tokenizer (--tokenizer) and --prefer-token-level auto"
 )
 
+_NO_GRPC = (
+    "a client that leaves before the first token stops no work: the model notices that over gRPC only (give Triton's "
+    "gRPC address too, with --triton-url)"
+)
+
 
 class ParameterReport(msgspec.Struct, frozen=True):
     """How a model handles a request parameter; ``target`` is its input tensor, or the key in it."""
@@ -155,6 +160,9 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         notes = [error.message]
     if capabilities.splits_characters:
         notes.append(_LOSES)
+    notes += model.adapter.notes
+    if capabilities.prefers_grpc and not models.over_grpc:
+        notes.append(_NO_GRPC)
     if not capabilities.generate:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
         notes = notes[:1] if capabilities.token_pairs and not tokenizer else []
@@ -198,6 +206,10 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
 
 def _images(model: ServedModel, prompter: Prompter) -> str:
     capabilities = model.adapter.capabilities
+    if capabilities.images and not model.hints.images:
+        return "none: the model ignores them unless it is set up for them, which its files or 'multimodal' can tell"
+    if capabilities.images and capabilities.images_as_turn:
+        return "as many as the model takes, with one user message alone"
     if not capabilities.images or not prompter.can_chat:
         return "none"
     try:

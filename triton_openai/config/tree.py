@@ -442,13 +442,15 @@ class DefaultParameters(_Group, frozen=True, omit_defaults=True):
 
 class LoraSettings(_Group, frozen=True):
     """
-    A LoRA adapter that an engine is sent, or has read itself: its *name*, the *task_id* that stands for it there (made
-    from its contents if left out), and the *path* of the folder with its weights.
+    A LoRA adapter that an engine is sent, or reads itself: its *name*, the *task_id* that stands for it there (made
+    from its contents or its path if left out), and the *path* of the folder with its weights. *ckpt_source* is the
+    format of what an engine reads itself.
     """
 
     name: Text
     task_id: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     path: Text | None = None
+    ckpt_source: Literal["hf", "nemo"] | None = None
 
 
 class ModelDefaults(_Group, frozen=True):
@@ -506,6 +508,13 @@ class ModelDefaults(_Group, frozen=True):
         _file_only(
             "Placeholder of an image in the prompt, for chat templates that take text only; {n} is the image's number. "
             "'none' if the backend inserts images itself, 'auto' (the default) leaves it to the template."
+        ),
+    ] = None
+    multimodal: Annotated[
+        bool | None,
+        _file_only(
+            "Whether the engine is set up for images, where the backend ignores them otherwise; by default from the "
+            "model's files."
         ),
     ] = None
     max_model_len: Annotated[

@@ -220,8 +220,21 @@ def _vllm(site: _Site, name: str) -> None:
 
 
 def _llmapi(site: _Site, name: str) -> None:
-    # No batches, as the original's model.yaml has it; the parameters are there too, out of Triton's sight.
-    site.write(name, render(name, site.contracts[name], backend="python", decoupled=True, instances=1), "llmapi")
+    sees = name == "tensorrt_llm_llmapi_multimodal"
+    contract = site.contracts["tensorrt_llm_llmapi" if sees else name]
+    if sees:
+        contract = Contract([*contract.inputs, "image_url? STRING [-1]"], contract.outputs)
+    # No batches, as the original's model.yaml has it, whose parameters are out of Triton's sight.
+    folder = site.write(name, render(name, contract, backend="python", decoupled=True, instances=1), "llmapi")
+    arguments = f"""\
+model: {json.dumps(str(site.repository.tokenizer))}
+max_num_tokens: {_CONTEXT_LENGTH}
+enable_lora: {str(name == "tensorrt_llm_llmapi").lower()}
+triton_config:
+  decoupled: true
+  multimodal: {str(sees).lower()}
+"""
+    (folder / "model.yaml").write_text(arguments)
 
 
 def _text_embedding(site: _Site, name: str) -> None:
@@ -244,6 +257,7 @@ def _write_json(path: Path, value: object) -> None:
 _ON_DEMAND = (
     "vllm_model_r24_12",
     "tensorrt_llm_llmapi_r1_0",
+    "tensorrt_llm_llmapi_multimodal",
     "tensorrt_llm_bls_multimodal",
     "tensorrt_llm_bls_legacy",
     "text_rerank_pairs",
@@ -289,6 +303,7 @@ _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
     "ensemble_nonstreaming": (_ensemble, ("preprocessing", "tensorrt_llm_nonstreaming", "postprocessing")),
     "tensorrt_llm_llmapi": (_llmapi, ()),
     "tensorrt_llm_llmapi_r1_0": (_llmapi, ()),
+    "tensorrt_llm_llmapi_multimodal": (_llmapi, ()),
     "vllm_model": (_vllm, ()),
     "vllm_model_r24_12": (_vllm, ()),
     "vllm_embedding": (_vllm, ()),

@@ -75,6 +75,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(task for task, can in every if can)
 
     @property
+    def takes_images(self) -> bool:
+        """Whether requests can have images."""
+        return self.adapter.capabilities.images and self.hints.images
+
+    @property
     def can_chat(self) -> bool | None:
         """Whether chats find a template that works; ``None`` for a model that takes none, and until it is known."""
         if "generate" not in self.tasks or not self.lazy_prompter.checked.is_set():
@@ -163,6 +168,11 @@ class Models:
         #: By Triton model, in sentences: why LoRA adapters of it are not served.
         self.lora_problems: Mapping[str, Sequence[str]] = {}
         self.catalog = Catalog(client, interval=settings.triton.refresh_interval, changed=self._rebind)
+
+    @property
+    def over_grpc(self) -> bool:
+        """Whether Triton's gRPC address is known."""
+        return self._settings.triton.grpc_url is not None
 
     @property
     def ready(self) -> bool:
@@ -309,6 +319,8 @@ class Models:
                     bound = self._bind_lora(model, lora)
                     for name in served_names(model.name, lora.name, separator):
                         named.setdefault(name, []).append(msgspec.structs.replace(bound, name=name))
+            elif model.name == model.owner and model.settings.loras:
+                problems[model.name] = ["Its LoRA adapters are not served: the model has no inputs for them."]
         for name, models in named.items():
             if len(models) > 1 or name in served or name in snapshot.configs:
                 _log.warning("a LoRA adapter's name is taken", name=name)
@@ -328,7 +340,14 @@ class Models:
             why = "Its engine takes no LoRA adapters, as the model's files say."
             return [], [why] if model.settings.loras else []
         triton, capabilities = self._settings.triton, model.adapter.capabilities
-        found, problems = find_loras(model.name, model.settings, triton.readable_repositories, capabilities.lora_format)
+        found, problems = find_loras(
+            model.name,
+            model.settings,
+            triton.readable_repositories,
+            capabilities.lora_format,
+            by_path=capabilities.lora_paths,
+            local=bool(triton.model_repository),
+        )
         if capabilities.streaming and triton.grpc_url is None:
             # Over HTTP a stream's inputs are JSON, which has no matrices, and other requests get no stream.
             problems += [
@@ -346,7 +365,7 @@ class Models:
             key = (model.name, found, wanted)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
             delivery = self._deliveries.setdefault(key, LoraDelivery(partial(asyncio.to_thread, found.read, wanted)))
-        lora = Lora(name=found.name, number=found.number)
+        lora = Lora(name=found.name, number=found.number, path=found.path, ckpt_source=found.ckpt_source)
         return msgspec.structs.replace(model, lora=lora, lora_delivery=delivery)
 
     def _bind(
@@ -374,6 +393,8 @@ class Models:
         except Exception as error:  # noqa: BLE001 - a third party's mistake must not keep the others from their models
             _log.exception("an adapter failed to take a model", model=name)
             return Unserved(name=name, why=f"its adapter failed: {type(error).__name__}", failed=True)
+        if settings.multimodal is not None:
+            hints = msgspec.structs.replace(hints, images=settings.multimodal)
         if settings.max_model_len is None:
             settings = msgspec.structs.replace(settings, max_model_len=hints.max_model_len)
         return ServedModel(

@@ -147,6 +147,14 @@ def is_image(part: ContentPart | str) -> bool:
     return not isinstance(part, str) and part.type in _IMAGE_TYPES
 
 
+def text_of(message: UserMessage, place: str) -> str:
+    """Return the text of *message* without its images. Raises as :func:`prepare`."""
+    if isinstance(message.content, str):
+        return message.content
+    parts = enumerate(message.content or ())
+    return _BETWEEN_PARTS.join(_text(part, f"{place}.content[{index}]") for index, part in parts if not is_image(part))
+
+
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     """
     How a chat template renders messages: what it is given beside them, and where the prompt ends.

@@ -1,8 +1,8 @@
 """
 One Triton with an HTTP address, a gRPC address, or both, behind the same protocol as a single transport.
 
-Text streams use HTTP if it can express the request, because it costs a fraction of gRPC's CPU time per token,
-and gRPC otherwise or when only gRPC is given.
+Text streams use HTTP if it can express the request, because it costs a fraction of gRPC's CPU time per token. They use
+gRPC otherwise, where the model prefers it, and when only gRPC is given.
 """
 
 from __future__ import annotations
@@ -72,8 +72,11 @@ class Endpoint:
         self._checking: asyncio.Task[None] | None = None
 
     def _for(self, request: InferRequest) -> TritonClient:
-        if request.json_expressible or self._grpc is not None:
-            return self._http if self._http is not None and request.json_expressible else (self._grpc or self._control)
+        preferred = request.prefers_grpc and self._grpc_answers is not False
+        if self._grpc is not None and (preferred or self._http is None or not request.json_expressible):
+            return self._grpc
+        if request.json_expressible:
+            return self._control
         lacking = "needs Triton's gRPC address, and only its HTTP address is configured"
         if request.needed_for is None:
             raise ConfigurationError(f"This model {lacking} (--triton-url).")

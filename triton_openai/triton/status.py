@@ -40,6 +40,8 @@ _PLACE = re.compile(r" ?\(/[\w.-]+/[^()\s]*\)|\[\d\d:\d\d:\d\d\] /[^\s:]+:\d+:? 
 _PRIVATE = re.compile(
     r"\w+://[^\s'\"<>]+|(['\"])/[^'\"]*/[^'\"]*\1|(?<![\w.])/[\w.-]+/[\w./-]+(?::\d+)?|0x[0-9a-fA-F]{4,}"
 )
+# What TensorRT-LLM's LLM API model puts before every error: what of it is the request's fault, a rule knows.
+_WRAPPING = "Error generating request:"
 _LONGEST_TEXT = 4000
 _MAX_REASON = 500
 
@@ -119,6 +121,15 @@ RULES = (
     ),
     _rule(
         ContextLengthExceeded,
+        "This model's maximum context length is {limit} tokens, but the request needs {prompt} for its prompt and "
+        "{answer} for its answer.",
+        # TensorRT-LLM's LLM API.
+        r"sum of prompt length \((?P<prompt>\d+)(?:\.\d+)?\).*? max_tokens \((?P<answer>\d+)\) should not exceed"
+        r" max_\w+ \((?P<limit>\d+)\)",
+        param="max_tokens",
+    ),
+    _rule(
+        ContextLengthExceeded,
         "This model's maximum input is {limit} tokens, but the request's prompt has {prompt} tokens.",
         # TensorRT-LLM's executor, through each of its wrappers.
         r"Prompt length \((?P<prompt>\d+)\) exceeds maximum (?:input|sequence) length \((?P<limit>\d+)\)",
@@ -170,7 +181,7 @@ RULES = (
         RequestRefused, "{said}",
         r"Model [^\n]* does not support '(?:generate|embed)' request",
         # The backend passes on the text of a ValueError (the request's fault) and drops the text of everything else.
-        r"Error generating (?:stream|request): ?(?P<reason>.*\S.*)",
+        r"Error generating stream: ?(?P<reason>.*\S.*)",
         # The BLS and Python models, whose texts stand inside tracebacks.
         r"max_tokens must be a single value > 0",
         r"An error occurred when processing the input values for request id [^,]*, the error was '(?P<reason>[^']*)'",
@@ -207,8 +218,10 @@ def classify(failure: Failure) -> ServiceError:
     if by_status is not None:
         return by_status.error(by_status.message, detail=text, **by_status.options)
     # A failure may say anything. What a client can do nothing about is shown only where nothing has to be taken out.
+    _, wrapped, inner = text.partition(_WRAPPING)
+    text = inner if wrapped else text
     private = "\n" in text.strip() or _STACK.search(text) or _PRIVATE.search(text)
-    return model_failed(None if private else public_reason(text), detail=text)
+    return model_failed(None if private else public_reason(text), detail=failure.text)
 
 
 def model_failed(said: str | None, *, detail: str | None) -> UpstreamError:

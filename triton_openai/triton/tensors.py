@@ -151,7 +151,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``priority`` is that of Triton's queues, 1 first and 0 for the default; the generate extension cannot say it.
     ``json_expressible`` is whether the generate extension's JSON can carry it and its answers; *needed_for* is the
     request's parameter that makes it more than that, where one does. ``headers`` go along as HTTP's headers or gRPC's
-    metadata: names in lower case, values printable ASCII. No adapter sets them.
+    metadata: names in lower case, values printable ASCII. No adapter sets them. ``prefers_grpc`` is whether the backend
+    notices a cancellation over gRPC earlier than over HTTP, or there alone.
     """
 
     model: str
@@ -161,6 +162,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     cancellable: bool = True
     json_expressible: bool = True
+    prefers_grpc: bool = False
     priority: int = 0
     needed_for: str | None = None
     headers: Mapping[str, str] = {}

@@ -19,6 +19,8 @@ TAKES = {
     "multimodal/ensemble@P16": ("image_url_input", 1),
     "multimodal/ensemble@P19": ("image_url_input", 1),
     "multimodal/ensemble@P20": ("image_url_input", 1),
+    "llmapi/tensorrt_llm@P121V": ("image_url", None),
+    "llmapi/tensorrt_llm@P130V": ("image_url", None),
     "vllm@r24.12": ("image", None),
     "vllm@r25.01": ("image", None),
     "vllm@r25.11": ("image", None),
@@ -62,6 +64,9 @@ def test_tensors(name: str) -> None:
     tensors = {tensor.name: tensor for tensor in request.inputs}
     if "image" in tensors:
         assert (("AAAA", "BBBB"), (2,)) == (tensors["image"].values, tensors["image"].shape)
+    elif "image_url" in tensors:
+        tensor = tensors["image_url"]
+        assert (("data:image/png;base64,AAAA", "data:image/png;base64,BBBB"), (2,)) == (tensor.values, tensor.shape)
     else:
         tensor = tensors["image_url_input"]
         assert (("data:image/jpeg;base64,AAAA",), (1, 1)) == (tensor.values, tensor.shape)

@@ -119,6 +119,12 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
     (f"{STREAM}Prompt cannot be empty", PromptRefused, "prompt is empty"),
     (f"{STREAM}The decoder prompt cannot be empty", PromptRefused, "prompt is empty"),
     ("Error generating request: Prompt cannot be empty", PromptRefused, "prompt is empty"),
+    ("Error generating request: The sum of prompt length (2000.0) and query length (0) max_tokens (90) should not exceed"
+     " max_seq_len (2048)", ContextLengthExceeded, "2048 tokens, but the request needs 2000 for its prompt and 90"),
+    # The LLM API's model wraps the faults of its engine in the same words.
+    ("Error generating request: CUDA error: an illegal memory access was encountered", UpstreamError, "failed: CUDA error: an"),
+    ("[request id: 7] Error generating request: Assertion failed: x (/src/a.cpp:3)", UpstreamError, "failed to answer"),
+    ("Error generating request: ", UpstreamError, "failed to answer"),
     # A refusal that spans lines, and one that names a path: the sentence is what the client needs.
     (f"{STREAM}Failed to transform regex into a grammar: [10:11:12] /project/cpp/regex_converter.cc:65: Regex parsing error at"
      " position 3: unmatched ')'\n", RequestRefused, "a grammar: Regex parsing error at position 3: unmatched ')'"),

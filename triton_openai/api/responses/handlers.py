@@ -318,7 +318,7 @@ async def _in_background(context: RequestContext[ResponsesRequest], job: Job, lo
                 while answers.left:
                     log.add(b"".join([rendering.last(choice) for choice in await answers.ended()]))
         except TimeoutError as error:
-            raise too_long(turned.limits.total) from error
+            raise too_long(turned.limits.total, turn.runs) from error
         finally:
             answers.close()
 

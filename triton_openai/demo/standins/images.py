@@ -8,7 +8,7 @@ import io
 from typing import Any
 
 #: The inputs that hold images, of vLLM and of TensorRT-LLM.
-INPUTS = ("image", "image_url_input")
+INPUTS = ("image", "image_url_input", "image_url")
 # The one prefix that TensorRT-LLM's preprocessing knows; everything else it takes for an address.
 _PREFIX = "data:image/jpeg;base64,"
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*")
@@ -24,18 +24,18 @@ def decode_images(values: Any | None) -> list[bytes]:
     return [_opened(base64.b64decode(value)) for value in values.reshape(-1)]
 
 
-def load_images(values: Any | None) -> list[bytes]:
+def load_images(values: Any | None, prefix: str = _PREFIX) -> list[bytes]:
     """
-    Return the files in TensorRT-LLM's ``image_url_input``; raises `ValueError`.
+    Return the files in TensorRT-LLM's ``image_url_input``, or ``image_url``; raises `ValueError`.
 
-    The original fetches what is no data URL of its own kind. A stand-in fetches nothing.
+    The original fetches what is no data URL that begins with *prefix*. A stand-in fetches nothing.
     """
     if values is None:
         return []
     files = []
     for value in values.reshape(-1):
         url = value.decode()
-        if not url.startswith(_PREFIX):
+        if not url.startswith(prefix):
             raise ValueError(f"No connection adapters were found for {url[:100]!r}")
         files.append(_opened(base64.b64decode(url.split(",")[1])))
     return files

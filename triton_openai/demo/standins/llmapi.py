@@ -3,7 +3,8 @@
 
 The whole text so far is in every response, numbers and reasons go as strings, the prompt comes first unless it is
 excluded. Up to 1.2 (before the LoRA inputs) a stream is one response with everything: the switch lands in the wrong
-argument of the engine's call.
+argument of the engine's call. Since then a request that fails before the engine has it is never answered. Where
+``model.yaml`` says ``multimodal``, a prompt with images is a user's message for the model's own template.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import math
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ import triton_python_backend_utils as pb
 from . import settings
 from .engine import EngineFailure, Options, engine_for
 from .generation import Generation
+from .images import load_images
 from .tensors import Recorder, array, as_text, scalar, strings
 from .text import Vocabulary
 from .trt_outputs import PrefixCache
@@ -30,6 +33,9 @@ _NUMBERS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_pena
 _DEFAULT_MAX_TOKENS = 32
 _MAX_NUM_TOKENS = 2048
 _FIRST_THAT_STREAMS = "lora_name"
+_LORA = ("lora_id", "lora_name", "lora_path")
+_SOURCES = (None, "hf", "nemo")
+_TURN = "<|im_start|>user\n{images}{text}<|im_end|>\n<|im_start|>assistant\n"
 _CANCELLED = "Request cancelled by client"
 
 
@@ -43,6 +49,7 @@ class TritonPythonModel:
         self.recorder = Recorder(self.settings.record, self.settings.name)
         self.check_seconds = 0.1
         self.streams = _FIRST_THAT_STREAMS in self.settings.inputs()
+        self.multimodal = "multimodal: true" in (self.settings.folder / "model.yaml").read_text()
         self.cache = PrefixCache()
         self._running: dict[str, Request] = {}
         self._lock = threading.Lock()
@@ -60,7 +67,11 @@ class TritonPythonModel:
                     continue
                 job = Request(self, request, sender)
             except Exception as error:  # noqa: BLE001 - as the original does: whatever it was, the text goes back
-                self.fail(sender, request.request_id(), str(error))
+                if self.streams:
+                    # Taken for a request that was cancelled: it is left without any answer.
+                    self.recorder.ended("failed", request.request_id(), 0)
+                else:
+                    self.fail(sender, request.request_id(), str(error))
                 continue
             with self._lock:
                 if job.id:
@@ -116,6 +127,12 @@ class Request:
                 " InputSequence]]"
             )
         prompt = as_text(text[0])
+        if not prompt:
+            raise ValueError("Error generating request: Prompt cannot be empty")
+        _check_lora(request)
+        images = load_images(array(request, "image_url"), "data:image/") if model.multimodal else []
+        if images:
+            prompt = _TURN.format(images="<image>" * len(images), text=prompt)
         self._echo = "" if _one(request, f"{_PREFIX}exclude_input_from_output", False) else prompt
         self._wanted = [
             name
@@ -138,6 +155,7 @@ class Request:
             seed=int(_one(request, f"{_PREFIX}seed", 0)),
             greedy=_greedy(request),
             max_tokens=limit,
+            images=len(images),
             logprobs=0 if "cumulative_logprob" in self._wanted else None,
             **{name: value for name, value in numbers.items() if value is not None},
         )
@@ -224,6 +242,15 @@ def _greedy(request: Any) -> bool:
     """Return whether the LLM API takes the likeliest tokens (its ``params_imply_greedy_decoding``)."""
     temperature, top_p, top_k = (_one(request, f"{_PREFIX}{name}", None) for name in ("temperature", "top_p", "top_k"))
     return (temperature is None and top_p is None and top_k is None) or top_k == 1 or 0 in (top_p, temperature)
+
+
+def _check_lora(request: Any) -> None:
+    number, name, path = (_one(request, key, None) for key in _LORA)
+    if len({value is None for value in (number, name, path)}) > 1:
+        raise ValueError("lora_id, lora_name and lora_path must be given together.")
+    source = _one(request, "lora_ckpt_source", None)
+    if number is not None and (not Path(as_text(path)).exists() or (source and as_text(source)) not in _SOURCES):
+        raise ValueError(f"lora_path ({path}) does not exist, or lora_ckpt_source ({source}) is unknown.")
 
 
 def _one(request: Any, name: str, default: Any) -> Any:

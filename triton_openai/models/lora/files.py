@@ -33,13 +33,16 @@ class FoundLora(msgspec.Struct, frozen=True, kw_only=True):
     """
     An adapter that can be served: by its *name*, by a *number* that the engine knows, or with the files in *folder*.
 
-    *root* is the folder that its files must not lead out of.
+    *root* is the folder that its files must not lead out of. *path* and *ckpt_source* are for a model that reads the
+    files itself.
     """
 
     name: str
     number: int | None = None
     folder: Path | None = None
     root: Path | None = None
+    path: str | None = None
+    ckpt_source: str | None = None
 
     def read(self, wanted: LoraFormat) -> Lora:
         """Return the adapter with its weights from its files. Raises :class:`ConfigurationError` for clients to see."""
@@ -56,12 +59,19 @@ class FoundLora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_loras(
-    model: str, settings: ModelSettings, repositories: Sequence[Path], wanted: LoraFormat | None
+    model: str,
+    settings: ModelSettings,
+    repositories: Sequence[Path],
+    wanted: LoraFormat | None,
+    *,
+    by_path: bool = False,
+    local: bool = False,
 ) -> tuple[list[FoundLora], list[str]]:
     """
     Return the adapters of *model*, and in sentences why others cannot be served. Reads files.
 
-    *wanted* is how the model takes weights, ``None`` for one that knows its adapters by name. Where the repository can
+    *wanted* is how the model takes weights, ``None`` for one that knows its adapters by name, or *by_path* reads their
+    files itself. *local* is whether Triton runs on this machine. Where the repository can
     be read here, the newest version's ``multi_lora.json`` counts too: a map of names to folders, which the server of
     the former reads itself, and NVIDIA's OpenAI frontend for the latter.
     """
@@ -72,6 +82,10 @@ def find_loras(
     folders += [repository / model for repository in repositories if (repository / model).is_dir()]
 
     def found(entry: LoraSettings) -> FoundLora:
+        if by_path:
+            return _on_server(entry, listed[entry.name][0] if entry.name in listed else None, local=local)
+        if entry.ckpt_source is not None:
+            raise ConfigurationError("the model does not read adapters itself, so it takes no ckpt_source")
         if wanted is None:
             if entry.task_id is not None or entry.path is not None:
                 raise ConfigurationError("the model takes adapters by name, without task_id and path")
@@ -101,6 +115,19 @@ def find_loras(
         except ConfigurationError as error:
             problems.append(f"The LoRA adapter '{name}' is not served: {error.message}.")
     return loras, problems
+
+
+def _on_server(entry: LoraSettings, listed: str | None, *, local: bool) -> FoundLora:
+    """Return an adapter that the model reads itself. Raises :class:`ConfigurationError`."""
+    path = entry.path or listed
+    if path is None:
+        raise ConfigurationError("the model reads it itself: give its path on Triton's machine")
+    if not path.startswith("/"):
+        raise ConfigurationError(f"its path {path!r} on Triton's machine has to be absolute")
+    if local and not Path(path).exists():
+        raise ConfigurationError(f"there is no folder {path!r}")
+    number = _number(f"{entry.name} {path}".encode()) if entry.task_id is None else entry.task_id
+    return FoundLora(name=entry.name, number=number, path=path, ckpt_source=entry.ckpt_source)
 
 
 def names_of(
@@ -197,10 +224,14 @@ def number_of(weights: Matrix, config: Matrix) -> int:
     An engine keeps what it was sent first under a number: one that is made from the contents never names other weights,
     whichever process sends them and however the list of adapters changes.
     """
+    matrices = (weights, config)
+    return _number(*[part for each in matrices for part in (f"{each.datatype} {each.shape}".encode(), each.data)])
+
+
+def _number(*parts: bytes) -> int:
     digest = blake2b(digest_size=8)
-    for matrix in (weights, config):
-        digest.update(f"{matrix.datatype} {matrix.shape}".encode())
-        digest.update(matrix.data)
+    for part in parts:
+        digest.update(part)
     return int.from_bytes(digest.digest(), "little") % (2**63 - 1) + 1
 
 

@@ -1,0 +1,112 @@
+"""The LLM API's model over its releases: what each can do, and what it is never asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.cases import every_case
+from tests.unit.adapters.test_profiles import MINIMAL, check, generation, profiles, registry
+from triton_openai.adapters._common.base import Adapter
+from triton_openai.config import LoraSettings, ModelSettings
+from triton_openai.errors import ConfigurationError, PromptRefused
+from triton_openai.generation import Lora
+from triton_openai.models.lora.files import find_loras
+
+RELEASES = {"P19": "0.19", "P20": "0.20 or 0.21", "P100": "1.0 to 1.2", "P121V": "1.0 to 1.2", "P130": "1.3 or newer"}
+LORA = Lora(name="french", number=7, path="/loras/french", ckpt_source="hf")
+
+
+def adapter(release: str, *, decoupled: bool = True) -> Adapter:
+    """Return the adapter of a model as of *release*."""
+    config = msgspec.structs.replace(profiles()[f"llmapi/tensorrt_llm@{release}"], decoupled=decoupled)
+    claim = registry().claim(config)
+    assert claim is not None
+    assert claim.reason.endswith(f"TensorRT-LLM {RELEASES[release]}")
+    return claim.adapter(config, {})
+
+
+@every_case("release", RELEASES)
+def test_releases(release: str) -> None:
+    """Only 1.3 streams, takes LoRA adapters, and may leave a request without an answer; all prefer gRPC."""
+    found, newest = adapter(release), release == "P130"
+
+    request = found.encode(generation(MINIMAL, found))
+    streaming = next(tensor for tensor in request.inputs if tensor.name == "streaming")
+    assert (newest,) == streaming.values
+    assert newest is found.capabilities.lora is found.capabilities.lora_paths
+    assert newest is not found.at_once(generation(MINIMAL))
+    assert newest is (found.notes == ())
+    assert newest is (found.why_silent(generation(MINIMAL)) is not None)
+    assert request.prefers_grpc
+    assert () == adapter(release, decoupled=False).notes
+    with pytest.raises(PromptRefused):
+        found.encode(msgspec.structs.replace(generation(MINIMAL), prompt=""))
+
+
+def test_a_lora_adapter() -> None:
+    """All that names it goes along; one without a path is the operator's mistake."""
+    found = adapter("P130")
+
+    request = found.encode(msgspec.structs.replace(generation(MINIMAL), lora=LORA))
+
+    check(request, found.config)
+    assert {"lora_id": 7, "lora_name": "french", "lora_path": "/loras/french", "lora_ckpt_source": "hf"} == {
+        tensor.name: tensor.values[0] for tensor in request.inputs if tensor.name.startswith("lora")
+    }
+    assert "LoRA" in (found.why_silent(msgspec.structs.replace(generation(MINIMAL), lora=LORA)) or "")
+    with pytest.raises(ConfigurationError):
+        found.encode(msgspec.structs.replace(generation(MINIMAL), lora=Lora(name="french")))
+
+
+def test_adapters_that_the_model_reads(tmp_path: Path) -> None:
+    """A path on Triton's machine is all that is needed; its number stays the same. What is missing is said."""
+    entries = (
+        LoraSettings(name="french", path="/loras/french"),
+        LoraSettings(name="german", path="/loras/german", task_id=3, ckpt_source="nemo"),
+        LoraSettings(name="here", path=str(tmp_path)),
+        LoraSettings(name="relative", path="loras/dutch"),
+        "bare",
+    )
+    settings = ModelSettings(loras=entries)
+
+    found, problems = find_loras("m", settings, (), None, by_path=True)
+
+    assert [("french", "/loras/french"), ("german", "/loras/german"), ("here", str(tmp_path))] == [
+        (lora.name, lora.path) for lora in found
+    ]
+    assert (3, "nemo") == (found[1].number, found[1].ckpt_source)
+    assert len({lora.number for lora in found}) == len(found)
+    assert all(0 < (lora.number or 0) < 2**63 for lora in found)
+    assert ["'relative'", "'bare'"] == [problem.split()[3] for problem in problems]
+    assert "has to be absolute" in problems[0]
+    assert "give its path" in problems[1]
+    local, missing = find_loras("m", settings, (), None, by_path=True, local=True)
+    assert ["here"] == [lora.name for lora in local]
+    assert "there is no folder '/loras/french'" in missing[0]
+    # By a name alone, or with its weights, it is another kind of model.
+    for loras in ((LoraSettings(name="x", ckpt_source="hf"),), (LoraSettings(name="x", path="/x"),)):
+        assert [] == find_loras("m", ModelSettings(loras=loras), (), None)[0]
+
+
+@every_case(
+    "text, expected",
+    [
+        ("model: m\nmax_seq_len: 4096\nmax_num_tokens: 512", {"max_model_len": 4096, "max_prompt_len": 512}),
+        ("model: m\nmax_num_tokens: 512\nenable_chunked_prefill: true", {"max_prompt_len": None}),
+        ("model: m", {"loras": False, "images": False}),
+        ("model: m\nenable_lora: true", {"loras": True}),
+        ("model: m\nlora_config: {max_lora_rank: 8}", {"loras": True}),
+        ("model: m\ntriton_config: {multimodal: true}", {"images": True}),
+        ("model: m\ntriton_config: [multimodal]", {"images": False}),
+        ("[", {"loras": True, "images": False}),
+    ],
+)
+def test_what_model_yaml_says(text: str, expected: Mapping[str, object]) -> None:
+    """Limits, LoRA adapters and images."""
+    hints = adapter("P130").hints_with(lambda model, file: text.encode() if file == "model.yaml" else None)
+
+    assert expected == {name: getattr(hints, name) for name in expected}
