@@ -121,6 +121,13 @@ VLLM_BACKEND ?= https://github.com/triton-inference-server/vllm_backend
 engine: $(VENV)/.demo ## compare with vLLM's own server, on this machine's CPU (3.6 GB, see CONTRIBUTING.md)
 	$(BIN)/python -m tests.engine --folder $(ENGINE) --backend $(VLLM_BACKEND) $(ARGS)
 
+# Where the agents are installed for it.
+AGENTS ?= tests/agents/environment
+
+.PHONY: agents
+agents: $(VENV)/.demo ## run Codex CLI, Claude Code and opencode against a scripted model (npm, 1.1 GB)
+	$(BIN)/python -m tests.agents --folder $(AGENTS) $(ARGS)
+
 # What the images install: versions that fit every supported Python, with their hashes. ARGS=--upgrade takes the newest.
 .PHONY: lock
 lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements.lock, which the images install

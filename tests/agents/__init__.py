@@ -1,0 +1,1 @@
+"""Coding agents, unmodified, in front of the service: see CONTRIBUTING.md."""
