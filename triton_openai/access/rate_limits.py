@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Protocol
 
 import msgspec
+from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.errors import RateLimited
@@ -178,6 +179,10 @@ class Ticket:
         if self._open:
             self._open = False
             self._store.leave(self._name, tokens)
+
+
+#: The ticket of a request, which whoever ends its work takes and closes.
+TICKET: web.RequestKey[Ticket] = web.RequestKey("ticket", Ticket)
 
 
 def _duration(seconds: float) -> str:

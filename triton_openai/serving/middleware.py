@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler, Middleware
 from triton_openai.access.cors import CORS
 from triton_openai.access.guard import GUARD
 from triton_openai.access.keys import KEY, ApiKey
-from triton_openai.access.rate_limits import Ticket, tokens_charged
+from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.access.restrictions import COUNTED, group_of
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.models.draining import DRAINING
@@ -66,7 +66,7 @@ def _middleware(app: web.Application) -> Middleware:
                     request[KEY] = key
                     observation.key = key.name
                     if key.limit.any and group in COUNTED and request.method == "POST":
-                        ticket = await guard.admit(key)
+                        ticket = request[TICKET] = await guard.admit(key)
                         observation.headers = ticket.headers
                         if ticket.refusal is not None:
                             raise ticket.refusal
@@ -83,7 +83,8 @@ def _middleware(app: web.Application) -> Middleware:
         except Exception as error:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
             response = _error_response(request, *_reported(request, error))
         finally:
-            if ticket is not None and key is not None:
+            # A handler that goes on after its answer takes it.
+            if ticket is not None and key is not None and request.pop(TICKET, None) is not None:
                 cut_short |= observation.client_left
                 counts = key.limit.tokens_per_minute is not None
                 ticket.close(tokens_charged(observation, served=served, cut_short=cut_short) if counts else 0)

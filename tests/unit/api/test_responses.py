@@ -97,6 +97,7 @@ def test_turns_of_the_assistant() -> None:
         ([said, said], [" a ", " a "]),
         ([said, thought, call], [" a ", "t . c"]),
         ([thought], ["t . "]),
+        ([said, {**call, "status": "incomplete", "arguments": '{"a'}], [" a "]),
         ([{"type": "reasoning", "summary": [], "encrypted_content": seal("x")}, call], ["x . c"]),
         ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}, call], [" . c"]),
     ):

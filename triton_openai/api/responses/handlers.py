@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.answer.fan_out import Answers, collect, too_long
 from triton_openai.api import chat
 from triton_openai.api.bodies import json_response, missing
@@ -166,12 +167,23 @@ class Job:
             if self.stored:
                 # Those in the background are read again after their end.
                 events = b"" if self.log is None else bytes(self.log) + last
-                await self._put(Record(self.owner, response, self.items, events=events))
+                await self._put_last(Record(self.owner, response, self.items, events=events))
         except (StoreUnavailable, ObjectNotFound) as error:
             warn(_log, "response is not kept", error, response=self.id)
             response.store, response.conversation = False, None
             return False
         return True
+
+    async def _put_last(self, record: Record) -> None:
+        """Keep the whole response, unless somebody has cancelled or deleted it."""
+        while not await self._put(record):
+            # Or a renewal was written and its result not seen.
+            with suppress(ObjectNotFound):
+                found, version = await self.state.record(self.id, self.owner)
+                if found.response.status != "cancelled" and version != self.version:
+                    self.version = version
+                    continue
+            return
 
     async def _put(self, record: Record) -> bool:
         kept = await self.state.put(record, self.version)
@@ -201,7 +213,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
     await job.announce()
     job.log = EventLog()
     live = state.live[job.id] = Live(job.response, job.log)
-    live.task = asyncio.create_task(_in_background(context, job, job.log))
+    # The key is charged when the response has ended, not with this request.
+    ticket = request.pop(TICKET, None)
+    live.task = asyncio.create_task(_in_background(context, job, job.log, ticket))
     if body.stream:
         return await job.log.send(request, after=-1, heartbeat=context.service.settings.server.heartbeat_interval)
     return json_response(job.response)
@@ -287,7 +301,9 @@ def _shortened(body: chat.ChatRequest, leave_out: int) -> chat.ChatRequest | Non
     return msgspec.structs.replace(body, messages=[*kept, *messages[first:]])
 
 
-async def _in_background(context: RequestContext[ResponsesRequest], job: Job, log: EventLog) -> None:
+async def _in_background(
+    context: RequestContext[ResponsesRequest], job: Job, log: EventLog, ticket: Ticket | None
+) -> None:
     """Make the response of *job*, whatever becomes of the client."""
     request, model = context.request, context.model
     seen = context.observation
@@ -324,9 +340,10 @@ async def _in_background(context: RequestContext[ResponsesRequest], job: Job, lo
 
     try:
         try:
-            async with every(RENEW_SECONDS, job.renew), _reading(own, job) as reading:
+            async with _reading(own, job) as reading:
                 turned = _turned(own, reading)
-                await turned.admitted(lambda: turned.answered(answer), param="messages")
+                async with every(RENEW_SECONDS, job.renew):
+                    await turned.admitted(lambda: turned.answered(answer), param="messages")
                 if events is not None:
                     log.add(await events.ended(None))
         except asyncio.CancelledError:
@@ -349,6 +366,8 @@ async def _in_background(context: RequestContext[ResponsesRequest], job: Job, lo
         log.end()
         job.state.live.pop(job.id, None)
         draining.leave(task)
+        if ticket is not None:
+            ticket.close(tokens_charged(observation, served=failure is None, cut_short=False))
         observation.ended = asyncio.get_running_loop().time()
         observers.ended(observation)
         observation.release()

@@ -128,7 +128,7 @@ def _convert(value: Any, kind: type[_T], place: str) -> _T:
 
 @lru_cache(64)
 def _warn_skipped(kind: str) -> None:
-    _log.warning("an item of a hosted tool is left out", type=kind)
+    _log.warning("an item is left out", type=kind)
 
 
 class ToolName(msgspec.Struct, frozen=True):
@@ -420,6 +420,9 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
             turns.say(message.content, within)
         else:
             turns.add(_ROLES[message.role](content=message.content), within)
+    elif kind in ("function_call", "custom_tool_call") and item.get("status") == "incomplete":
+        # Its arguments end in the middle: no template takes them.
+        _warn_skipped(f"incomplete {kind}")
     elif kind == "function_call":
         call = _convert(item, _FunctionCall, place)
         turns.call(call.call_id, _flat(call.name, call.namespace), call.arguments, place)

@@ -239,15 +239,19 @@ class PostgresStore(SqlStore):
 
     async def _connect(self) -> None:
         pool = await self._asyncpg.create_pool(self._url, min_size=1, max_size=4, command_timeout=_TIMEOUT)
-        async with pool.acquire() as connection, connection.transaction():
-            # One process at a time.
-            await connection.execute("SELECT pg_advisory_xact_lock(7461834517)")
-            await connection.execute("CREATE TABLE IF NOT EXISTS triton_openai_schema (version BIGINT NOT NULL)")
-            version = await connection.fetchval("SELECT COALESCE(MAX(version), 0) FROM triton_openai_schema")
-            for number, statements in _pending(version):
-                for statement in statements:
-                    await connection.execute(statement)
-                await connection.execute("INSERT INTO triton_openai_schema VALUES ($1)", number)
+        try:
+            async with pool.acquire() as connection, connection.transaction():
+                # One process at a time.
+                await connection.execute("SELECT pg_advisory_xact_lock(7461834517)")
+                await connection.execute("CREATE TABLE IF NOT EXISTS triton_openai_schema (version BIGINT NOT NULL)")
+                version = await connection.fetchval("SELECT COALESCE(MAX(version), 0) FROM triton_openai_schema")
+                for number, statements in _pending(version):
+                    for statement in statements:
+                        await connection.execute(statement)
+                    await connection.execute("INSERT INTO triton_openai_schema VALUES ($1)", number)
+        except BaseException:
+            pool.terminate()
+            raise
         self._pool = pool
 
     async def _execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
