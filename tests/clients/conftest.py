@@ -46,7 +46,7 @@ def tooled(
     url = triton.http_url if request.param == "http" else triton.grpc_url
     folder = tmp_path_factory.mktemp("tools")
     settings = folder / "settings.yaml"
-    settings.write_text("models: {tensorrt_llm: {adapter: trtllm}}")
+    settings.write_text("models: {tensorrt_llm: {adapter: trtllm}, tensorrt_llm_bls: {max_model_len: 400}}")
     options = ("--tokenizer", str(triton.tokenizer), "--chat-template", str(_TEMPLATE), "--config", str(settings))
     with serving(folder, "--triton-url", url, *options) as running:
         yield running

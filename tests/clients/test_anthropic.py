@@ -80,6 +80,23 @@ def test_errors(client: Anthropic, tooled: Service) -> None:
     assert (405, "error") == (wrong.status, wrong.json["type"])
 
 
+def test_a_context_that_is_too_short(client: Anthropic) -> None:
+    """An answer ends with the context; a prompt that exceeds it is refused in the words that Claude Code looks for."""
+    request = {**asked("one two", model="tensorrt_llm_bls"), "max_tokens": 16000}
+    limited = client.messages.with_raw_response.create(**request)
+    room = int(limited.headers["x-max-tokens"])
+    usage = limited.parse().usage
+    assert 400 == room + usage.input_tokens
+    endless = client.messages.create(
+        **{**request, "messages": [{"role": "user", "content": steered(text="so on ", repeat=1000)}]}
+    )
+    assert "model_context_window_exceeded" == endless.stop_reason
+    long = {**request, "messages": [{"role": "user", "content": "word " * 1000}]}
+    count = client.messages.count_tokens(model="tensorrt_llm_bls", messages=long["messages"]).input_tokens
+    with pytest.raises(anthropic.BadRequestError, match=f"prompt is too long: {count} tokens > 400 maximum"):
+        client.messages.create(**long)
+
+
 def test_models(client: Anthropic) -> None:
     """The models in Anthropic's form, page by page, and in OpenAI's for its clients."""
     names = [model.id for model in client.models.list(limit=2)]

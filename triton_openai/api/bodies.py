@@ -25,7 +25,10 @@ _DIGIT_BYTES = b"0123456789"
 _AS_ZEROS = bytes.maketrans(_DIGIT_BYTES + b".", b"0" * 11)
 # Twice the digits of any number in use; the time to read a number grows with the square of its digits.
 _MOST_DIGITS = 40
-_DATA_URL = b'"data:'
+# A data URL begins with the first of these and the second, and a field with a file in base64 with another one.
+_DATA = b'"data'
+_OPENINGS = (b":", b'":"', b'": "')
+_BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_=\\"
 # Data URLs of one request that do not count as text; more than a request may have images.
 _MOST_DATA_URLS = 4096
 
@@ -98,18 +101,26 @@ _PIECE = 1024 * 1024
 
 def _without_images(body: bytes, most: int) -> bytes:
     """
-    Return *body* without the contents of data URLs. Raises :class:`PayloadTooLarge` for more than *most* bytes.
+    Return *body* without its data URLs, and without what fields of the name ``data`` have in base64.
+
+    Raises :class:`PayloadTooLarge` for more than *most* bytes.
 
     The removed contents have no quotes, and no escape but base64's ``\\/``, so the result is still JSON.
     """
     if len(body) <= most:
         return body
-    first, *parts = body.split(_DATA_URL, _MOST_DATA_URLS)
+    first, *parts = body.split(_DATA, _MOST_DATA_URLS)
     kept = [first]
     for part in parts:
-        data, quote, after = part.partition(b'"')
-        image = quote and data.isascii() and _has_few_escapes(data)
-        kept += (b'""', after) if image else (_DATA_URL, part)
+        opening = next(filter(part.startswith, _OPENINGS), None)
+        data, quote, after = part[len(opening or b"") :].partition(b'"')
+        image = opening is not None and quote and data.isascii() and _has_few_escapes(data)
+        if image and opening != b":":
+            image = not data.translate(None, _BASE64)
+        if opening is None or not image:
+            kept += _DATA, part
+        else:
+            kept += (b'""' if opening == b":" else _DATA + opening + b'"'), after
     text = b"".join(kept)
     if len(text) > most:
         raise PayloadTooLarge(

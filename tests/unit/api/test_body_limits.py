@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -135,7 +136,13 @@ def test_images_are_no_text() -> None:
     with_slashes = url.replace("AAAA", r"A\/AA" + "A" * 60)
     for body in (f'["{url}", "{url}", "{"x" * 2000}"]', f'["{with_slashes}"]', f'{{"a": "{url}", "b": []}}'):
         check(body.encode(), limits)
+    anthropic = ', "data": "'.join(['{"type": "base64"', "A" * 5000 + '"}'])
+    check(anthropic.encode(), limits)
+    check(anthropic.replace('": "', '":"').encode(), limits)
     for body in (
+        anthropic.replace("AAAA", "AA A"),
+        anthropic.replace('"data"', '"text"'),
+        f'{{"data": ["{"A" * 5000}"]}}',
         f'["{url}", "{"x" * 3000}"]',
         f'["{url}é"]',
         f'["{url}\\n"]',
@@ -151,8 +158,9 @@ def test_images_are_no_text() -> None:
 def test_what_looks_like_an_image_hides_nothing(before: str) -> None:
     """Whatever stands around it, what follows is counted or is no JSON."""
     limits = LimitSettings(max_text_size=3000)
-    for behind in ("", "\\", "\\\\", "\\/"):
-        body = f'["{before}{data_url(5000)}{behind}", {"[]," * 60} 1]'.encode()
+    images = (data_url(5000), 'data":"' + "A" * 5000)
+    for image, behind in itertools.product(images, ("", "\\", "\\\\", "\\/")):
+        body = f'["{before}{image}{behind}", {"[]," * 60} 1]'.encode()
         try:
             check(body, limits)
         except InvalidRequest:
