@@ -140,6 +140,10 @@ def describe(settings: Settings) -> dict[str, Any]:
     for operation in OPERATIONS:
         failures: dict[int, dict[str, Any]] = {}
         for kind in _errors(operation, keys=keys, restricted=operation.group in restricted):
+            if operation.shared is not None:
+                either = {"anyOf": [_schema(ErrorEnvelope), _schema(AnthropicEnvelope)]}
+                failures[kind.status] = _failure(kind.status, (kind,), either, keys=keys)
+                continue
             key = operation.anthropic, status_of(kind) if operation.anthropic else kind.status
             raised.setdefault(key, {})[kind] = None
             failures[key[1]] = {"$ref": f"#/components/responses/{_response(*key)}"}
@@ -266,6 +270,12 @@ def _parameters(operation: Operation, path: str, settings: Settings) -> Iterator
     for name in re.findall(r"\{(\w+)\}", path):
         yield {"name": name, "in": "path", "required": True, "schema": {**_STRING, "minLength": 1}}
     yield {"name": "x-request-id", "in": "header", "description": "A name for the request.", "schema": _STRING}
+    if operation.shared is not None:
+        about = "With it, answers and errors have the form of Anthropic's API."
+        yield {"name": "anthropic-version", "in": "header", "description": about, "schema": _STRING}
+        for name in () if "{" in path else ("after_id", "before_id", "limit"):
+            about = "For Anthropic's API: the page of the list."
+            yield {"name": name, "in": "query", "description": about, "schema": _STRING}
     triton = settings.triton
     seconds: dict[str, tuple[str, float]] = {}
     if operation.infers:

@@ -154,7 +154,7 @@ async def begin(request: web.Request, kind: type[_Body], operation: str) -> Requ
     observation.identify(operation, model=model.name, adapter=model.adapter.name, stream=stream)
     observation.response_model = model.answers_as
     request.app[OBSERVERS].identified(observation)
-    observation.parameters = body
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
+    observation.parameters = body
     refuse_unused(body)
     return RequestContext(request, service, body, model, observation, limits)

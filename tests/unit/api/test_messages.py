@@ -215,6 +215,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a tool without a schema": ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     "a tool without a name": ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+    "a tool with a wrong name": ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name"),
     "an unknown choice": ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
     "an unknown effort": ({"output_config": {"effort": "none"}}, "output_config.effort"),
 }
@@ -255,7 +256,7 @@ class Progress:
 
     def __init__(self, reason: FinishReason | None = FinishReason.STOP, stop: str | int | None = None) -> None:
         self.finish_reason, self.stop_reason = reason, stop
-        self.usage = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
+        self.usage_so_far = Usage(prompt_tokens=10, completion_tokens=4, cached_tokens=8)
         self.progress = self
 
 

@@ -32,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 def usage_of(progress: Progress) -> MessageUsage:
     """Return the tokens up to now. Clients need numbers: an estimate is better than none."""
-    usage = progress.usage or progress.usage_so_far or progress.usage_estimate
+    usage = progress.usage_so_far or progress.usage_estimate
     return MessageUsage(
         input_tokens=usage.prompt_tokens - (usage.cached_tokens or 0),
         cache_creation_input_tokens=None,

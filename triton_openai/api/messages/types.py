@@ -121,7 +121,7 @@ class ToolParam(msgspec.Struct, frozen=True):
     With *defer_loading* the model sees it only once a ``tool_reference`` has named it.
     """
 
-    name: str = ""
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:/-]{0,128}(?!\n)$")] = ""
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
