@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -283,3 +284,26 @@ def test_the_catalogue_of_codex(tooled: Service) -> None:
     assert required <= model.keys()
     assert {"text_embedding"}.isdisjoint(each["slug"] for each in both["models"])
     assert ["object", "data"] == list(tooled.send("GET", "/v1/models").json)
+
+
+def test_what_codex_sends(tooled: Service) -> None:
+    """Its request is answered by the two events that it reads, with tools as it knows them."""
+    request = json.loads((Path(__file__).parents[1] / "fixtures" / "codex.json").read_text())
+    calls = (
+        ("apply_patch", {"input": "*** End"}, {"type": "custom_tool_call", "name": "apply_patch", "input": "*** End"}),
+        (
+            "multi_agent_v1__wait_agent",
+            {"n": 2},
+            {"type": "function_call", "name": "wait_agent", "namespace": "multi_agent_v1", "arguments": '{"n": 2}'},
+        ),
+    )
+    for name, arguments, expected in calls:
+        call = json.dumps({"name": name, "arguments": arguments})
+        asked = [*request["input"], *again(f"<tool_call>\n{call}\n</tool_call>")]
+        reply = tooled.post("/v1/responses", {**request, "model": "vllm_model", "input": asked})
+        assert 200 == reply.status, reply.body
+        events = [json.loads(block.partition("\ndata: ")[2]) for block in reply.body.decode().split("\n\n")[:-1]]
+        (done,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert expected.items() <= done.items()
+        assert "response.completed" == events[-1]["type"]
+        assert {"id", "usage", "output"} <= events[-1]["response"].keys()

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -51,7 +52,8 @@ class Operation(msgspec.Struct, frozen=True):
 
     *name* is the operation's id, *group* what keys and restrictions open, and its tag. *request* is the type of the
     body, *answer* that of the answer, *event* that of a stream's events; without an *answer* it is one of *text*, or
-    any object. *errors* are those that do not follow from the rest; *failure* is a status that can have the *answer*
+    any object. *query* are the parameters of the query, each with its meaning and its schema. *errors* are those that
+    do not follow from the rest; *failure* is a status that can have the *answer*
     itself as its body. *infers* is whether Triton is asked, within limits of time. *anthropic* is whether it is an
     operation of Anthropic's API, with its errors; *shared* is the answer to clients of that API where both have the
     path.
@@ -65,6 +67,7 @@ class Operation(msgspec.Struct, frozen=True):
     answer: type[msgspec.Struct] | None = None
     event: type[msgspec.Struct] | None = None
     text: bool = False
+    query: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType({})
     errors: tuple[type[errors.ServiceError], ...] = ()
     failure: int | None = None
     infers: bool = False
@@ -269,6 +272,8 @@ def _failure(
 def _parameters(operation: Operation, path: str, settings: Settings) -> Iterator[dict[str, Any]]:
     for name in re.findall(r"\{(\w+)\}", path):
         yield {"name": name, "in": "path", "required": True, "schema": {**_STRING, "minLength": 1}}
+    for name, (text, schema) in operation.query.items():
+        yield {"name": name, "in": "query", "description": text, "schema": schema}
     yield {"name": "x-request-id", "in": "header", "description": "A name for the request.", "schema": _STRING}
     if operation.shared is not None:
         about = "With it, answers and errors have the form of Anthropic's API."
@@ -280,16 +285,13 @@ def _parameters(operation: Operation, path: str, settings: Settings) -> Iterator
     seconds: dict[str, tuple[str, float]] = {}
     if operation.infers:
         seconds["request"] = "Longest time that the answer may take", triton.request_timeout
-    if operation.event is not None:
-        seconds["request"] = (
-            "Longest time that the answer may take",
-            max(triton.request_timeout, triton.stream_timeout or math.inf),
-        )
+    if operation.infers and operation.event is not None:
+        seconds["request"] = seconds["request"][0], max(triton.request_timeout, triton.stream_timeout or math.inf)
         seconds["first-token"] = "Longest wait for the first token", triton.first_token_timeout
         seconds["idle"] = "Longest silence between two tokens", triton.idle_timeout
     for name, (text, most) in seconds.items():
-        schema = {"type": "number", "exclusiveMinimum": 0, **({"maximum": most} if most < math.inf else {})}
-        yield {"name": f"x-{name}-timeout", "in": "header", "description": f"{text}, in seconds.", "schema": schema}
+        limits = {"type": "number", "exclusiveMinimum": 0, **({"maximum": most} if most < math.inf else {})}
+        yield {"name": f"x-{name}-timeout", "in": "header", "description": f"{text}, in seconds.", "schema": limits}
 
 
 @cache
@@ -356,6 +358,15 @@ _INFERENCE = (
 )
 _CONTROL = (*_TRITON, errors.ManagementDisabled, errors.ModelNotFound, errors.ModelConflict)
 
+_PAGE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "limit": ("Most items that are wanted.", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+    "order": ("Whether the first or the last item comes first.", {"enum": ["asc", "desc"], "default": "desc"}),
+    "after": ("The id of the item that the list goes on from.", _STRING),
+}
+_AGAIN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "stream": ("Whether the events are wanted, of a response in the background.", {"enum": ["true", "false"]}),
+    "starting_after": ("The number of the event that the stream goes on from.", {"type": "integer", "minimum": -1}),
+}
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
 
 OPERATIONS = (
@@ -377,7 +388,7 @@ OPERATIONS = (
     ),
     Operation(
         responses.retrieve, _openai("GET /responses/{response:[^/]+}"), "get_response", "inference",
-        answer=ResponseObject, event=ResponseEvent, errors=_KEPT,
+        answer=ResponseObject, event=ResponseEvent, query=_AGAIN, errors=_KEPT,
     ),
     Operation(
         responses.delete, _openai("DELETE /responses/{response:[^/]+}"), "delete_response", "inference",
@@ -389,7 +400,7 @@ OPERATIONS = (
     ),
     Operation(
         responses.list_input, _openai("GET /responses/{response:[^/]+}/input_items"), "list_input_items", "inference",
-        answer=ItemList, errors=_KEPT,
+        answer=ItemList, query=_PAGE, errors=_KEPT,
     ),
     Operation(
         conversations.create, _openai("POST /conversations"), "create_conversation", "inference",
@@ -409,7 +420,7 @@ OPERATIONS = (
     ),
     Operation(
         conversations.list_items, _openai("GET /conversations/{conversation:[^/]+}/items"), "list_items", "inference",
-        answer=ItemList, errors=_KEPT,
+        answer=ItemList, query=_PAGE, errors=_KEPT,
     ),
     Operation(
         conversations.add_items, _openai("POST /conversations/{conversation:[^/]+}/items"), "add_items", "inference",

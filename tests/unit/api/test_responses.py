@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,42 +24,7 @@ from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArgu
 from triton_openai.prompts.messages import AssistantMessage
 
 # What Codex CLI sends with a model that it does not know, shortened.
-CODEX: dict[str, Any] = {
-    "model": "m",
-    "stream": True,
-    "input": [
-        {"type": "message", "id": "msg_1", "role": "developer",
-         "content": [{"type": "input_text", "text": "You code."}]},
-        {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "ls"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}],
-         "encrypted_content": None},
-        {"type": "message", "status": "completed", "id": "msg_3", "role": "assistant",
-         "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}]},
-        {"type": "function_call", "status": "completed", "id": "fc_1", "name": "wait_agent",
-         "namespace": "multi_agent_v1", "arguments": '{"n": 1}', "call_id": "call_1"},
-        {"type": "function_call_output", "id": "fco_1", "call_id": "call_1", "output": "done"},
-        {"type": "custom_tool_call", "id": "ctc_1", "call_id": "call_2", "name": "apply_patch", "input": "*** Begin"},
-        {"type": "custom_tool_call_output", "id": "ctco_1", "call_id": "call_2",
-         "output": [{"type": "input_text", "text": "ok"}]},
-    ],
-    "tools": [
-        {"type": "function", "name": "exec_command", "description": "Run.", "strict": False,
-         "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}, "additionalProperties": False}},
-        {"type": "custom", "name": "apply_patch", "description": "Patch.",
-         "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}},
-        {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.",
-         "tools": [{"type": "function", "name": "wait_agent", "strict": False, "parameters": {"type": "object"}}]},
-        {"type": "web_search", "external_web_access": True},
-        {"type": "tool_search", "execution": "client", "description": "d", "parameters": {}},
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": {"summary": "auto"},
-    "store": False,
-    "include": ["reasoning.encrypted_content"],
-    "prompt_cache_key": "00000000-0000-0000-0000-000000000000",
-    "client_metadata": {"session_id": "1"},
-}  # fmt: skip
+CODEX: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures" / "codex.json").read_text())
 
 
 def reading(fields: dict[str, Any], *, strict: bool = False) -> Reading:
