@@ -31,7 +31,9 @@ ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 def unused(*neutral: Any) -> Meta:
     """Describe a field that is not supported: it takes null and the values *neutral*, which ask for nothing."""
     description = "Not supported: any other value is refused."
-    return Meta(extra_json_schema={"enum": [*neutral, None], "description": description}, extra={"neutral": neutral})
+    # `typing` takes equal annotations for the same one, and True equals 1: the types tell them apart.
+    extra = {"neutral": neutral, "types": tuple(map(type, neutral))}
+    return Meta(extra_json_schema={"enum": [*neutral, None], "description": description}, extra=extra)
 
 
 @cache
