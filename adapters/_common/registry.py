@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
@@ -79,6 +81,12 @@ class Claim(msgspec.Struct, frozen=True):
     reason: str
 
 
+@cache
+def third_party(path: tuple[str, ...]) -> Sequence[EntryPoint]:
+    """Return the adapters of other packages on the import path *path*. To look through all packages takes long."""
+    return sorted(entry_points(group=ENTRY_POINT_GROUP))
+
+
 def _load(name: str, points: Collection[EntryPoint]) -> type[Adapter]:
     """Return the adapter class of the name *name*. Raises :class:`ConfigurationError`, also if two packages have it."""
     values = ", ".join(point.value for point in points)
@@ -103,7 +111,7 @@ class Registry:
 
     def __init__(self) -> None:
         points = {name: {EntryPoint(name, value, ENTRY_POINT_GROUP)} for name, value in BUILT_IN.items()}
-        for point in sorted(entry_points(group=ENTRY_POINT_GROUP)):
+        for point in third_party(tuple(sys.path)):
             points.setdefault(point.name, set()).add(point)
         #: By name, in the order in which they are asked.
         self.adapters = {name: _load(name, points[name]) for name in sorted(points, key=BUILT_IN.__contains__)}

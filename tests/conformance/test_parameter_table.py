@@ -150,10 +150,24 @@ def text_of_first(case: Case, answer: Answer) -> str:
 
 async def check(service: Service, triton: TestTriton, tokenizer: Tokenizer, model: str, name: str) -> None:
     """Send the parameter to one model, and look at both ends."""
-    case, adapter = CASES[name], service.adapter(model)
-    prompt = steered(**case.order)
+    case = CASES[name]
     fields = {**case.beside, name: case.value}
-    expected = expected_of(name, case, adapter)
+    expected = expected_of(name, case, service.adapter(model))
+    await check_fields(service, triton, tokenizer, model, name, case, fields, expected)
+
+
+async def check_fields(
+    service: Service,
+    triton: TestTriton,
+    tokenizer: Tokenizer,
+    model: str,
+    name: str,
+    case: Case,
+    fields: Mapping[str, Any],
+    expected: Sent | None,
+) -> None:
+    """Send *fields* to one model, and look at both ends."""
+    adapter, prompt = service.adapter(model), steered(**case.order)
     answer = await ask(service.proxy, case.endpoint, model, prompt, **fields)
     if adapter.name == case.grpc and service.proxy.transport == "http":
         assert (400, "unsupported_parameter", case.grpc_param or name) == (
@@ -193,10 +207,14 @@ async def check(service: Service, triton: TestTriton, tokenizer: Tokenizer, mode
         assert wanted == text_of_first(case, streamed)
 
 
-@every_case("name", CASES)
+@every_case("name", [name for name, case in CASES.items() if not case.harmless])
 async def test_a_parameter(service: Service, triton: TestTriton, tokenizer: Tokenizer, name: str) -> None:
     """On each model it is sent, done here, ignored or refused, as the table of its adapter says, and nothing else."""
+    await check_models(service, triton, tokenizer, name)
 
+
+async def check_models(service: Service, triton: TestTriton, tokenizer: Tokenizer, name: str) -> None:
+    """Check the parameter on each model."""
     wrong = []
     # One after the other: Triton 2.51 itself may end when several of its gRPC streams are dropped at the same moment.
     for model in TABLED:
@@ -205,6 +223,25 @@ async def test_a_parameter(service: Service, triton: TestTriton, tokenizer: Toke
         except AssertionError as error:
             wrong.append(f"{model}: {error}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_parameters_without_effect(
+    service: Service, triton: TestTriton, tokenizer: Tokenizer, endpoint: str
+) -> None:
+    """All of them together change nothing on any model; where they do, each is tried alone, to name those that do."""
+    harmless = {name: case for name, case in CASES.items() if case.harmless and case.endpoint == endpoint}
+    fields = {name: case.value for name, case in harmless.items()}
+    assert all(case.beside.items() <= fields.items() for case in harmless.values())
+    together = Case(None, endpoint=next(iter(harmless.values())).endpoint, harmless=True)
+    try:
+        for model in TABLED:
+            assert not any(expected_of(name, case, service.adapter(model)) for name, case in harmless.items())
+            await check_fields(service, triton, tokenizer, model, "", together, fields, {})
+    except AssertionError:
+        for name in harmless:
+            await check_models(service, triton, tokenizer, name)
+        raise
 
 
 async def test_every_parameter_has_a_case() -> None:

@@ -28,7 +28,7 @@ from tests.conformance.calls import (
     inputs_of,
     steered,
 )
-from tests.proxy_fixture import TRANSPORTS, changed, proxy_settings, serving
+from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.config import DefaultParameters, ModelDefaults
 
@@ -244,8 +244,7 @@ async def test_defaults_of_the_settings(triton, model):
 
 
 @pytest.mark.parametrize("room", [None, 60, 2000])
-@pytest.mark.parametrize("model", ["ensemble", "ensemble_legacy", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model"])
-async def test_what_the_models_authors_recommend(triton, tmp_path, model, room):
+async def test_what_the_models_authors_recommend(triton, tmp_path, room):
     """It fills in what the client leaves out, as far as the model can honour it, and as far as there is room."""
     recommended = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5, "min_p": 0.25, "max_new_tokens": 90}
     (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
@@ -253,11 +252,17 @@ async def test_what_the_models_authors_recommend(triton, tmp_path, model, room):
         proxy_settings(triton, "http"), defaults={"generation_config": str(tmp_path), "max_model_len": room}
     )
     async with serving(settings) as proxy:
-        left_out, sent = await asyncio.gather(
-            ask(proxy, "completions", model, PROMPT),
-            ask(proxy, "completions", model, PROMPT, temperature=1.5, top_k=-1, max_tokens=9),
-        )
-    assert [200, 200] == [left_out.status, sent.status]
+        for model in ("ensemble", "ensemble_legacy", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model"):
+            await check_recommended(proxy, triton, model, room)
+
+
+async def check_recommended(proxy: Proxy, triton: TestTriton, model: str, room: int | None) -> None:
+    """Check what *model* gets of what its authors recommend, with and without values of the client's own."""
+    left_out, sent = await asyncio.gather(
+        ask(proxy, "completions", model, PROMPT),
+        ask(proxy, "completions", model, PROMPT, temperature=1.5, top_k=-1, max_tokens=9),
+    )
+    assert [200, 200] == [left_out.status, sent.status], model
     found, other = [await sampling_of(triton, model, id_of(answer)) for answer in (left_out, sent)]
     limit = 90 if room != 60 else 60 - left_out.json["usage"]["prompt_tokens"]
     if model == "vllm_model":
@@ -278,7 +283,7 @@ async def test_what_the_models_authors_recommend(triton, tmp_path, model, room):
     if "repetition_penalty" not in LACKING.get(model, ()):
         expected["repetition_penalty"] = ("FP32", 1.5)
     del found["seed"]
-    assert expected == found
+    assert expected == found, model
     assert (("FP32", 1.5), ("INT32", 0), ("INT32", 9)) == (other["temperature"], other["top_k"], other["max_tokens"])
 
 

@@ -218,6 +218,7 @@ def test_demo() -> None:
     assert (0, ["Starting Triton ..."]) == (status, err.splitlines())
     question, answer = re.findall(r"^[QA]: (.+)$", out, re.MULTILINE)
     assert question in answer
+    assert "stand-in" in answer
 
 
 def test_inspect(triton) -> None:
