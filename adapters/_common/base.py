@@ -309,7 +309,7 @@ class Adapter:
         """Return whether the whole answer to :meth:`encode`'s request comes in one response."""
         return not self.config.decoupled
 
-    def why_silent(self, generation: Generation) -> str | None:
+    def cause_of_silence(self, generation: Generation) -> str | None:
         """Return a sentence with the likely cause where no answer at all comes to *generation*, if there is one."""
         return None
 

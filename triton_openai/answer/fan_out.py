@@ -100,7 +100,7 @@ class Answers:
 
 def too_long(timeout: float | None, runs: Sequence[Run]) -> UpstreamTimeout:
     """Return the error for *runs* whose answers took more than *timeout* seconds."""
-    cause = next((run.why_silent for run in runs if run.why_silent), "")
+    cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
     return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.{cause}")
 
 

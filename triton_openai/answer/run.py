@@ -86,6 +86,8 @@ class Progress:
         self.silent = True
         #: The texts of the steps: before stop strings, and before anything is read out of them.
         self.pieces: list[str] = []
+        #: Characters at the end of the last piece that the answer does not have: those behind a stop string.
+        self.behind = 0
         self.cumulative_logprob: float | None = None
         # How it ended
         self.finish_reason: FinishReason | None = None
@@ -124,11 +126,6 @@ class Progress:
             last = delta.token_ids[-1] if delta.token_ids else None
             if delta.finish_reason is FinishReason.STOP and last in self._generation.sampling.stop_token_ids:
                 self.stop_reason = last
-
-    def cut(self, behind: int) -> None:
-        """Forget so many characters at the end: what the backend has written behind the end of the answer."""
-        if behind:
-            self.pieces[-1] = self.pieces[-1][:-behind]
 
     def add_text(self, text: str) -> None:
         """Add text that a decoder kept until the end; it is no step of its own."""
@@ -356,9 +353,9 @@ class Run:
             self._work.stream.resume()
 
     @property
-    def why_silent(self) -> str:
+    def cause_of_silence(self) -> str:
         """What to add to an error after which nothing has come: the likely cause, where the adapter knows one."""
-        cause = None if self.progress.steps else self.model.adapter.why_silent(self.generation)
+        cause = None if self.progress.steps else self.model.adapter.cause_of_silence(self.generation)
         return f" {cause}" if cause else ""
 
     def close(self) -> None:
@@ -373,7 +370,7 @@ class Run:
     def _fall_silent(self, allowed: float) -> None:
         what = "no further token" if self.progress.steps else "no answer"
         self._work.stop(silent=True)
-        message = f"The model sent {what} for {allowed:g} seconds.{self.why_silent}"
+        message = f"The model sent {what} for {allowed:g} seconds.{self.cause_of_silence}"
         self._fail(UpstreamTimeout(message, code="upstream_silent"))
 
     def _fail(self, error: Exception | None) -> None:
@@ -433,7 +430,9 @@ class Run:
         text, steps = progress.text, progress.steps
         counted, cut = None, steps >= limit
         if self._tokenizer is not None:
-            counted = max(await count_pieces(self._tokenizer, progress.pieces), steps - progress.silent)
+            counted = max(
+                await count_pieces(self._tokenizer, progress.pieces, progress.behind), steps - progress.silent
+            )
             cut = counted + (_UNSEEN_TOKENS if steps == 1 and text.endswith("\ufffd") else 0) >= limit
         if progress.finish_reason is None:
             if cut:

@@ -299,8 +299,7 @@ class StopStage:
         """Note the stop string, if one was found."""
         if self.stops.matched is not None:
             self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self.stops.matched
-            self._progress.cut(self.stops.behind)
-            self.stops.behind = 0
+            self._progress.behind = self.stops.behind
 
 
 class Pipeline:

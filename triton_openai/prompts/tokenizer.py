@@ -137,6 +137,15 @@ class Tokenizer:
         """Return how many tokens *text* has. Raises as :meth:`encode`."""
         return len(self._encode(text, add_special_tokens))
 
+    def count_to(self, text: str, end: int) -> int:
+        """Return how many tokens of *text* it takes to have its first *end* characters. Raises as :meth:`encode`."""
+        with _valid_unicode():
+            encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        # A blank may be of no token; then it is the next one's.
+        places = (encoding.char_to_token(place) for place in range(end - 1, len(text)))
+        last = next((place for place in places if place is not None), None)
+        return len(encoding) if last is None else last + 1
+
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
         """
         Return each query and document as one sequence, with the special tokens of a pair.
@@ -249,16 +258,24 @@ def _max_length(value: Any) -> int | None:
 _PIECE_COST = 20
 
 
-async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str]) -> int:
+async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], behind: int = 0) -> int:
     """
     Return how many tokens *pieces*, each what one step brought, were made of.
+
+    The last *behind* characters do not count, unless the token before them has them too.
 
     Tokenized one by one, because that is how they came: a step is a token, or a few. A backend that decodes token by
     token shows each part of a split character as one U+FFFD, which is one token and not the three of its UTF-8 bytes.
     """
     size = sum(map(len, pieces)) + _PIECE_COST * len(pieces)
+
+    def count(piece: str, behind: int = 0) -> int:
+        shown = piece[: len(piece) - behind]
+        parts, text = shown.count("\ufffd"), piece.replace("\ufffd", "")
+        return parts + (tokenizer.count_to(text, len(shown) - parts) if behind else tokenizer.count(text))
+
     return await offload.run(
-        lambda: sum(piece.count("\ufffd") + tokenizer.count(piece.replace("\ufffd", "")) for piece in pieces),
+        lambda: sum(map(count, pieces[:-1])) + sum(count(piece, behind) for piece in pieces[-1:]),
         size=size,
         threshold=INLINE_CHARACTERS,
     )

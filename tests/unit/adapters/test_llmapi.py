@@ -40,7 +40,7 @@ def test_releases(release: str) -> None:
     assert newest is found.capabilities.lora is found.capabilities.lora_paths
     assert newest is not found.at_once(generation(MINIMAL))
     assert newest is (found.notes == ())
-    assert newest is (found.why_silent(generation(MINIMAL)) is not None)
+    assert newest is (found.cause_of_silence(generation(MINIMAL)) is not None)
     assert request.prefers_grpc
     assert () == adapter(release, decoupled=False).notes
     with pytest.raises(PromptRefused):
@@ -57,7 +57,7 @@ def test_a_lora_adapter() -> None:
     assert {"lora_id": 7, "lora_name": "french", "lora_path": "/loras/french", "lora_ckpt_source": "hf"} == {
         tensor.name: tensor.values[0] for tensor in request.inputs if tensor.name.startswith("lora")
     }
-    assert "LoRA" in (found.why_silent(msgspec.structs.replace(generation(MINIMAL), lora=LORA)) or "")
+    assert "LoRA" in (found.cause_of_silence(msgspec.structs.replace(generation(MINIMAL), lora=LORA)) or "")
     with pytest.raises(ConfigurationError):
         found.encode(msgspec.structs.replace(generation(MINIMAL), lora=Lora(name="french")))
 

@@ -236,24 +236,25 @@ async def test_silence_with_a_likely_cause() -> None:
     for texts, told in (((), "0.05 seconds. It is too long."), (("one",), "0.05 seconds.")):
         answer = Answer(limits=TimeLimits(first_token=0.05, idle=0.05, total=None))
         adapter: Any = answer.run.model.adapter
-        adapter.why_silent.return_value = "It is too long."
+        adapter.cause_of_silence.return_value = "It is too long."
         answer.engine.bring(*texts)
         await asyncio.wait_for(answer.over.wait(), 10)
         assert str(answer.run.failure).endswith(told)
         await answer.background.close()
 
 
-async def test_text_behind_a_stop_string_is_not_counted() -> None:
-    """Whether it came with the stop string, or the whole answer came at once."""
-    for texts in (["one two", " three four"], ["one two three four five"]):
-        answer = Answer(tokenizer=TOKENIZER, sampling=Sampling(max_tokens=50, stop=("three",)))
-        answer.engine.bring(*texts)
-        answer.engine.receiver.end(None)
-        await answer.run.conclude()
-        usage = answer.run.progress.usage
-        assert usage is not None
-        assert TOKENIZER.count("one two three") == usage.completion_tokens
-        await answer.background.close()
+@every_case("stop, shown", [("three", 3), ("thr", 3), ("e t", 2), ("o ", 3), ("five", 5)])
+@every_case("texts", [["one", " two", " three four", " five"], ["one two three four five"]])
+async def test_text_behind_a_stop_string_is_not_counted(texts: list[str], stop: str, shown: int) -> None:
+    """But for the rest of the token in which it ends, whether the answer came in parts or at once."""
+    answer = Answer(tokenizer=TOKENIZER, sampling=Sampling(max_tokens=50, stop=(stop,)))
+    answer.engine.bring(*texts)
+    await answer.run.conclude()
+    usage = answer.run.progress.usage
+    assert usage is not None
+    words = ["one", " two", " three", " four", " five"]
+    assert sum(map(TOKENIZER.count, words[:shown])) == usage.completion_tokens
+    await answer.background.close()
 
 
 async def test_pauses_are_counted() -> None:

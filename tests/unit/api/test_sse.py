@@ -38,7 +38,7 @@ class ScriptedRun:
         self.failure: Exception | None = None
         self.pauses = 0
         self.closed = False
-        self.why_silent = ""
+        self.cause_of_silence = ""
         self.changed = asyncio.Event()
         self.generation = self.model = self
         self.token_ids, self.name = False, "m"
