@@ -416,7 +416,7 @@ def test_methods(service: Service, path: str, allowed: str, method: str) -> None
 
 @every_case(
     "path",
-    ["/nothing", "/v1", "/v1/", "/v2/models", "/v1/chat", "/v1/models/", "//v1/models", "/v1/chat/completions/", "/%00"],
+    ["/nothing", "/v1", "/v1/", "/v2/models", "/v1/chat", "/v1/models/", "//v1/models", "/v1/completions/", "/%00"],
 )
 @every_case("method", ["GET", "POST", "DELETE", "OPTIONS"])
 def test_unknown_paths(service: Service, path: str, method: str) -> None:
