@@ -76,10 +76,10 @@ CASES = (
     Case("several tokens at once", {**FOUR, "tokens_per_response": 3}, {"max_tokens": 9}, FOUR["text"], "stop", 4, eos(5)),
     Case("several tokens beyond max_tokens", {**FOUR, "tokens_per_response": 3}, {"max_tokens": 2}, "one two", "length", 2),
     # Stop strings.
-    Case("stop over tokens", FOUR, {"max_tokens": 9, "stop": "o thr"}, "one tw", "stop", 3, at_once={"tokens": 4}),
-    Case("stop inside a token", FOUR, {"max_tokens": 9, "stop": ["hre"]}, "one two t", "stop", 3, at_once={"tokens": 4}),
+    Case("stop over tokens", FOUR, {"max_tokens": 9, "stop": "o thr"}, "one tw", "stop", 3, at_once={"tokens": 4}, uncounted={"tokens": 3}),
+    Case("stop inside a token", FOUR, {"max_tokens": 9, "stop": ["hre"]}, "one two t", "stop", 3, at_once={"tokens": 4}, uncounted={"tokens": 3}),
     Case("stop is a whole token", FOUR, {"max_tokens": 9, "stop": " two"}, "one", "stop", 2),
-    Case("stop at the very start", FOUR, {"max_tokens": 9, "stop": "on"}, "", "stop", 1, at_once={"tokens": 4}),
+    Case("stop at the very start", FOUR, {"max_tokens": 9, "stop": "on"}, "", "stop", 1, at_once={"tokens": 4}, uncounted={"tokens": 1}),
     Case("stop is everything", {"text": "one"}, {"max_tokens": 9, "stop": "one"}, "", "stop", 1),
     Case("stop never comes", THREE, {"max_tokens": 9, "stop": "five"}, "one two three", "stop", 3, eos(4)),
     Case("only the beginning of a stop", THREE, {"max_tokens": 9, "stop": "threefold"}, "one two three", "stop", 3, eos(4)),
@@ -87,9 +87,11 @@ CASES = (
     Case("stop at the limit", THREE, {"max_tokens": 2, "stop": "two"}, "one ", "stop", 2),
     Case("first of several stops", FOUR, {"max_tokens": 9, "stop": ["four", "three", "two t"]}, "one ", "stop", 3,
          # Both are complete at the same token, of which vLLM takes the one that stands first in the list.
-         on("vllm_model", text="one two "), at_once={"tokens": 4}),
+         on("vllm_model", text="one two "), at_once={"tokens": 4}, uncounted={"tokens": 3}),
     Case("stop that begins twice", {"text": "aab aac"}, {"max_tokens": 99, "stop": "aac"}, "aab ", "stop", 0),
-    Case("stop among tokens that came together", {**FOUR, "tokens_per_response": 4}, {"max_tokens": 9, "stop": "wo"}, "one t", "stop", 4, on("vllm_model", tokens=2)),
+    Case("stop among tokens that came together", {**FOUR, "tokens_per_response": 4}, {"max_tokens": 9, "stop": "wo"}, "one t", "stop", 4,
+         # Where nobody counts, the text up to the stop string is tokenized.
+         on("vllm_model", "tensorrt_llm_llmapi", "ensemble_legacy", tokens=2)),
     # Characters that are split over tokens: é is two, the emoji is four.
     Case("split characters", {"text": "a😀b é!"}, {"max_tokens": 99}, "a😀b é!", "stop", 10,
          eos(11), in_parts={"text": f"a{BROKEN * 4}b {BROKEN * 2}!"}),
