@@ -48,7 +48,7 @@ async def ask(proxy: Proxy, model: str, *content: Any, **fields: Any) -> Answer:
     )
 
 
-@pytest_asyncio.fixture(loop_scope="session", params=TRANSPORTS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=TRANSPORTS)
 async def proxy(request: pytest.FixtureRequest, triton: TestTriton) -> AsyncIterator[Proxy]:
     """A service whose models take images, over each transport."""
     media = MediaSettings(max_images=3, max_image_size=2_000_000)

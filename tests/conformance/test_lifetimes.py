@@ -6,9 +6,11 @@ import asyncio
 import itertools
 import json
 import uuid
+from functools import partial
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.conformance.calls import (
     ANSWERS_AT_ONCE,
@@ -166,20 +168,25 @@ async def release(triton, limit: int) -> None:
     await client.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=TRANSPORTS)
+async def impatient(request, triton):
+    """The service over each transport in turn, which does not wait for long when a stream has begun."""
+    settings = proxy_settings(triton, request.param, idle_timeout=0.3)
+    async with serving(settings, transport=request.param) as proxy:
+        yield proxy
+
+
 @pytest.mark.parametrize("model", [model for model in MODELS if model != "ensemble_nonstreaming"])
-async def test_a_backend_that_falls_silent(triton, model, transport):
+async def test_a_backend_that_falls_silent(impatient, triton, model):
     """A stream that gets no further token is ended with an error event after the configured silence."""
     limit = next(_limits)
-    settings = proxy_settings(triton, transport, idle_timeout=0.3)
-    async with serving(settings, transport=transport) as proxy:
-        prompt = steered(text="w w w", hang_at=2)
-        answer = await ask(proxy, "chat", model, prompt, max_tokens=limit, stream=True)
-        if model in BLS:
-            await release(triton, limit)
-        elif model != "vllm_model":
-            chunk = json.loads(answer.events[0])
-            assert ENDED_AS[model] == (await end_of(triton, ENGINES[model], chunk["id"]))[0]
+    prompt = steered(text="w w w", hang_at=2)
+    answer = await ask(impatient, "chat", model, prompt, max_tokens=limit, stream=True)
+    if model in BLS:
+        await release(triton, limit)
+    elif model != "vllm_model":
+        chunk = json.loads(answer.events[0])
+        assert ENDED_AS[model] == (await end_of(triton, ENGINES[model], chunk["id"]))[0]
 
     assert 200 == answer.status
     *chunks, last = answer.events
@@ -189,20 +196,27 @@ async def test_a_backend_that_falls_silent(triton, model, transport):
     assert "The model sent no further token for 0.3 seconds." == error["message"]
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=TRANSPORTS)
+async def hasty(request, triton):
+    """
+    The service over each transport in turn, which does not wait for long for a first token; and one that does not wait
+    for long for a whole answer either.
+    """
+    settings = partial(proxy_settings, triton, request.param, first_token_timeout=0.3)
+    async with serving(settings()) as for_first, serving(settings(request_timeout=0.5)) as for_all:
+        yield {False: for_first, True: for_all}
+
+
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("model", [model for model in ENDED_AS if model != "ensemble_legacy"])
-async def test_a_backend_that_never_begins(triton, model, transport, streamed):
+async def test_a_backend_that_never_begins(hasty, model, streamed):
     """
     Without a first token in time the answer is a 504, streamed or not, and the work is stopped. An answer that comes at
     once has no first token: the time for the whole holds.
     """
     at_once = model in ANSWERS_AT_ONCE and not streamed
-    limit = {"request_timeout": 0.5} if at_once else {}
-    settings = proxy_settings(triton, transport, first_token_timeout=0.3, **limit)
-    async with serving(settings, transport=transport) as proxy:
-        prompt = steered(text="w w w", hang_at=0)
-        answer = await ask(proxy, "chat", model, prompt, max_tokens=9, stream=streamed)
+    prompt = steered(text="w w w", hang_at=0)
+    answer = await ask(hasty[at_once], "completions", model, prompt, max_tokens=9, stream=streamed)
 
     assert (504, "upstream_timeout" if at_once else "upstream_silent") == (answer.status, answer.error["code"])
     if not at_once:
