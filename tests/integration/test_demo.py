@@ -123,6 +123,17 @@ def test_parameters(client: openai.OpenAI) -> None:
     assert b"\xf0\x9f\x8c\x9f" in b"".join(bytes(token.bytes or []) for token in content)
 
 
+def test_defaults(client: openai.OpenAI) -> None:
+    """Without sampling parameters a small model does not wander, and no answer is longer than its context."""
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+
+    answer = client.chat.completions.create(model="ensemble", messages=messages)
+
+    assert "The capital of France is Paris." == answer.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="2048"):
+        client.chat.completions.create(model="ensemble", messages=messages, max_tokens=100_000)
+
+
 def test_a_client_that_leaves(demo: Service) -> None:
     """More requests than the engine has slots are left; the next one does not wait for them."""
     for model in MODELS:

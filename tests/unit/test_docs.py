@@ -204,7 +204,7 @@ async def test_a_model_without_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_make_says_what_it_installs() -> None:
     """Pip is silent for minutes: what comes, and how large it is, is said before."""
     lines = read("Makefile").splitlines()
-    installing = [number for number, line in enumerate(lines) if line.startswith("\t$(INSTALL)")]
+    installing = [number for number, line in enumerate(lines) if line.startswith("\t@$(INSTALL)")]
 
     assert len(installing) > 3
     for number in installing:

@@ -19,9 +19,9 @@ import msgspec
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
 from triton_openai.cli.serve import serve_demo
-from triton_openai.config import AccessSettings, Settings, TlsSettings, TritonAccess
+from triton_openai.config import AccessSettings, ModelDefaults, Settings, TlsSettings, TritonAccess
 from triton_openai.demo.engine import PASSIVE, Engine, missing
-from triton_openai.demo.repository import build_repository
+from triton_openai.demo.repository import CONTEXT_LENGTH, build_repository
 from triton_openai.demo.weights import find_model, write_tokenizer
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.sockets import listening_sockets
@@ -82,7 +82,7 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         settings = replace(
             settings,
             access=_with_own_key(settings.access),
-            defaults=replace(settings.defaults, tokenizer=settings.defaults.tokenizer or str(repository.tokenizer)),
+            defaults=_defaults(settings.defaults, repository.tokenizer, speaks=speaking is not None),
             tls=TlsSettings(),
             triton=replace(settings.triton, model_repository=(repository.path,), load_model=load),
             triton_access=TritonAccess(),
@@ -119,6 +119,21 @@ def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, 
     socket = folder / "engine.sock"
     _say(f"Loading {model.name} ({model.weights.stat().st_size / 1e6:.0f} MB) ...")
     return _Speaking(Engine(model, socket, environ), socket, tokenizer)
+
+
+def _defaults(given: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDefaults:
+    """Return *given* with the tokenizer, and with what a language model as small as the demo's needs."""
+    replace = msgspec.structs.replace
+    defaults = replace(given, tokenizer=given.tokenizer or str(tokenizer))
+    if not speaks:
+        return defaults
+    sampling = given.default_parameters
+    return replace(
+        defaults,
+        # A small model that is sampled wanders. A request that asks for more than the context would run for minutes.
+        default_parameters=sampling if "temperature" in sampling.given() else replace(sampling, temperature=0.0),
+        max_model_len=given.max_model_len or CONTEXT_LENGTH,
+    )
 
 
 def _say(line: str) -> None:

@@ -77,9 +77,10 @@ class Stop:
     def ask(self, why: str, *, notice: bool) -> None:
         """Begin to stop, unless that has begun."""
         if not self.asked.is_set():
-            log.info("stopping", why=why)
             self.notice = notice
             self.asked.set()
+            # Last, because it fails if nobody reads the log any more.
+            log.info("stopping", why=why)
 
     def hurry(self) -> None:
         """Stop without waiting."""

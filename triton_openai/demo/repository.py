@@ -14,7 +14,7 @@ from triton_openai.demo.configs import Contract, contracts, render
 _BATCH = 8
 # One request occupies one instance of a BLS model, so this is how many it serves at a time.
 _BLS_INSTANCES = 4
-_CONTEXT_LENGTH = 2048
+CONTEXT_LENGTH = 2048
 _LORAS = ("alpha", "beta")
 
 # Triton loads this file for each model; everything else is shared.
@@ -210,7 +210,7 @@ def _vllm(site: _Site, name: str) -> None:
     if name == "vllm_model_r24_12":
         config += 'parameters { key: "BACKEND_RELEASE" value: { string_value: "r24.12" } }\n'
     folder = site.write(name, config)
-    engine = {"model": str(site.repository.tokenizer), "max_model_len": _CONTEXT_LENGTH, "disable_log_stats": True}
+    engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "disable_log_stats": True}
     if embeds:
         engine["task"] = "embed"
     elif site.engine is None:
@@ -228,7 +228,7 @@ def _llmapi(site: _Site, name: str) -> None:
     folder = site.write(name, render(name, contract, backend="python", decoupled=True, instances=1), "llmapi")
     arguments = f"""\
 model: {json.dumps(str(site.repository.tokenizer))}
-max_num_tokens: {_CONTEXT_LENGTH}
+max_num_tokens: {CONTEXT_LENGTH}
 enable_lora: {str(name == "tensorrt_llm_llmapi").lower()}
 triton_config:
   decoupled: true
