@@ -107,7 +107,7 @@ class Trtllm(TrtllmAdapter):
                 "This model tells the log probabilities of the chosen tokens only, not those of alternatives.",
                 param="logprobs",
             )
-        inputs = [self.tensor("input_ids", *ids), self.tensor("input_lengths", len(ids))]
+        inputs = [self.vector("input_ids", ids), self.tensor("input_lengths", len(ids))]
         inputs += self._switches(generation, vocabulary)
         outputs: tuple[str, ...] = _OUTPUTS
         needed_for = None
@@ -188,7 +188,7 @@ class TokenDecoder:
 
     def __init__(self, config: ModelConfig, generation: Generation, readers: Sequence[Reader]) -> None:
         vocabulary, logprobs = generation.vocabulary, generation.sampling.logprobs
-        self._prompt_ids = list(generation.prompt_ids or ())
+        self._prompt_ids = generation.prompt_ids or ()
         # Streams never repeat the prompt.
         self._repeats = "exclude_input_in_output" not in config.inputs and not config.decoupled
         self._padding: Collection[int | None] = ()
@@ -207,7 +207,7 @@ class TokenDecoder:
         if lengths := response.numbers("sequence_length"):
             # One beam, so what is behind the length is padding.
             ids = ids[: int(lengths[0])]
-        if self._repeats and list(ids[: len(self._prompt_ids)]) == self._prompt_ids:
+        if self._repeats and tuple(ids[: len(self._prompt_ids)]) == self._prompt_ids:
             ids = ids[len(self._prompt_ids) :]
         if self._padding:
             ids = ids[: next((place for place, number in enumerate(ids) if number in self._padding), len(ids))]

@@ -357,6 +357,10 @@ class Adapter:
 
         Raises :class:`ConfigurationError` when it is not declared: an adapter was forced upon a model it does not fit.
         """
+        return self.vector(name, values)
+
+    def vector(self, name: str, values: Sequence[Any]) -> Tensor:
+        """Return the input that :meth:`tensor` returns; *values* are not copied, as they may be a long prompt."""
         spec = self.config.inputs.get(name)
         if spec is None:
             raise ConfigurationError(

@@ -72,7 +72,7 @@ def generate_body(request: InferRequest) -> bytes:
             # One by one: they may be images of many megabytes, and encoding keeps the interpreter lock.
             body[tensor.name] = msgspec.Raw(b"[%b]" % b",".join(map(msgspec.json.encode, values)))
         else:
-            body[tensor.name] = list(values)
+            body[tensor.name] = values if isinstance(values, list | tuple) else list(values)
     return msgspec.json.encode(body)
 
 
