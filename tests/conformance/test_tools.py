@@ -140,7 +140,7 @@ async def test_a_long_answer_is_read_in_a_thread(tooled, monkeypatch, size):
         return flush(parser)
 
     monkeypatch.setattr(AnswerParser, "flush", recording)
-    monkeypatch.setattr("triton_openai.api.chat._LONGEST_INLINE", 250)
+    monkeypatch.setattr("triton_openai.api.chat.LONGEST_INLINE", 250)
     text = "x" * size + CALL
     message, finish = await message_of(tooled, "vllm_model", False, text, tools=[WEATHER], max_tokens=1000)
 

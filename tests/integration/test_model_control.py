@@ -37,7 +37,7 @@ BROKEN = """
 name: "broken"
 backend: "python"
 input { name: "text" data_type: TYPE_STRING dims: [ 1 ] }
-output { name: "label" data_type: TYPE_STRING dims: [ 1 ] }
+output { name: "label" data_type: TYPE_INT32 dims: [ 1 ] }
 """
 ODD = """
 import triton_python_backend_utils as pb_utils
@@ -55,7 +55,7 @@ class TritonPythonModel:
 STEPS = {
     "text_embedding": ("step_embedding", 64, "text STRING [1]", "embedding FP32 [64]"),
     "second_embedding": ("step_embedding", 64, "text STRING [1]", "embedding FP32 [64]"),
-    "odd": ("step_odd", 0, "text STRING [1]", "label STRING [1]"),
+    "odd": ("step_odd", 0, "text STRING [1]", "label INT32 [1]"),
 }
 
 

@@ -109,18 +109,22 @@ def _without_images(body: bytes, most: int) -> bytes:
     """
     if len(body) <= most:
         return body
+    plain = body.isascii()
     first, *parts = body.split(_DATA, _MOST_DATA_URLS)
     kept = [first]
     for part in parts:
-        opening = next(filter(part.startswith, _OPENINGS), None)
-        data, quote, after = part[len(opening or b"") :].partition(b'"')
-        image = opening is not None and quote and data.isascii() and _has_few_escapes(data)
-        if image and opening != b":":
-            image = not data.translate(None, _BASE64)
-        if opening is None or not image:
+        opening = next(filter(part.startswith, _OPENINGS), b"")
+        start = len(opening)
+        end = part.find(b'"', start) if opening else -1
+        # Without copies of what may be tens of megabytes.
+        if end < 0 or not (plain or part[start:end].isascii()) or not _has_few_escapes(part, start, end):
+            kept += _DATA, part
+        elif opening == b":":
+            kept += b'""', part[end + 1 :]
+        elif part[start:end].translate(None, _BASE64):
             kept += _DATA, part
         else:
-            kept += (b'""' if opening == b":" else _DATA + opening + b'"'), after
+            kept += _DATA, opening, b'"', part[end + 1 :]
     text = b"".join(kept)
     if len(text) > most:
         raise PayloadTooLarge(
@@ -129,15 +133,15 @@ def _without_images(body: bytes, most: int) -> bytes:
     return text
 
 
-def _has_few_escapes(data: bytes) -> bool:
-    """Return whether the escapes in *data* are few, as many take long to read, and all of them are ``\\/``."""
+def _has_few_escapes(data: bytes, start: int, end: int) -> bool:
+    """Return whether the escapes between *start* and *end* are few, as many take long to read, and all are ``\\/``."""
     escapes = 0
     # In pieces: counting 20 million of them in one call keeps the event loop waiting.
-    for start in range(0, len(data), _PIECE):
-        escapes += data.count(b"\\", start, start + _PIECE)
-        if escapes * 16 > len(data):
+    for place in range(start, end, _PIECE):
+        escapes += data.count(b"\\", place, min(place + _PIECE, end))
+        if escapes * 16 > end - start:
             return False
-    return escapes == data.count(b"\\/")
+    return escapes == data.count(b"\\/", start, end)
 
 
 def _has_long_number(text: bytes) -> bool:
