@@ -13,7 +13,7 @@ from tests.balancers import Nginx, balancing
 from tests.clients.service import Service, serving, steered
 from tests.triton_fixture import TestTriton
 
-_CLIENTS = 24
+_CLIENTS = 64
 _BODY = {
     "model": "ensemble",
     "prompt": steered(text="one two three four", repeat=5, delay_ms=25),
@@ -66,7 +66,7 @@ def _text(events: list[str]) -> str:
 
 async def test_no_request_is_lost(triton: TestTriton, tmp_path: Path) -> None:
     """
-    Two replicas are replaced one after the other while 24 clients stream: every answer is whole.
+    Two replicas are replaced one after the other while 64 clients stream: every answer is whole.
 
     One of them has two workers. They stand behind nginx where it is installed, else behind a balancer of the tests'
     own.

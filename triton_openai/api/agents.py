@@ -8,7 +8,8 @@ from functools import lru_cache
 
 import structlog
 
-from triton_openai.errors import printable
+from triton_openai.errors import ConfigurationError, printable
+from triton_openai.models.served import ServedModel
 
 _log = structlog.get_logger(__name__)
 
@@ -33,6 +34,18 @@ def unsealed(sealed: str | None) -> str | None:
     except (binascii.Error, ValueError):
         return None
     return text.removeprefix(_SEALED) if text.startswith(_SEALED) else None
+
+
+async def known_effort(model: ServedModel, effort: str | None) -> str | None:
+    """Return *effort*, a level of reasoning that agents send to every model, if the model's template takes one."""
+    if effort is None:
+        return None
+    try:
+        known = (await model.prompter()).template_for().variables
+    except ConfigurationError:
+        # The request says so when it is rendered.
+        return None
+    return effort if "reasoning_effort" in known else None
 
 
 @lru_cache(64)

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import json_response
 from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, Turn, plan_of, prepare, prompt_of
 from triton_openai.api.messages.events import MessageEvents, blocks_of, stop_of, usage_of
@@ -25,7 +26,7 @@ from triton_openai.api.messages.types import (
 from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
 from triton_openai.api.sse import stream
 from triton_openai.api.tokenize import tokenizer_of
-from triton_openai.errors import ConfigurationError, InvalidRequest, InvalidValue
+from triton_openai.errors import InvalidRequest, InvalidValue
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.parsers.events import Content, Event
 from triton_openai.prompts import offload
@@ -76,15 +77,7 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 async def _read(service: Service, model: ServedModel, body: CountTokensRequest) -> Reading:
     reading = read(body, strict_tools=service.settings.api.strict_tools)
-    chat = reading.chat
-    if chat.reasoning_effort is not None:
-        # Clients send a level to every model, and most templates know none.
-        try:
-            known = (await model.prompter()).template_for().variables
-        except ConfigurationError:
-            known = frozenset()
-        if "reasoning_effort" not in known:
-            chat.reasoning_effort = None
+    reading.chat.reasoning_effort = await known_effort(model, reading.chat.reasoning_effort)
     return reading
 
 

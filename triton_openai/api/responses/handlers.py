@@ -16,6 +16,7 @@ from aiohttp import web
 from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.answer.fan_out import Answers, collect, too_long
 from triton_openai.api import chat
+from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import json_response, missing
 from triton_openai.api.responses.events import ResponseEvents
 from triton_openai.api.responses.paging import page
@@ -33,8 +34,8 @@ from triton_openai.api.responses.state import (
 from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponsesRequest
 from triton_openai.api.service import RequestContext, begin, key_of, now, service_of
 from triton_openai.api.sse import EventLog, stream
+from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import (
-    ConfigurationError,
     ContextLengthExceeded,
     InvalidRequest,
     InvalidValue,
@@ -99,10 +100,8 @@ class Job:
     async def read(self, context: RequestContext[ResponsesRequest], before: Sequence[Item]) -> Reading:
         """Return the request as a chat that goes on from the items *before*. Raises :class:`InvalidRequest`."""
         body = self.body
-        effort = None if body.reasoning is None else body.reasoning.effort
-        if effort is not None and "reasoning_effort" not in (await context.model.prompter()).template_for().variables:
-            # Agents send it to every model; the response says that it was not used.
-            effort = None
+        # The response says whether it is used.
+        effort = await known_effort(context.model, None if body.reasoning is None else body.reasoning.effort)
         source = "conversation" if self.conversation is not None else "previous_response_id"
         own = [(f"input[{number}]", item) for number, item in enumerate(input_items(body))]
         resolved = await self.state.resolved(own, before, self.owner)
@@ -398,11 +397,9 @@ async def count_tokens(request: web.Request) -> web.Response:
     async with _reading(context, job) as reading:
         turned = _turned(context, reading)
         try:
-            prompter = await context.model.prompter()
-            if prompter.tokenizer is None:
-                raise ConfigurationError("The model's tokenizer is not known: give it with --tokenizer.", param="model")
+            tokenizer = tokenizer_of(await context.model.prompter())
             prompt, _ = await chat.prompt_of(turned, chat.plan_of(reading.chat))
-            count = await prompter.tokenizer.count_async(prompt, context.model.adapter.hints.adds_bos)
+            count = await tokenizer.count_async(prompt, context.model.adapter.hints.adds_bos)
             return json_response(InputTokens(input_tokens=count))
         except ServiceError as error:
             reading.blame(error)
