@@ -199,14 +199,20 @@ class KeyNotSufficient(InvalidRequest, status=403, code="key_not_sufficient"):
 
 
 class ModelNotFound(InvalidRequest, status=404, code="model_not_found"):
-    """No served model has this *name*; *why* replaces "does not exist" in the message."""
+    """No served model has this *name*. The message suggests a similar name, or lists those that the key may use."""
 
     def __init__(
-        self, name: str, *, hidden: bool = False, why: str = "does not exist", detail: str | None = None
+        self,
+        name: str,
+        *,
+        hidden: bool = False,
+        why: str = "does not exist",
+        hint: str = "",
+        detail: str | None = None,
     ) -> None:
         self.name = name[:200]
         what = "does not exist, or this key may not use it" if hidden else why
-        super().__init__(f"The model '{self.name}' {what}.", param="model", detail=detail)
+        super().__init__(f"The model '{self.name}' {what}.{hint}", param="model", detail=detail)
 
 
 class LoraNotLoaded(InvalidRequest, status=404, code="lora_not_loaded"):

@@ -90,6 +90,7 @@ def test_banner_for_machines(triton) -> None:
         models = {model["name"]: model for model in banner["models"]}
 
     assert ("serving", True, urls.split(",")) == (banner["event"], banner["triton_answers"], banner["triton"])
+    assert {"level", "timestamp"} <= banner.keys()
     assert ("ready", ["gpt-4o"]) == (models["ensemble"]["state"], models["ensemble"]["aliases"])
     assert "gpt-4o" not in models
     assert f"{banner['address']}/v1" == banner["base_url"]

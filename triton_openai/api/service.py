@@ -16,7 +16,7 @@ from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import ModelRequest, read_json
 from triton_openai.api.parameters import refuse_unused
 from triton_openai.config import Settings
-from triton_openai.errors import ModelNotFound, PromptRefused, UnsupportedParameter
+from triton_openai.errors import PromptRefused, UnsupportedParameter
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.control import ModelControl
 from triton_openai.models.served import Models, ServedModel
@@ -73,11 +73,7 @@ async def find_model(request: web.Request, name: str) -> ServedModel:
     Raises :class:`ModelNotFound`, also for a model that the request's key may not use, and
     :class:`UpstreamUnavailable` if Triton does not answer or the model is not ready.
     """
-    models = service_of(request).models
-    name = models.wanted(name)
-    if not key_of(request).allows(name):
-        raise ModelNotFound(name, hidden=True)
-    return await models.find(name)
+    return await service_of(request).models.find(name, key_of(request).allows)
 
 
 async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service, _Body, ServedModel]:

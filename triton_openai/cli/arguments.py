@@ -93,6 +93,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
 
     Raises :class:`ConfigurationError` when it is wrong, and :class:`SystemExit` after ``--help`` and ``--version``.
     """
+    _check_command(arguments[0] if arguments else "")
     parser = build_parser()
     namespace, unknown = parser.parse_known_args(arguments)
     given = vars(namespace)
@@ -102,6 +103,15 @@ def parse(arguments: Sequence[str]) -> Parsed:
         command=given["command"],
         settings={name: value for name, value in given.items() if name == "config" or name in options_by_name()},
         **{name: given[name] for name in ("models", "json", "strict", *_DEMO_SWITCHES) if name in given},
+    )
+
+
+def _check_command(first: str) -> None:
+    if first in (*_COMMANDS, "-h", "--help", "--version"):
+        return
+    problem = "The command is missing." if first[:1] in ("", "-") else f"There is no command {first!r}."
+    raise ConfigurationError(
+        f"{problem}{closest(first, _COMMANDS)} The commands are {', '.join(_COMMANDS)}. See triton-openai --help."
     )
 
 

@@ -18,6 +18,7 @@ from triton_openai.api.service import SERVICE
 from triton_openai.cli.table import problems, table
 from triton_openai.config import Settings
 from triton_openai.models.overview import ModelLine, model_lines
+from triton_openai.telemetry.logging import timestamp
 from triton_openai.triton.relay.frontends import FRONTENDS
 
 _log = structlog.get_logger(__name__)
@@ -28,9 +29,11 @@ _CHECK_SECONDS = 10.0
 
 
 class Banner(msgspec.Struct, frozen=True, kw_only=True):
-    """What is served and where; with ``--log-format json`` it is printed as it stands."""
+    """What is served and where; with ``--log-format json`` it is printed like a log line."""
 
     event: str = "serving"
+    level: str = "info"
+    timestamp: str = msgspec.field(default_factory=timestamp)
     version: str = __version__
     address: str
     base_url: str

@@ -45,11 +45,11 @@ class ParameterReport(msgspec.Struct, frozen=True):
     note: str = ""
 
     def __str__(self) -> str:
-        """Return the parameter as a line of text."""
+        """Return the treatment as text for a person."""
         text = self.treatment
         if text == Rule.MAPPED.value:
             text = f"-> {self.target}{f' {self.datatype}' if self.datatype else ''}"
-        return f"{self.name:<20} {text}{f' ({self.note})' if self.note else ''}"
+        return f"{text}{f' ({self.note})' if self.note else ''}"
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -310,6 +310,7 @@ def _render(item: ModelReport) -> str:
         rows += [("scores", item.scores), ("tokenizer", item.tokenizer or "none"), *notes]
     lines = [item.name, *(f"  {name:<14} {text}" for name, text in rows)]
     if "generate" in item.tasks:
-        lines += ["  parameters", *(f"    {parameter}" for parameter in item.parameters)]
+        width = max((len(each.name) for each in item.parameters), default=0)
+        lines += ["  parameters", *(f"    {each.name:<{width}} {each}" for each in item.parameters)]
         lines.append(f"    refused: {', '.join(item.refused)}")
     return "\n".join(lines)

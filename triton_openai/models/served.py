@@ -16,6 +16,7 @@ import structlog
 from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles, Rule
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config import DefaultParameters, ModelSettings, Settings
+from triton_openai.config.sources import closest
 from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
 from triton_openai.generation import Interface, Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
@@ -32,6 +33,9 @@ _log = structlog.get_logger(__name__)
 _DEFAULT_NAMES = frozenset({"", "default"})
 # Of a file in a model's folder. What is read are settings; nobody writes longer ones.
 _LARGEST = 1 << 20
+# Models with which an unknown name is compared (1 ms for 20), and that its error lists.
+_MOST_COMPARED = 200
+_MOST_LISTED = 10
 # How often what could not be loaded is tried again.
 _RECHECK_SECONDS = 60.0
 
@@ -204,19 +208,22 @@ class Models:
         fitting = [alias for alias in self._aliases if "*" in alias and fnmatchcase(name, alias)]
         return self._aliases[max(fitting, key=len)] if fitting else name
 
-    async def find(self, name: str) -> ServedModel:
+    async def find(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> ServedModel:
         """
         Return the served model called *name*, asking Triton again if it is not known.
 
         An empty name, and ``default`` unless a model has that name, is the default model where one is configured.
-        Raises :class:`InvalidRequest` for an empty name where none is, :class:`ModelNotFound`, or
-        :class:`UpstreamUnavailable` when Triton does not answer or the model is being loaded.
+        *allows* says which names the client may use. Raises :class:`InvalidRequest` for an empty name without a default
+        model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or the model is being
+        loaded.
         """
         version = self._version()
         if version != self._seen:
             await self.catalog.renew()
             self._seen = version
         name = self.wanted(name)
+        if not allows(name):
+            raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
         if name not in self.served or not self.catalog.snapshot.reachable:
             await self.catalog.refresh_on_miss()
         if name in self.served:
@@ -232,7 +239,16 @@ class Models:
         if owner in snapshot.waiting:
             # Nobody loads it for a client that tries again, as the official ones do after a 503.
             raise ModelNotFound(name, why="is not loaded", detail=snapshot.waiting[owner])
-        raise ModelNotFound(name)
+        raise ModelNotFound(name, hint=self._suggestion(name, allows))
+
+    def _suggestion(self, name: str, allows: Callable[[str], bool]) -> str:
+        """Return a sentence with the name that the client may have meant, or with all that it may use."""
+        names = [one for one in self.served if allows(one)]
+        if hint := closest(name, names[:_MOST_COMPARED]):
+            return hint
+        if len(names) > _MOST_LISTED:
+            return " GET /v1/models lists the models."
+        return f" Available: {', '.join(names)}." if names else ""
 
     async def settled(self, model: ServedModel) -> ServedModel:
         """Return *model*, with its own adapter where the tokenizer that another one needs turns out to be unusable."""

@@ -103,8 +103,13 @@ def _complete(process: EventDict, logger: WrappedLogger, method: str, event: Eve
         **redact(event),
         "logger": logger.name if record is None else record.name,
         "level": method,
-        "timestamp": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "timestamp": timestamp(),
     }
+
+
+def timestamp() -> str:
+    """Return the time in the form of log lines."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def redact(event: EventDict) -> EventDict:

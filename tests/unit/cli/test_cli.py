@@ -82,8 +82,9 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "The following arguments are required: COMMAND."),
-        (["srve"], "invalid choice: 'srve'"),
+        ([], "The command is missing. The commands are serve, demo, inspect."),
+        (["--port", "1"], "The command is missing."),
+        (["srve"], "There is no command 'srve'. Did you mean serve?"),
         (["serve", "--prt", "1"], "--prt is not an option of `triton-openai serve`. Did you mean --port?"),
         (["serve", "--por", "1"], "--por is not an option of `triton-openai serve`. Did you mean --port?"),
         (["serve", "extra"], "`triton-openai serve` takes options only, and 'extra' is none."),

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
+from triton_openai.access.keys import ApiKey
 from triton_openai.config import ApiSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError, ModelNotFound
 
@@ -50,6 +51,25 @@ async def test_settings_that_take_a_model_away_change_nothing() -> None:
             assert {"m", "n"} == proxy.models.served.keys()
             with pytest.raises(ModelNotFound):
                 await proxy.models.find("gp")
+
+
+async def test_a_name_that_no_model_has() -> None:
+    """The error suggests a similar name, else lists a few names, and never one that the key may not use."""
+    async with (
+        FakeTriton(config_of("ensemble"), config_of("vllm_model")) as triton,
+        serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
+    ):
+        await proxy.ready()
+        for name, allowed, message in (
+            ("ensembel", ("*",), "does not exist. Did you mean ensemble?"),
+            ("gpt-4o", ("*",), "does not exist. Available: ensemble, vllm_model."),
+            ("ensembel", ("vllm*",), "does not exist, or this key may not use it. Available: vllm_model."),
+            ("ensembel", ("ens*", "vllm*"), "does not exist. Did you mean ensemble?"),
+            ("ensembel", (), "does not exist, or this key may not use it."),
+        ):
+            with pytest.raises(ModelNotFound) as caught:
+                await proxy.models.find(name, ApiKey(name="k", models=allowed).allows)
+            assert f"The model '{name}' {message}" == caught.value.message
 
 
 async def test_a_model_that_is_gone() -> None:
