@@ -107,11 +107,14 @@ class TrtllmLlmapi(TrtllmAdapter):
         if not isinstance(arguments, dict):
             return self.hints
         own, longest = arguments.get("triton_config"), arguments.get("max_num_tokens")
+        lora = arguments.get("lora_config")
+        most = lora.get("max_loras") if isinstance(lora, dict) else None
         return msgspec.structs.replace(
             with_engine_arguments(self.hints, arguments, length="max_seq_len"),
             # A prompt is read in one step unless it may be read in chunks.
             max_prompt_len=longest if type(longest) is int and not arguments.get("enable_chunked_prefill") else None,
-            loras=bool(arguments.get("enable_lora") or arguments.get("lora_config")),
+            loras=bool(arguments.get("enable_lora") or lora),
+            max_loras=most if type(most) is int else None,
             images=isinstance(own, dict) and own.get("multimodal") is True,
         )
 

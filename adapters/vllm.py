@@ -146,8 +146,10 @@ class Vllm(Adapter):
                 # The backend would not have loaded the model; whoever edits the file now has not finished.
                 _log.warning("model.json cannot be read", model=name, reason=str(error))
                 continue
+            most = arguments.get("max_loras", 1)
             return msgspec.structs.replace(
                 with_engine_arguments(self.hints, arguments, length="max_model_len"),
+                max_loras=most if type(most) is int else None,
                 # The backend takes the text "true" too.
                 loras=str(arguments.get("enable_lora")).lower() == "true",
                 generates=arguments.get("runner") != "pooling" and arguments.get("task") in (None, "auto", "generate"),

@@ -28,7 +28,7 @@ from triton_openai.config.options import bare_type
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
 from triton_openai.telemetry import tracing
-from triton_openai.telemetry.exposition import CACHE_USAGE, LOOKED_UP, RENAMED, RENAMED_LABELS
+from triton_openai.telemetry.exposition import LOOKED_UP, LOOKED_UP_RENAMED, RENAMED, RENAMED_LABELS
 from triton_openai.telemetry.metrics import INSTRUMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,7 +204,7 @@ def vllm_metrics() -> str:
         [f"`{name}`", _list(filter(None, map(RENAMED_LABELS.get, one.labels))), _source(one.name, only)]
         for name, (one, only) in RENAMED.items()
     ]
-    rows.append([f"`{CACHE_USAGE.name}`", _list(CACHE_USAGE.labels), CACHE_USAGE.help])
+    rows += [[f"`{one.name}`", _list(one.labels), one.help] for one in LOOKED_UP_RENAMED]
     return "\n".join(_table(["Metric", "Labels", "What it shows"], rows))
 
 

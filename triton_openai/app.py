@@ -171,6 +171,8 @@ def _state(models: Models, worker: Worker) -> State:
                 adapter=adapter.name,
                 can_chat=model.can_chat,
                 engines=engines if inner is None else engines | {inner.name},
+                lora=model.lora is not None,
+                max_loras=model.hints.max_loras,
             )
         )
     return State(

@@ -206,7 +206,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     from the model's own files. ``adds_bos`` is whether the backend adds special tokens to a prompt. ``max_model_len``
     is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras``,
     ``images`` and ``generates`` are whether the engine takes LoRA adapters and images, and generates text, as far as
-    the files say.
+    the files say; ``max_loras`` is how many adapters it runs at once.
     """
 
     tokenizer_dir: str | None = None
@@ -215,6 +215,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     max_prompt_len: int | None = None
     loras: bool = True
+    max_loras: int | None = None
     images: bool = True
     generates: bool = True
 

@@ -14,9 +14,10 @@ import structlog
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
+from tests.scrape import scrape
 from tests.unit.prompts.test_template_support import save
 from triton_openai.cli.banner import banner_of, render_banner
-from triton_openai.config import ApiSettings, ModelDefaults, ModelSettings, Settings, TritonSettings
+from triton_openai.config import ApiSettings, MetricsSettings, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts import prompter as prompters
 from triton_openai.prompts.prompter import Prompter
@@ -227,12 +228,16 @@ def repository(tmp_path: Path) -> Path:
 
 async def test_the_files_of_a_model_tell(fake: FakeTriton, repository: Path) -> None:
     """Its tokenizer, its context length and its LoRA adapters need no settings."""
-    settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(repository,)))
+    metrics = MetricsSettings(vllm_names=True, triton_url="http://127.0.0.1:1/metrics")
+    settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(repository,)), metrics=metrics)
     async with checked(fake, settings) as proxy:
         listed = {model["id"]: model for model in (await proxy.get("/v1/models")).json["data"]}
+        found = await scrape(proxy)
         answer = await proxy.post(CHATS, HELLO)
         long = await proxy.post(CHATS, {**HELLO, "max_tokens": 64})
 
+    # The engine's default.
+    assert 0 < found.sum("vllm:lora_requests_info", model_name="m", max_lora="1")
     assert {"m": 64, "french": 64} == {name: model["max_model_len"] for name, model in listed.items()}
     assert 200 == answer.status
     # An answer of open length goes on to the end of the context.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -85,6 +86,17 @@ CACHE_USAGE = Instrument(
     "vllm:kv_cache_usage_perc", ("model_name",),
     "Usage of the engine's KV cache, from 0 to 1; only engines that report it in Triton's metrics.",
 )  # fmt: skip
+CACHE_CONFIG = Instrument(
+    "vllm:cache_config_info", ("model_name", "block_size", "num_gpu_blocks"),
+    "Tokens in a block of the engine's KV cache, and its blocks; always 1. Only engines that report them in Triton's "
+    "metrics.",
+)  # fmt: skip
+LORA_REQUESTS = Instrument(
+    "vllm:lora_requests_info", ("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    "Names of the LoRA adapters with running and with queued requests, separated by commas, and how many adapters the "
+    "engine runs at once, where the model's files say it. The value is the time of the scrape.",
+)  # fmt: skip
+LOOKED_UP_RENAMED = (CACHE_USAGE, CACHE_CONFIG, LORA_REQUESTS)
 
 
 class ServedName(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +104,8 @@ class ServedName(msgspec.Struct, frozen=True, kw_only=True):
     A public name of a model: the Triton model behind it, and its adapter.
 
     ``can_chat`` is whether the chat template works, ``None`` while that is not known. ``engines`` are the Triton models
-    that do the work.
+    that do the work. ``lora`` is whether the name stands for a LoRA adapter, ``max_loras`` how many the engine runs at
+    once, ``None`` where that is not known.
     """
 
     name: str
@@ -100,6 +113,8 @@ class ServedName(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str
     can_chat: bool | None
     engines: Collection[str]
+    lora: bool
+    max_loras: int | None
 
 
 class Figures(msgspec.Struct, kw_only=True):
@@ -219,17 +234,13 @@ def parse(text: str) -> Mapping[str, Sequence[str]]:
     return families
 
 
-def cache_usage(families: Mapping[str, Sequence[str]]) -> Mapping[str, float]:
-    """Return, by the engine's name in Triton, how full its KV cache is, from 0 to 1; of engines that report it."""
+def cache_blocks(families: Mapping[str, Sequence[str]]) -> Mapping[str, Mapping[str, float]]:
+    """Return, by the engine's name in Triton, the blocks of its KV cache by kind; of engines that report their use."""
     blocks: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for metric in text_string_to_metric_families("\n".join([*families.get(_KV_BLOCKS, ()), ""])):
         for sample in metric.samples:
             blocks[sample.labels.get("model", "")][sample.labels.get("kv_cache_block_type", "")] = sample.value
-    return {
-        model: kinds["used"] / kinds["max"]
-        for model, kinds in blocks.items()
-        if "used" in kinds and kinds.get("max", 0) > 0
-    }
+    return {model: kinds for model, kinds in blocks.items() if "used" in kinds and kinds.get("max", 0) > 0}
 
 
 class TritonMetrics:
@@ -308,13 +319,13 @@ class Exposition:
         if self._triton is not None:
             families.append(_gauge(TRITON_METRICS_UP, {(): triton is not None}))
         if self._vllm_names and triton is not None:
-            families.append(_gauge(CACHE_USAGE, _fullest(state, cache_usage(triton))))
+            families += _cache_metrics(state, cache_blocks(triton))
         openmetrics = not self._relay and "application/openmetrics-text" in accept.lower()
         # Reading the files of many workers takes a while.
-        body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._owners))
+        body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._owners), state.served)
         if triton is not None and self._relay:
             # A name may stand in an exposition once: ours stay where names meet, also while they have counted nothing.
-            ours = {*RENAMED, CACHE_USAGE.name} if self._vllm_names else ()
+            ours = {*RENAMED, *(one.name for one in LOOKED_UP_RENAMED)} if self._vllm_names else ()
             lines = [line for name, family in triton.items() if name not in ours for line in family]
             body += "".join(f"{line}\n" for line in lines).encode()
         if openmetrics:
@@ -334,18 +345,49 @@ class Exposition:
 
         return await asyncio.to_thread(read)
 
-    def _text(self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str]) -> bytes:
+    def _text(
+        self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str], served: Sequence[ServedName]
+    ) -> bytes:
         # Workers that have counted nothing have no empty metrics, unlike a single process.
         counted = {metric.name: metric for one in self._collectors for metric in one.collect() if metric.samples}
+        if self._vllm_names:
+            families.append(_lora_requests(served, counted))
         families = [one for one in (*families, *counted.values()) if one.samples]
         if self._vllm_names:
             families += [metric for name in RENAMED for metric in _renamed(name, counted, owners)]
         return (generate_openmetrics if openmetrics else generate_latest)(_Families(families))
 
 
-def _fullest(state: State, engines: Mapping[str, float]) -> Mapping[tuple[str, ...], float]:
-    """Return the fullest KV cache of each Triton model's *engines*."""
-    known = {
-        (one.triton_model,): [engines[engine] for engine in one.engines if engine in engines] for one in state.served
-    }
-    return {model: max(usages) for model, usages in known.items() if usages}
+def _cache_metrics(state: State, engines: Mapping[str, Mapping[str, float]]) -> list[Metric]:
+    """Return the KV cache of each Triton model: that of the fullest of its *engines*."""
+    usage: dict[tuple[str, ...], float] = {}
+    config: dict[tuple[str, ...], float] = {}
+    for one in state.served:
+        known = [engines[engine] for engine in one.engines if engine in engines]
+        if known:
+            kinds = max(known, key=lambda kinds: kinds["used"] / kinds["max"])
+            usage[(one.triton_model,)] = kinds["used"] / kinds["max"]
+            if "tokens_per" in kinds:
+                config[one.triton_model, f"{kinds['tokens_per']:.0f}", f"{kinds['max']:.0f}"] = 1
+    return [_gauge(CACHE_USAGE, usage), _gauge(CACHE_CONFIG, config)]
+
+
+def _lora_requests(served: Iterable[ServedName], counted: Mapping[str, Metric]) -> Metric:
+    """Return the LoRA adapters with requests: one series for each Triton model that has any adapters."""
+    names: defaultdict[tuple[str, int | None], list[str]] = defaultdict(list)
+    for one in served:
+        if one.lora:
+            names[one.triton_model, one.max_loras].append(one.name)
+
+    def busy(instrument: Instrument, names: Iterable[str]) -> str:
+        metric = counted.get(instrument.name)
+        models = {sample.labels["model"] for sample in metric.samples if sample.value} if metric is not None else ()
+        return ",".join(name for name in names if name in models)
+
+    return _gauge(
+        LORA_REQUESTS,
+        {
+            (model, "" if most is None else str(most), busy(RUNNING, loras), busy(QUEUED, loras)): time.time()
+            for (model, most), loras in names.items()
+        },
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -17,8 +18,10 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
 from triton_openai.config import MetricsSettings, Settings, TritonSettings
+from triton_openai.config.worker import Worker
 from triton_openai.telemetry import exposition
-from triton_openai.telemetry.exposition import cache_usage, parse
+from triton_openai.telemetry.exposition import Exposition, ServedName, State, cache_blocks, parse
+from triton_openai.telemetry.metrics import QUEUED, RUNNING, Metrics
 
 TEXT = """\
 # HELP nv_inference_request_success Number of successful inference requests, all batch sizes
@@ -83,8 +86,8 @@ def test_parsing() -> None:
         "nv_latency_ms", "nv_cpu_utilization",
     } == families.keys()  # fmt: skip
     assert 5 == len(families["nv_latency_ms"])
-    assert {"m": 0.25} == cache_usage(families)
-    assert {} == cache_usage(parse("a 1\n")) == cache_usage(parse(""))
+    assert {"m": {"used": 30, "max": 120, "tokens_per": 64}} == cache_blocks(families)
+    assert {} == cache_blocks(parse("a 1\n")) == cache_blocks(parse(""))
 
 
 @every_case(
@@ -120,7 +123,36 @@ async def test_merging() -> None:
     assert 99 == plain.sum("vllm:prompt_tokens_total", model="m")
     assert "99" not in [line.split()[-1] for line in both.text.splitlines() if "prompt_tokens" in line]
     assert 0.25 == both.sum("vllm:kv_cache_usage_perc", model_name="m") == only_ours.sum("vllm:kv_cache_usage_perc")
-    assert not [name for name in only_ours.names() if name.startswith("nv_")]
+    assert 1 == only_ours.sum("vllm:cache_config_info", model_name="m", block_size="64", num_gpu_blocks="120")
+    assert not [name for name in only_ours.names() if name.startswith("nv_") or "lora" in name]
+
+
+async def test_lora_adapters_with_requests() -> None:
+    """One series for each Triton model: the adapters that run, and those that wait."""
+    metrics = Metrics(Worker())
+    names = (("base", False), ("french", True), ("german", True), ("greek", True))
+    served = [
+        ServedName(name=name, triton_model="m", adapter="a", can_chat=True, engines=("m",), lora=lora, max_loras=2)
+        for name, lora in names
+    ]
+    served.append(
+        ServedName(name="x", triton_model="n", adapter="a", can_chat=True, engines=("n",), lora=True, max_loras=None)
+    )
+    state = State(workers=1, triton_up=True, triton_models={}, served=served)
+    for instrument, running in ((RUNNING, ("base", "french", "greek")), (QUEUED, ("german", "french", "base"))):
+        for name in running:
+            metrics.child(instrument, name, "a").inc()
+    settings = MetricsSettings(vllm_names=True)
+    body, _ = await Exposition(metrics, lambda: state, settings, "http://127.0.0.1:1/metrics").render()
+    found = Scrape(body.decode())
+
+    names_of = {"running_lora_adapters": "french,greek", "waiting_lora_adapters": "french,german"}
+    value = found.sum("vllm:lora_requests_info", model_name="m", max_lora="2", **names_of)
+    # The time of the scrape.
+    assert time.time() - 60 < value <= time.time()
+    idle = {"max_lora": "", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+    assert 0 < found.sum("vllm:lora_requests_info", model_name="n", **idle)
+    assert 2 == len([line for line in found.text.splitlines() if line.startswith("vllm:lora_requests_info")])
 
 
 @every_case("text, status", [("<html>no</html>", 200), (TEXT, 500), (TEXT, 302), (TEXT + "half{", 200)])
