@@ -1,5 +1,6 @@
 """
-A Triton that costs next to nothing, for what is about our process alone: the bench's model behind HTTP's generate.
+A Triton that costs next to nothing, for what is about our process alone: the bench's models behind HTTP's generate,
+and a model of embeddings.
 
 As a process, ``python -m bench.fake_triton PORT SECONDS``, each stream has a token every SECONDS; ``0`` sends a whole
 answer at once.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from bench.processes import HOST
-from bench.repository import PACED, TOKEN
+from bench.repository import CLOSING, OPENING, PACED, PACED_CALL, TOKEN
 
 _STRINGS = ("text_input", "sampling_parameters?")
 _FLAGS = (
@@ -23,35 +24,54 @@ _FLAGS = (
 )  # fmt: skip
 
 
+#: The mark of a token is in its name, which each answer repeats.
+EMBEDDINGS = "bench_embeddings~"
+_DIMENSIONS = 384
+
+
 def _tensors(names: Sequence[str], kind: str) -> list[dict[str, object]]:
     return [
         {"name": name.rstrip("?"), "data_type": kind, "dims": [1], "optional": name.endswith("?")} for name in names
     ]
 
 
-_CONFIG = {
-    "name": PACED,
-    "backend": "python",
-    "max_batch_size": 0,
-    "model_transaction_policy": {"decoupled": True},
-    "input": [*_tensors(_STRINGS, "TYPE_STRING"), *_tensors(_FLAGS, "TYPE_BOOL")],
-    "output": [
-        *_tensors(("text_output", "finish_reason"), "TYPE_STRING"),
-        *_tensors(("num_input_tokens", "num_output_tokens"), "TYPE_UINT32"),
-    ],
-}
+def _generates(name: str) -> dict[str, object]:
+    return {
+        "name": name,
+        "backend": "python",
+        "max_batch_size": 0,
+        "model_transaction_policy": {"decoupled": True},
+        "input": [*_tensors(_STRINGS, "TYPE_STRING"), *_tensors(_FLAGS, "TYPE_BOOL")],
+        "output": [
+            *_tensors(("text_output", "finish_reason"), "TYPE_STRING"),
+            *_tensors(("num_input_tokens", "num_output_tokens"), "TYPE_UINT32"),
+        ],
+    }
+
+
+_CONFIGS = (
+    _generates(PACED),
+    _generates(PACED_CALL),
+    {
+        "name": EMBEDDINGS,
+        "backend": "python",
+        "max_batch_size": 0,
+        "input": [{"name": "text", "data_type": "TYPE_STRING", "dims": [-1]}],
+        "output": [{"name": "embedding", "data_type": "TYPE_FP32", "dims": [-1, _DIMENSIONS]}],
+    },
+)
 _ANSWERS = {
-    "/v2": {"name": "triton", "version": "2.51.0", "extensions": []},
-    "/v2/repository/index": [{"name": PACED, "version": "1", "state": "READY"}],
-    f"/v2/models/{PACED}/config": _CONFIG,
+    "/v2": {"name": "triton", "version": "2.51.0", "extensions": ["binary_tensor_data"]},
+    "/v2/repository/index": [{"name": config["name"], "version": "1", "state": "READY"} for config in _CONFIGS],
+    **{f"/v2/models/{config['name']}/config": config for config in _CONFIGS},
 }
 
 
-def _event(finish: str) -> bytes:
+def _event(text: str, finish: str) -> bytes:
     values = {
         "model_name": PACED,
         "model_version": "1",
-        "text_output": TOKEN,
+        "text_output": text,
         "finish_reason": finish,
         "num_input_tokens": 7,
         "num_output_tokens": 1,
@@ -64,8 +84,25 @@ def _chunk(data: bytes) -> bytes:
 
 
 _STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
-_TOKEN_CHUNK = _chunk(_event("None"))
-_LAST_CHUNK = _chunk(_event("length")) + b"0\r\n\r\n"
+_TOKEN_CHUNK = _chunk(_event(TOKEN, "None"))
+_LAST_CHUNK = _chunk(_event(TOKEN, "length")) + b"0\r\n\r\n"
+_CALL_CHUNKS = _chunk(_event(OPENING, "None")), _chunk(_event(CLOSING, "length")) + b"0\r\n\r\n"
+
+
+def _embedding() -> bytes:
+    data = bytes(4 * _DIMENSIONS)
+    output = {
+        "name": "embedding",
+        "datatype": "FP32",
+        "shape": [1, _DIMENSIONS],
+        "parameters": {"binary_data_size": len(data)},
+    }
+    head = json.dumps({"model_name": EMBEDDINGS, "model_version": "1", "outputs": [output]}).encode()
+    lengths = b"Inference-Header-Content-Length: %d\r\nContent-Length: %d" % (len(head), len(head) + len(data))
+    return b"HTTP/1.1 200 OK\r\n" + lengths + b"\r\n\r\n" + head + data
+
+
+_EMBEDDING = _embedding()
 
 
 class _Connection(asyncio.Protocol):
@@ -76,6 +113,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._data = b""
         self.left = 0
+        self._last = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -95,8 +133,12 @@ class _Connection(asyncio.Protocol):
         path = head.split(b" ", 2)[1].decode()
         if path.endswith("/generate_stream"):
             self.left = json.loads(json.loads(body)["sampling_parameters"])["max_tokens"]
-            self._transport.write(_STREAM)
+            opening, self._last = _CALL_CHUNKS if PACED_CALL in path else (b"", _LAST_CHUNK)
+            self._transport.write(_STREAM + opening)
             self._triton.begin(self)
+            return
+        if path.endswith("/infer"):
+            self._transport.write(_EMBEDDING)
             return
         answer = json.dumps(_ANSWERS.get(path, {})).encode()
         self._transport.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))
@@ -107,7 +149,7 @@ class _Connection(asyncio.Protocol):
         self.left -= min(count, self.left)
         assert self._transport is not None
         tokens = _TOKEN_CHUNK * max(0, count - last)
-        self._transport.write(tokens + _LAST_CHUNK if last else tokens)
+        self._transport.write(tokens + self._last if last else tokens)
         if last:
             self._triton.streams.discard(self)
 

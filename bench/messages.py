@@ -8,8 +8,8 @@ import msgspec
 
 Protocol = Literal["generate", "chat", "grpc"]
 #: What a chat asks for: a stream of text, of a tool call, of several answers, or an answer that is not streamed; or the
-#: text as the stream of a response.
-Form = Literal["text", "tools", "choices", "whole", "responses"]
+#: text as the stream of a response; or an embedding.
+Form = Literal["text", "tools", "choices", "whole", "responses", "embeddings"]
 #: Answers of a request of the form ``choices``.
 CHOICES = 4
 

@@ -12,8 +12,8 @@ from types import MappingProxyType
 MARK = b"~"
 TOKEN = " word~"
 # The ends of a call as Hermes and Qwen write it; between them, tokens are the text of its one argument.
-_OPENING = '<tool_call>\n{"name": "note", "arguments": {"text~": "'
-_CLOSING = '~"}}\n</tool_call>'
+OPENING = '<tool_call>\n{"name": "note", "arguments": {"text~": "'
+CLOSING = '~"}}\n</tool_call>'
 
 PACED = "bench_paced"
 FLOOD = "bench_flood"
@@ -54,7 +54,7 @@ def build_repository(destination: Path) -> Path:
     for name, tick_ms in TICK_MS.items():
         version = destination / name / "1"
         version.mkdir(parents=True)
-        ends = (_OPENING, _CLOSING) if name in (PACED_CALL, FLOOD_CALL) else (TOKEN, TOKEN)
+        ends = (OPENING, CLOSING) if name in (PACED_CALL, FLOOD_CALL) else (TOKEN, TOKEN)
         opening, token, closing = (json.dumps(text) for text in (ends[0], TOKEN, ends[1]))
         (version.parent / "config.pbtxt").write_text(
             _CONFIG.format(name=name, tick_ms=tick_ms, opening=opening, token=token, closing=closing)

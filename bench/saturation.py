@@ -15,20 +15,27 @@ from pathlib import Path
 from types import MappingProxyType
 
 from bench.cases import Plan
+from bench.fake_triton import EMBEDDINGS
 from bench.figures import table, written
 from bench.machine import Cores
 from bench.measure import measure, row
 from bench.messages import Target
 from bench.processes import HOST, free_port, running, wait_until_answers
-from bench.repository import PACED
+from bench.repository import PACED, PACED_CALL
 from bench.subjects import ours
 
 #: What is done: the plan, how often the fake Triton sends a token (0: whole answers), and what is counted.
 LOADS: Mapping[str, tuple[Plan, float, str]] = MappingProxyType(
     {
         "streams": (Plan("paced", PACED, 128, 1_000_000, ramp=0.5), 0.002, "tokens/s"),
+        "streams of a tool call": (
+            Plan("tools", PACED_CALL, 128, 1_000_000, ramp=0.5, form="tools"),
+            0.002,
+            "tokens/s",
+        ),
         "streamed chats of one token": (Plan("short", PACED, 16, 1), 0.0, "requests/s"),
         "whole chats of one token": (Plan("short", PACED, 16, 1, form="whole"), 0.0, "requests/s"),
+        "embeddings": (Plan("short", EMBEDDINGS, 16, 1, form="embeddings"), 0.0, "requests/s"),
     }
 )
 

@@ -21,6 +21,7 @@ _FIELDS: Mapping[Form, Mapping[str, Any]] = {
     "choices": {"n": CHOICES},
     "whole": {},
     "responses": {},
+    "embeddings": {},
 }
 _END = b"\r\n0\r\n\r\n"
 _OK = b"HTTP/1.1 200 "
@@ -35,6 +36,9 @@ def http_request(target: Target, model: str, tokens: int, form: Form = "text") -
         path = "/v1/responses"
         body: dict[str, Any] = {"model": model, "input": PROMPT, "max_output_tokens": tokens, "stream": True}
         body["store"] = False
+    elif form == "embeddings":
+        path = "/v1/embeddings"
+        body = {"model": model, "input": PROMPT}
     elif target.protocol == "chat":
         path = "/v1/chat/completions"
         body = {
