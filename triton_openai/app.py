@@ -13,7 +13,7 @@ from triton_openai.access.guard import GUARD, Guard
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.answer.run import Background
 from triton_openai.api.bodies import LIMITS
-from triton_openai.api.info import EXPOSITION, probe
+from triton_openai.api.info import probe
 from triton_openai.api.page import add_page
 from triton_openai.api.responses.state import STATE, ResponseState
 from triton_openai.api.responses.store import open_store
@@ -36,7 +36,7 @@ from triton_openai.serving.admission import Admission
 from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
-from triton_openai.telemetry.exposition import Exposition, ServedName, State
+from triton_openai.telemetry.exposition import EXPOSITION, Exposition, ServedName, State
 from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, NOT_ANSWERING, UNKNOWN_FIELDS, Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
@@ -115,7 +115,7 @@ def create_app(
     app[STATE] = ResponseState(open_store(settings.responses))
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, draining, metrics=metrics, limits=shared)
-    add_middleware(app)
+    add_middleware(app, reports_load=settings.metrics.vllm_names)
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)

@@ -27,7 +27,7 @@ from triton_openai.models.canary import CANARY
 from triton_openai.models.draining import DRAINING
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.models.served import Models, ServedModel
-from triton_openai.telemetry.exposition import Exposition, Figures
+from triton_openai.telemetry.exposition import EXPOSITION, Figures
 from triton_openai.triton.status import public_reason
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -283,9 +283,6 @@ def _visible(line: ModelLine, key: ApiKey) -> ModelLine | None:
         aliases=tuple(name for name in aliases if name != names[0]),
         loras=tuple(name for name in loras if name != names[0]),
     )
-
-
-EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -297,7 +297,11 @@ class MetricsSettings(_Group, frozen=True):
 
     vllm_names: Annotated[
         bool,
-        _flag("Also export the main metrics under vLLM's names, for its dashboards and gateways.", name="vllm-metrics"),
+        _flag(
+            "Also export the main metrics under vLLM's names, for its dashboards and gateways, and report a model's "
+            "load in answers to requests that ask for it.",
+            name="vllm-metrics",
+        ),
     ] = False
     relay_triton: Annotated[
         bool, _flag("Also export Triton's own metrics, read from triton-metrics-url.", name="relay-triton-metrics")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import msgspec
 import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -25,6 +26,7 @@ from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.access.restrictions import COUNTED, group_of
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.models.draining import DRAINING
+from triton_openai.telemetry.exposition import EXPOSITION
 from triton_openai.telemetry.logging import LOG_FIELDS, warn
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, UPSTREAM, Observation, request_id
 
@@ -34,10 +36,12 @@ _log = structlog.get_logger(__name__)
 ERROR_BODY: web.AppKey[Callable[[web.Request, ServiceError], tuple[int, bytes] | None]] = web.AppKey("error_body")
 
 
-def add_middleware(app: web.Application) -> None:
-    """Add the middleware to *app*, which has everything that it works with."""
+def add_middleware(app: web.Application, *, reports_load: bool) -> None:
+    """Add the middleware to *app*, which has everything that it works with. *reports_load*: answers may report load."""
     app.middlewares.append(_middleware(app))
     app.on_response_prepare.append(_add_headers)
+    if reports_load:
+        app.on_response_prepare.append(_report_load)
 
 
 def _middleware(app: web.Application) -> Middleware:
@@ -156,3 +160,17 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     if observation.headers:
         headers.update(observation.headers)
     app[CORS].add_headers(request, response)
+
+
+async def _report_load(request: web.Request, response: web.StreamResponse) -> None:
+    """Report the load of the request's model, where the gateway asks for it: ORCA, as vLLM's server does."""
+    form, model = request.headers.get("endpoint-load-metrics-format", "").upper(), request[OBSERVATION].model
+    if model is None or form not in ("TEXT", "JSON"):
+        return
+    load = await request.app[EXPOSITION].load(model)
+    if form == "JSON":
+        report = msgspec.json.encode({"named_metrics": load}).decode()
+    else:
+        report = ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
+    if load:
+        response.headers["endpoint-load-metrics"] = f"{form} {report}"

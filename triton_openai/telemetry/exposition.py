@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import defaultdict
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import aiohttp
 import msgspec
 import structlog
+from aiohttp import web
 from prometheus_client import ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
@@ -199,6 +201,9 @@ def _renamed(name: str, counted: Mapping[str, Metric], owners: Mapping[str, str]
 
 # Prometheus gives up after 10 seconds, and our own metrics must reach it all the same.
 _TIMEOUT = 2.0
+# How long a model's load counts as current, and how long an answer may wait for Triton's part of it.
+_LOAD_SECONDS = 1.0
+_LOAD_TIMEOUT = 0.1
 _MAX_BYTES = 32 * 1024 * 1024
 _LABEL = r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\.)*"'
 _SAMPLE = re.compile(rf"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{(?:{_LABEL}(?:,{_LABEL})*)?,?\}})? (\S+)(?: -?[0-9]+)?")
@@ -298,6 +303,9 @@ class Exposition:
         self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
         # Kept when a model is unloaded: the counts of its aliases must stay in the same series.
         self._owners: dict[str, str] = {}
+        self._loads: Mapping[str, Mapping[str, float]] = {}
+        self._loads_until = 0.0
+        self._reading = asyncio.Lock()
         if metrics.folder is None:
             self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))
         else:
@@ -311,10 +319,7 @@ class Exposition:
         With Triton's metrics in it, it is always the text format: their names break OpenMetrics's rules.
         """
         triton = None if self._triton is None else await self._triton.read()
-        state = self._state()
-        for name in state.served:
-            self._metrics.add_gauges(name.name, name.adapter, alias=name.name != name.triton_model)
-            self._owners[name.name] = name.triton_model
+        state = self._current_state()
         families = _state_metrics(state)
         if self._triton is not None:
             families.append(_gauge(TRITON_METRICS_UP, {(): triton is not None}))
@@ -332,6 +337,40 @@ class Exposition:
             return body, "application/openmetrics-text; version=1.0.0; charset=utf-8"
         return body, "text/plain; version=0.0.4; charset=utf-8"
 
+    async def load(self, name: str) -> Mapping[str, float]:
+        """
+        Return the gauges by which load balancers weigh the Triton model behind *name*, in the words of vLLM's server.
+
+        They are a second old at most. The KV cache is left out where Triton does not report it at once.
+        """
+        async with self._reading:
+            if time.monotonic() >= self._loads_until:
+                self._loads = await self._read_loads()
+                self._loads_until = time.monotonic() + _LOAD_SECONDS
+        return self._loads.get(self._owners.get(name, name), {})
+
+    async def _read_loads(self) -> Mapping[str, Mapping[str, float]]:
+        triton = None
+        if self._triton is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOAD_TIMEOUT):
+                    triton = await self._triton.read()
+        state = self._current_state()
+        gauges = [] if triton is None else _cache_metrics(state, cache_blocks(triton))[:1]
+        gauges += _renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._owners)
+        loads: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for sample in (sample for gauge in gauges for sample in gauge.samples):
+            loads[sample.labels["model_name"]][sample.name.removeprefix("vllm:")] = sample.value
+        return loads
+
+    def _current_state(self) -> State:
+        """Return the state, once all its names have their gauges."""
+        state = self._state()
+        for name in state.served:
+            self._metrics.add_gauges(name.name, name.adapter, alias=name.name != name.triton_model)
+            self._owners[name.name] = name.triton_model
+        return state
+
     async def figures(self) -> Figures:
         """Return the figures of all workers together."""
 
@@ -348,14 +387,20 @@ class Exposition:
     def _text(
         self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str], served: Sequence[ServedName]
     ) -> bytes:
-        # Workers that have counted nothing have no empty metrics, unlike a single process.
-        counted = {metric.name: metric for one in self._collectors for metric in one.collect() if metric.samples}
+        counted = self._counted()
         if self._vllm_names:
             families.append(_lora_requests(served, counted))
         families = [one for one in (*families, *counted.values()) if one.samples]
         if self._vllm_names:
             families += [metric for name in RENAMED for metric in _renamed(name, counted, owners)]
         return (generate_openmetrics if openmetrics else generate_latest)(_Families(families))
+
+    def _counted(self) -> Mapping[str, Metric]:
+        # Workers that have counted nothing have no empty metrics, unlike a single process.
+        return {metric.name: metric for one in self._collectors for metric in one.collect() if metric.samples}
+
+
+EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)
 
 
 def _cache_metrics(state: State, engines: Mapping[str, Mapping[str, float]]) -> list[Metric]:

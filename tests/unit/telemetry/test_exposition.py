@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -75,6 +76,12 @@ async def say(text: str, status: int = 200) -> Callable[[web.Request], Awaitable
         return web.Response(text=text, status=status)
 
     return answer
+
+
+async def hang(request: web.Request) -> web.StreamResponse:
+    """Answer nothing."""
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 def test_parsing() -> None:
@@ -155,6 +162,45 @@ async def test_lora_adapters_with_requests() -> None:
     assert 2 == len([line for line in found.text.splitlines() if line.startswith("vllm:lora_requests_info")])
 
 
+_FORMAT, _LOAD = "endpoint-load-metrics-format", "endpoint-load-metrics"
+_ALL = {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 0.0}}
+
+
+async def loads(url: str, *, vllm: bool = True) -> list[str | None]:
+    """Return what answers report: as text, in a stream as JSON, in an unknown form, unasked, and of no model."""
+    metrics = MetricsSettings(vllm_names=vllm, triton_url=url)
+    body = {"model": "m", "prompt": "a", "max_tokens": 1}
+    async with FakeTriton(config_of("m")) as triton:
+        triton.responses = [{"text_output": "one"}]
+        async with serving(Settings(metrics=metrics, triton=TritonSettings(url=(triton.url,)))) as proxy:
+            await proxy.ready()
+            answers = [
+                await proxy.post("/v1/completions", body, **{_FORMAT: "text"}),
+                await proxy.post("/v1/completions", {**body, "stream": True}, **{_FORMAT: "JSON"}),
+                await proxy.post("/v1/completions", body, **{_FORMAT: "BIN"}),
+                await proxy.post("/v1/completions", body),
+                await proxy.post("/v1/completions", {**body, "model": "nobody"}, **{_FORMAT: "TEXT"}),
+            ]
+    return [answer.headers.get(_LOAD) for answer in answers]
+
+
+async def test_load_in_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that asks gets a model's load with the answer; without Triton's metrics, what is known here."""
+    async with port_with(await say(TEXT)) as url:
+        text, json_report, *rest = await loads(url)
+        assert [None] * 5 == await loads(url, vllm=False)
+    assert "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=0.0" == text
+    assert json_report is not None
+    assert json_report.startswith("JSON ")
+    assert _ALL == json.loads(json_report.removeprefix("JSON "))
+    assert [None] * 3 == rest
+
+    monkeypatch.setattr(exposition, "_LOAD_TIMEOUT", 0.01)
+    async with port_with(hang) as url:
+        text, *_ = await loads(url)
+    assert "TEXT named_metrics.num_requests_waiting=0.0" == text
+
+
 @every_case("text, status", [("<html>no</html>", 200), (TEXT, 500), (TEXT, 302), (TEXT + "half{", 200)])
 async def test_answers_that_are_none(text: str, status: int) -> None:
     """Ours come all the same, and say that Triton's did not."""
@@ -169,11 +215,6 @@ async def test_answers_that_are_none(text: str, status: int) -> None:
 async def test_a_port_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not waited for longer than Prometheus waits."""
     monkeypatch.setattr(exposition, "_TIMEOUT", 0.05)
-
-    async def hang(request: web.Request) -> web.StreamResponse:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     async with port_with(hang) as url:
         found = await merged(url)
 
