@@ -217,6 +217,7 @@ HOSTILE: Mapping[str, Callable[[], tuple[str, bytes]]] = {
     "4,095 small images": lambda: chat(messages=[said([image(256)] * 4095)]),
     "4,000 parts of text": lambda: chat(messages=[said([{"type": "text", "text": "hi"}] * 4000)]),
     "4,096 messages": lambda: chat(messages=[said("hi")] * 4096),
+    "a model's name of 3 MiB": lambda: other("/tokenize", "a-model_" * (3 * MIB // 8), prompt="hi"),
     "20,000 unknown fields": lambda: chat(**{f"unknown_{number}": 1 for number in range(20_000)}),
 }
 

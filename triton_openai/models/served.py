@@ -33,9 +33,10 @@ _log = structlog.get_logger(__name__)
 _DEFAULT_NAMES = frozenset({"", "default"})
 # Of a file in a model's folder. What is read are settings; nobody writes longer ones.
 _LARGEST = 1 << 20
-# Models with which an unknown name is compared (1 ms for 20), and that its error lists.
-_MOST_COMPARED = 200
-_MOST_LISTED = 10
+# Models that an unknown name is compared with and that its error lists, and the longest name that is compared: the time
+# for that grows with both (20 ms).
+_MOST_SUGGESTED = 20
+_LONGEST_COMPARED = 100
 # How often what could not be loaded is tried again.
 _RECHECK_SECONDS = 60.0
 
@@ -244,11 +245,10 @@ class Models:
     def _suggestion(self, name: str, allows: Callable[[str], bool]) -> str:
         """Return a sentence with the name that the client may have meant, or with all that it may use."""
         names = [one for one in self.served if allows(one)]
-        if hint := closest(name, names[:_MOST_COMPARED]):
-            return hint
-        if len(names) > _MOST_LISTED:
+        if len(names) > _MOST_SUGGESTED:
             return " GET /v1/models lists the models."
-        return f" Available: {', '.join(names)}." if names else ""
+        hint = closest(name, names) if len(name) <= _LONGEST_COMPARED else ""
+        return hint or (f" Available: {', '.join(names)}." if names else "")
 
     async def settled(self, model: ServedModel) -> ServedModel:
         """Return *model*, with its own adapter where the tokenizer that another one needs turns out to be unusable."""
