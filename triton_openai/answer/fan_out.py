@@ -26,7 +26,7 @@ class Answers:
 
     def __init__(self, runs: Sequence[Run], push: Callable[[int, Sequence[Delta]], None]) -> None:
         self.runs = runs
-        #: How many have not been returned by :meth:`ended`.
+        #: The number of runs that :meth:`ended` has not returned.
         self.left = len(runs)
         self._push = push
         self._unsent = deque(enumerate(runs))
@@ -105,7 +105,7 @@ def too_long(timeout: float | None, runs: Sequence[Run]) -> UpstreamTimeout:
 
 
 class Collected(msgspec.Struct):
-    """The whole answer of one run, in the pieces in which it came."""
+    """The whole answer of one run, as a list of deltas."""
 
     run: Run
     deltas: Sequence[Delta]

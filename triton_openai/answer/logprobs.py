@@ -34,7 +34,7 @@ def log_probabilities(logits: Logits, chosen: Sequence[int], count: int) -> tupl
     """
     Return an entry for each of the *chosen* ids, a row each, with the *count* most likely tokens; names are not added.
 
-    Raises :class:`UpstreamError` for fewer rows than ids, and for what has no log probabilities.
+    Raises :class:`UpstreamError` for fewer rows than ids, and for logits that are not numbers.
     """
     rows = _rows(logits)[logits.first : logits.first + len(chosen)]
     if len(rows) != len(chosen) or not all(0 <= number < logits.width for number in chosen):
@@ -83,11 +83,11 @@ def _rows(logits: Logits) -> np.ndarray[Any, Any]:
 
 class LogitsReader:
     """
-    Stands between a stream and its *run*: decodes the responses, and makes log probabilities of their logits.
+    Decodes the responses of a stream for its *run*, and makes log probabilities of their logits.
 
-    The work may need a thread, so a task does it, in the order of the responses; the run pauses meanwhile. The run uses
-    this reader as its decoder: it receives lists of deltas in place of responses, and :meth:`feed` returns them as they
-    are.
+    The work may need a thread, so a task does it, in the order of the responses, while the run is paused. The run uses
+    this reader as its decoder: it receives lists of deltas instead of responses, and :meth:`feed` returns them
+    unchanged.
     """
 
     def __init__(self, run: Run, decoder: Decoder, generation: Generation) -> None:
@@ -134,7 +134,7 @@ class LogitsReader:
                 for delta in deltas:
                     await self._add_logprobs(delta)
                 run.receive((deltas,))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the run ends with it
+        except Exception as error:  # noqa: BLE001 - the run ends with any error
             self._end = (error,)
         self._task = None
         run.resume()
@@ -156,7 +156,7 @@ _PARALLEL = 2
 
 class Scoring(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What is wanted: *count* alternatives to each token, for the request's parameter *param*, within *timeout* seconds.
+    Options of scoring: *count* alternatives to each token, the request's parameter *param*, and *timeout* in seconds.
     """
 
     count: int
@@ -172,9 +172,9 @@ async def score_prompts(
     client: TritonClient,
 ) -> list[tuple[TokenLogprob, ...]]:
     """
-    Return an entry for each token of each prompt; the first has no log probability, as nothing stands before it.
+    Return an entry for each token of each prompt. The first token has no log probability, because nothing precedes it.
 
-    Raises :class:`ServiceError`, with the parameter where the request is at fault.
+    Raises :class:`ServiceError`, with the parameter if the request is at fault.
     """
     if model.lora_delivery is not None:
         raise UnsupportedParameter(
@@ -229,9 +229,9 @@ async def _ask(model: ServedModel, generation: Generation, param: str, client: T
 
 def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[TokenLogprob]) -> tuple[TokenLogprob, ...]:
     """
-    Return *entries* with the names of their tokens, behind the prompt's first token, which has no log probability.
+    Return *entries* with the names of their tokens, after the prompt's first token, which has no log probability.
 
-    Special tokens are a part of the prompt, but for those that the tokenizer put in front of its text.
+    Special tokens in the prompt's text have entries; those that the tokenizer put in front of it have none.
     """
     pieces, prompt = tokenizer.pieces, generation.prompt
     names = TokenNames(pieces, skip_special_tokens=False)
@@ -243,7 +243,7 @@ def _named(tokenizer: Tokenizer, generation: Generation, entries: Sequence[Token
             named[place] = msgspec.structs.replace(entry, hidden=True)
             continue
         if number not in pieces.special_ids and pieces.exact:
-            # Some tokenizers begin a text with a space that it does not have.
+            # Some tokenizers add a space in front of a text.
             first = pieces.first(number)
             named[place] = msgspec.structs.replace(entry, token=first.decode("utf-8", "replace"), raw=first)
         break

@@ -74,29 +74,29 @@ _UNSEEN_TOKENS = 2
 
 
 class Progress:
-    """What is known of an answer up to now. See :class:`triton_openai.telemetry.observation.Answer`."""
+    """The state of an answer so far. See :class:`triton_openai.telemetry.observation.Answer`."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
-        # Counts: None once the backend has left one out; silent is a last step without text
+        # Counts: None once the backend omits one; silent is a last step without text
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.tokens: int | None = 0
         self.steps = 0
         self.silent = True
-        #: The texts of the steps: before stop strings, and before anything is read out of them.
+        #: The texts of the steps, before stop strings are cut and tool calls are parsed.
         self.pieces: list[str] = []
-        #: Characters at the end of the last piece that the answer does not have: those behind a stop string.
+        #: The characters of the last piece after a stop string, which the answer does not have.
         self.behind = 0
         self.cumulative_logprob: float | None = None
         # How it ended
         self.finish_reason: FinishReason | None = None
-        #: The stop string or the stop token that ended the answer, where one did and it is known which.
+        #: The stop string or stop token that ended the answer, if known.
         self.stop_reason: str | int | None = None
         self.usage: Usage | None = None
         self.error: ServiceError | None = None
         self.cancelled = False
-        # When: sent to Triton, answered with a first token, the last step, and at its end
+        # Times: sent to Triton, first token, last step, end
         self.sent: float | None = None
         self.first: float | None = None
         self.now = 0.0
@@ -128,30 +128,30 @@ class Progress:
                 self.stop_reason = last
 
     def add_text(self, text: str) -> None:
-        """Add text that a decoder kept until the end; it is no step of its own."""
+        """Add text that a decoder kept until the end; it is not counted as a step."""
         self.pieces.append(text)
         self.silent = False
 
     @property
     def text(self) -> str:
-        """What the backend has written."""
+        """The backend's text."""
         return "".join(self.pieces)
 
     @property
     def inter_token_latency(self) -> InterTokenLatency:
-        """The histogram of the times between two texts."""
+        """The histogram of the times between texts."""
         return InterTokenLatency(self._arrivals)
 
     @property
     def usage_so_far(self) -> Usage | None:
-        """The counts, where the backend gives them with every step."""
+        """The counts, if the backend sends them with every step."""
         if self.usage is not None or self.tokens is None or self.prompt_tokens is None:
             return self.usage
         return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens)
 
     @property
     def usage_estimate(self) -> Usage:
-        """An estimate of the counts, from those that are known and from the texts."""
+        """An estimate of the counts, from the known ones and from the texts."""
         prompt, ids = self.prompt_tokens, self._generation.prompt_ids
         if prompt is None:
             prompt = len(ids) if ids is not None else self._generation.prompt_tokens
@@ -161,7 +161,7 @@ class Progress:
 
 
 class Work:
-    """The backend's work for one generation: starts and stops it."""
+    """Starts and stops the backend's work for one generation."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Work:
         return SingleAnswer(self._client, request, receiver)
 
     def stop(self, *, silent: bool = False) -> None:
-        """Stop the backend's work, unless it has ended or not begun."""
+        """Stop the backend's work, if it is running."""
         stream, self.stream = self.stream, None
         if stream is None:
             return
@@ -217,7 +217,7 @@ class Work:
     async def _send(self, order: InferRequest, *, again: bool) -> None:
         await self._send_once(order)
         if again:
-            # Before its first answer the engine may not have the request yet, and forgets a stop that comes first.
+            # Before its first answer, the engine may not have the request yet, and ignores a stop that arrives first.
             await asyncio.sleep(_STOP_AGAIN)
             await self._send_once(order)
 
@@ -226,12 +226,12 @@ class Work:
             with self._upstream.call(order) as sent:
                 await gather(self._client, sent)
         except ServiceError as error:
-            # The engine of a model that is not decoupled has no way to answer, and stops all the same.
+            # A model that is not decoupled cannot answer a stop request, but obeys it.
             _log.debug("stop request failed", model=order.model, reason=error.reason)
 
 
 class Run:
-    """One answer in the making. A started run must be closed: :meth:`close` stops the backend's work."""
+    """A running generation. A started run must be closed: :meth:`close` stops the backend's work."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class Run:
         self.generation = generation
         self.prompt_logprobs: Sequence[TokenLogprob] = ()
         self.progress = Progress(generation)
-        #: Whether the run has ended, and the error that ended it, if one did. :meth:`conclude` sets usage and reason.
+        #: Whether the run has ended, and with which error, if any. :meth:`conclude` sets usage and reason.
         self.over = False
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
@@ -284,7 +284,7 @@ class Run:
             raise
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
-        """Take the responses that arrived together, and push what they show."""
+        """Take the responses that arrived together, and push their deltas."""
         if self.over:
             return
         progress, pipeline = self.progress, self._pipeline
@@ -308,7 +308,7 @@ class Run:
                     break
             if shown and self._push is not None:
                 self._push(shown)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting task raises it
+        except Exception as error:  # noqa: BLE001 - the waiting task raises any error
             self._fail(error)
         else:
             if pipeline.ends and pipeline.ended:
@@ -326,7 +326,7 @@ class Run:
                 self._pipeline.flush(self._decoder, shown)
                 if shown and self._push is not None:
                     self._push(shown)
-            except Exception as failure:  # noqa: BLE001 - whatever it is, the waiting task raises it
+            except Exception as failure:  # noqa: BLE001 - the waiting task raises any error
                 error = failure
         elif isinstance(error, InvalidRequest) and self.progress.steps:
             midway = failed_midway(error)
@@ -339,7 +339,7 @@ class Run:
             self._finish(None)
 
     def pause(self) -> None:
-        """Pause the backend until :meth:`resume` was called as often: the client reads slowly."""
+        """Pause the backend, because the client reads slowly, until :meth:`resume` was called as often."""
         self._pauses += 1
         self._silence.paused = True
         if self._work.stream is not None:
@@ -354,7 +354,7 @@ class Run:
 
     @property
     def cause_of_silence(self) -> str:
-        """What to add to an error after which nothing has come: the likely cause, where the adapter knows one."""
+        """The likely cause of a missing answer, to append to an error, if the adapter knows one."""
         cause = None if self.progress.steps else self.model.adapter.cause_of_silence(self.generation)
         return f" {cause}" if cause else ""
 
@@ -364,7 +364,7 @@ class Run:
             self._fail(None)
         self.over = True
         self._silence.stop()
-        # They refer to this run: a reference cycle would keep prompt and answer in memory.
+        # Breaks a reference cycle that would keep prompt and answer in memory.
         self._push = self._done = None
 
     def _fall_silent(self, allowed: float) -> None:
@@ -391,7 +391,7 @@ class Run:
             self._done()
 
     async def conclude(self) -> None:
-        """Set usage and finish reason: the backend's, else counted ones; else they stay unknown."""
+        """Set usage and finish reason: the backend's if it sends them, else counted ones if possible."""
         progress, generation = self.progress, self.generation
         tokens, prompt = progress.tokens, progress.prompt_tokens
         if prompt is None and generation.prompt_ids is not None:
@@ -413,18 +413,18 @@ class Run:
             progress.usage = Usage(
                 prompt_tokens=prompt,
                 completion_tokens=tokens,
-                # A backend may count a block of its cache whole that the prompt fills in part.
+                # A backend may count a whole block of its cache that the prompt fills only in part.
                 cached_tokens=None if cached is None else min(cached, prompt),
             )
 
     async def _infer(self, limit: int) -> int | None:
         """
-        Return the tokens of an answer that its backend did not count, and set why it ended, where neither is a guess.
+        Return the number of tokens that the backend did not report, and set the finish reason, if both are certain.
 
         A backend that streams sends a response for each token, with or without text, and often an empty one at the end
-        of the sequence. So each response is a token at least, but for a last one without text, and fewer responses than
-        *limit* show that it was not reached. An answer that came at once shows its text alone: if that ends with half a
-        character, it was cut there.
+        of the sequence. So each response is at least one token, except for a last one without text. Fewer responses
+        than *limit* show that the limit was not reached. Of an answer in one response only the text is known: if it
+        ends within a character, the limit cut it there.
         """
         progress, most = self.progress, self.generation.sampling.max_tokens
         text, steps = progress.text, progress.steps

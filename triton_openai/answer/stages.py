@@ -1,4 +1,4 @@
-"""The stages of an answer that work on its text, its tokens and its log probabilities, where the backend does not."""
+"""The stages that process an answer's text, tokens and log probabilities, as far as the backend does not."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _REPLACEMENT = "\ufffd"
 
 class TokenNames:
     """
-    Names entries that have an id. A part of a character has no text of its own and shows as U+FFFD; its bytes are
+    Adds the names of tokens to log probabilities that have ids. A part of a character shows as U+FFFD; its bytes are
     exact.
 
-    *skip_special_tokens* is whether these are left out of the answer's text.
+    *skip_special_tokens* is whether the answer's text omits special tokens.
     """
 
     def __init__(self, pieces: TokenPieces, *, skip_special_tokens: bool = True) -> None:
@@ -36,7 +36,7 @@ class TokenNames:
             delta.logprobs = [self.named(entry) for entry in delta.logprobs]
 
     def named(self, entry: TokenLogprob) -> TokenLogprob:
-        """Return *entry* with its names; without an id, or where the backend names another token, as it is."""
+        """Return *entry* with its names; unchanged without an id, or if the backend names another token."""
         if entry.id is None:
             return entry
         token, raw = self._name(entry.id, entry.token, entry.raw)
@@ -78,9 +78,9 @@ class TokenText:
     """
     Sets the text of deltas from their token ids. Has one stream's state.
 
-    The answer ends before the first of the token ids *ends*, or of *stops* after the first *min_tokens*. Then
-    ``stopped`` is true, and ``stop_id`` is the id if it is one of *stops*. The id is neither shown nor counted, as with
-    an engine's own end id.
+    The answer ends before the first of the token ids *ends*, or before one of *stops* after *min_tokens* tokens. Then
+    ``stopped`` is true, and ``stop_id`` is the id if it is one of *stops*. The id is neither shown nor counted, like an
+    engine's own end id.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class TokenText:
         self.stop_id: int | None = None
 
     def feed(self, delta: Delta) -> None:
-        """Set the text of *delta*, and cut what comes from the id that ends the answer on."""
+        """Set the text of *delta*, and cut it before the id that ends the answer."""
         if self.stopped:
             delta.token_ids, delta.logprobs, delta.tokens = (), (), 0
             return
@@ -134,11 +134,11 @@ class TokenText:
 
 class StopStrings:
     """
-    Cuts a text before the first stop string, or behind it with *include*.
+    Cuts a text before the first stop string, or after it with *include*.
 
-    The string that *ends* first counts, and of those that end together the longest. So the result does not depend on
-    how the text is split. Text that may still become a stop string is delayed. The cost of a piece depends on its own
-    length and that of the longest stop string.
+    The stop string that ends first counts; of several that end at the same place, the longest. So the result does not
+    depend on how the text is split. Text that may still become a stop string is delayed. The cost of a piece depends on
+    its own length and that of the longest stop string.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -149,11 +149,11 @@ class StopStrings:
         # Stream state
         self._held = ""
         self.matched: str | None = None
-        #: The characters behind it.
+        #: The characters after the stop string.
         self.behind = 0
 
     def feed(self, piece: str) -> str:
-        """Return the text that can be shown now; nothing after a match (see ``matched``)."""
+        """Return the text that can be shown now; empty after a match (see ``matched``)."""
         if self.matched is not None:
             return ""
         text = self._held + piece
@@ -169,17 +169,17 @@ class StopStrings:
 
     def end(self, piece: str) -> str:
         """
-        Return what can be shown of a text that ends with *piece*, when the backend has found a stop string.
+        Return the text that can be shown if *piece* is the last one, because the backend has found a stop string.
 
-        If several strings are complete at the same token, the backend may have found a later one than :meth:`feed`
-        would. ``matched`` is the first of those with which the text ends.
+        If one token completes several stop strings, the backend may find a later one than :meth:`feed`. ``matched`` is
+        the first of those with which the text ends.
         """
         text, self._held = self._held + piece, ""
         self.matched = next((stop for stop in self._stops if text.endswith(stop)), None)
         return text if self._include or self.matched is None else text.removesuffix(self.matched)
 
     def flush(self) -> str:
-        """Return the delayed text: at the end it cannot become a stop string."""
+        """Return the delayed text, which cannot become a stop string any more."""
         held, self._held = self._held, ""
         return held
 
@@ -194,7 +194,7 @@ class StopStrings:
         return None if best is None else (best[1], best[2])
 
     def _could_begin(self, text: str) -> int:
-        """Return the length of the longest end of *text* that is the beginning of a stop string."""
+        """Return the length of the longest suffix of *text* that is a prefix of a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             for stop in self._stops:
@@ -207,9 +207,9 @@ class LogprobsStage:
     """
     Delays log probabilities until no stop string can cut their token from the answer. Has one stream's state.
 
-    A stop string that is still incomplete begins less than its own length before the end of the text. So the lengths of
-    the tokens say which entries to delay, whatever text the backend delays. They are compared as bytes, because a token
-    may be a part of a character.
+    An incomplete stop string begins less than its own length before the end of the text. So the lengths of the tokens
+    determine which entries to delay, whatever text the backend delays. Lengths are in bytes, because a token may be a
+    part of a character.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -220,17 +220,17 @@ class LogprobsStage:
         # Stream state
         self._held: deque[tuple[TokenLogprob, bytes]] = deque()
         self._size = 0
-        # The end of what was passed on: a stop string may begin inside a token that stays.
+        # The end of the passed text: a stop string may begin inside a token that stays.
         self._before = b""
 
     def feed(self, delta: Delta) -> None:
-        """Replace the entries of *delta* by earlier ones that no stop string can cut any more."""
+        """Replace the entries of *delta* with delayed ones that no stop string can cut any more."""
         if delta.logprobs:
             delta.logprobs = self._pass_on(delta.logprobs)
 
     def _pass_on(self, entries: Sequence[TokenLogprob]) -> list[TokenLogprob]:
         passed = []
-        # Without the new entries, which may contain a stop string and text behind it.
+        # Without the new entries, which may contain a stop string and text after it.
         while self._held and self._size >= self._longest:
             entry, raw = self._held.popleft()
             self._size -= len(raw)
@@ -246,11 +246,11 @@ class LogprobsStage:
         """
         Return the delayed entries, up to the stop string if one ended the answer.
 
-        A token of which a part is shown keeps its entry.
+        A token that is shown in part keeps its entry.
         """
         raw = b"".join([self._before, *[raw for _, raw in self._held]])
         before = len(self._before)
-        # Only those that end here: with min_tokens a backend ignores earlier ones.
+        # Only those that end in this token: with min_tokens, a backend ignores earlier ones.
         found = [(raw.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stops]
         matches = [(start + len(stop), start) for start, stop in found if start >= 0]
         kept = [entry for entry, _ in self._held]
@@ -278,7 +278,7 @@ class StopStage:
     """
     Cuts the answer at a stop string. *backend_stops* is whether the backend finds stop strings and ends the answer.
 
-    ``cut`` is whether the answer ends here though the backend goes on.
+    ``cut`` is whether the answer ends although the backend continues.
     """
 
     def __init__(self, stops: StopStrings, progress: Progress, *, backend_stops: bool) -> None:
@@ -296,7 +296,7 @@ class StopStage:
             self.cut = not reported
 
     def conclude(self) -> None:
-        """Note the stop string, if one was found."""
+        """Record the stop string, if one was found."""
         if self.stops.matched is not None:
             self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self.stops.matched
             self._progress.behind = self.stops.behind
@@ -304,10 +304,10 @@ class StopStage:
 
 class Pipeline:
     """
-    The stages that one answer needs, made at its start. ``stages`` are called with each delta, in their order.
+    The stages that one answer needs, created at its start. Each of ``stages`` is called with each delta, in order.
 
-    ``ends`` is whether a stage may end the answer, ``token_ids`` whether ids are shown, and ``reads_logits`` whether
-    log probabilities may have to be made of logits.
+    ``ends`` is whether a stage may end the answer, ``token_ids`` whether the answer shows ids, and ``reads_logits``
+    whether log probabilities may have to be computed from logits.
     """
 
     def __init__(
@@ -333,13 +333,13 @@ class Pipeline:
             )
             stages.append(self._token_text.feed)
         stages.append(progress.add)
-        # The backend does not cut stop strings off, or is made to show them.
+        # The backend does not cut stop strings, or was asked to show them.
         if sampling.stop and (not capabilities.stop or (capabilities.stop_shown and sampling.stop_showable)):
             stops = StopStrings(sampling.stop, include=include)
             self._stop = StopStage(stops, progress, backend_stops=capabilities.stop)
             stages.append(self._stop.feed)
         if sampling.logprobs is not None:
-            # The backend sends token ids beside the text.
+            # The backend sends token ids in addition to the text.
             if tokenizer is not None and not capabilities.tokens:
                 stages.append(TokenNames(tokenizer.pieces, skip_special_tokens=skips_special).feed)
             if sampling.stop:
@@ -352,7 +352,7 @@ class Pipeline:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer ends here, whatever the backend still sends."""
+        """Whether the answer ends here, even if the backend continues."""
         if self._stop is not None and self._stop.cut:
             return True
         return self._token_text is not None and self._token_text.stopped

@@ -12,7 +12,7 @@ import msgspec
 from triton_openai.config import TritonSettings
 from triton_openai.errors import InvalidRequest
 
-# Time that is left to a request that has waited for as long as it may.
+# What remains for a request that has waited until its limit.
 _LEAST_SECONDS = 0.001
 
 
@@ -46,11 +46,11 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def patience(self) -> float:
-        """Longest time that a request may wait before anything is done for it."""
+        """The longest time that a request may wait for admission."""
         return self.first_token if self.total is None else min(self.first_token, self.total)
 
     def after(self, seconds: float) -> TimeLimits:
-        """Return what is left of them when the request has waited for *seconds*, which was less than its patience."""
+        """Return the limits that remain after a wait of *seconds*, less than :attr:`patience`."""
         if not seconds:
             return self
         total = None if self.total is None else max(self.total - seconds, _LEAST_SECONDS)
@@ -60,7 +60,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 class Silence:
     """
-    Calls *late* with the allowed seconds if nothing has arrived for so long. While ``paused``, time does not count.
+    Calls *late* with the allowed seconds if nothing arrives for that long. While ``paused``, time does not count.
 
     One timer checks a time stamp, instead of a new timer for every token.
     """
@@ -77,7 +77,7 @@ class Silence:
         self._set(allowed, allowed)
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._late = None
         if self._timer is not None:
             self._timer.cancel()
@@ -97,7 +97,7 @@ class Silence:
 
 
 def _shorter(header: str, headers: Mapping[str, str], allowed: float | None) -> float | None:
-    """Return what *header* asks for, ``None`` where it is not there."""
+    """Return the seconds in *header*, ``None`` without it. Raises :class:`InvalidRequest` for more than *allowed*."""
     given = headers.get(header)
     if given is None:
         return None

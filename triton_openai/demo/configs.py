@@ -53,8 +53,8 @@ def render(
     """
     Return the text of a config.pbtxt.
 
-    Parameters that the contract names and *parameters* does not fill stand there empty, as in an installed repository.
-    *renamed* gives other names to the models of an ensemble's steps.
+    The contract's parameters that *parameters* lacks are empty, as in an installed repository. *renamed* gives other
+    names to the models of an ensemble's steps.
     """
     lines = [f'name: "{name}"', 'platform: "ensemble"' if contract.steps else f'backend: "{backend}"']
     lines.append(f"max_batch_size: {max_batch_size}")

@@ -16,7 +16,7 @@ from triton_openai.errors import ConfigurationError
 # The context of all running requests together, and how many run at the same time.
 _CONTEXT = 8192
 _SLOTS = 16
-# Threads that spin while they wait take the processor from others.
+# Threads that spin while they wait would slow down all others.
 PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 _READY = "ready"
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -36,7 +36,7 @@ class Engine:
     """The process that runs a model; it ends when this one does."""
 
     def __init__(self, model: DemoModel, socket: Path, environ: Mapping[str, str]) -> None:
-        """Start the process; it loads the model meanwhile."""
+        """Start the process, which loads the model in the background."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(model.weights), str(socket)],
             env={**environ, **PASSIVE},
@@ -44,17 +44,17 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Ctrl-C in a terminal is for the demo to handle.
+            # The demo itself handles Ctrl-C.
             start_new_session=True,
         )
 
     def wait(self) -> None:
-        """Return when the model is loaded. Raises :class:`ConfigurationError` with the reason if it cannot be."""
+        """Wait until the model is loaded. Raises :class:`ConfigurationError` with the reason if that fails."""
         assert self._process.stdout is not None
         if self._process.stdout.readline().strip() != _READY:
             _, said = self._process.communicate()
             last = said.strip().splitlines()[-1:] or [f"it ended with status {self._process.returncode}"]
-            raise ConfigurationError(f"The demo's engine does not start: {last[0]}")
+            raise ConfigurationError(f"The demo's engine did not start: {last[0]}")
 
     def stop(self) -> None:
         """End the process."""
@@ -74,7 +74,7 @@ def _run(weights: str, socket: str) -> None:
     params = xllamacpp.CommonParams()
     params.model.path = weights
     params.n_ctx, params.n_parallel, params.kv_unified = _CONTEXT, _SLOTS, True
-    # Small steps, after which cancellations are seen.
+    # Small steps, because the engine notices cancellations between steps.
     params.n_batch = params.n_ubatch = 64
     params.sse_ping_interval = 1
     params.cache_ram_mib, params.warmup, params.verbosity = 0, False, 0
@@ -82,7 +82,7 @@ def _run(weights: str, socket: str) -> None:
     params.hostnames = [socket]
     server = xllamacpp.Server(params)
     print(_READY, flush=True)
-    # Until the demo has ended, in whatever way.
+    # Returns when the demo ends, even if it is killed.
     sys.stdin.read()
     del server
     os._exit(0)

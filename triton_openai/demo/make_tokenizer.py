@@ -1,8 +1,8 @@
 """
 Make the demo's tokenizer: a small byte-level BPE, written as Hugging Face models ship theirs.
 
-The corpus is plain English, with no characters beyond ASCII: an accented letter or an emoji is therefore several
-tokens, which is what makes the awkward cases of streaming (a character split over tokens) come up with short texts.
+The corpus is English in ASCII. So an accented letter or an emoji is several tokens, and short texts are enough to test
+characters that are split over tokens.
 
 Run ``python -m triton_openai.demo.make_tokenizer FOLDER``; the result depends on nothing but this file.
 """
@@ -28,8 +28,8 @@ START = "<|im_start|>"
 VOCABULARY = 3072
 MAX_LENGTH = 2048
 
-# The template of the ChatML family. The document's own BOS stands in it, so whoever tokenizes its result must not add
-# another one: preprocessing of the demo's TensorRT-LLM models is configured with add_special_tokens "false".
+# ChatML. The template writes the BOS, so tokenizing its result must not add another one: the preprocessing of the
+# demo's TensorRT-LLM models has add_special_tokens "false".
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -148,7 +148,7 @@ system user assistant tool system\nuser\nassistant\ntool\n <<steer { "text": "",
 
 
 def corpus() -> list[str]:
-    """Return the texts the tokenizer is trained on."""
+    """Return the texts for training the tokenizer."""
     words = _WORDS.split()
     lines = [*_PROSE.strip().split("\n\n"), *_SYNTAX.splitlines()]
     # Each word also as it stands inside a sentence (with a space before it) and at the start of one.
@@ -157,7 +157,7 @@ def corpus() -> list[str]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Train and return the tokenizer; the same one every time."""
+    """Train and return the tokenizer; the result is always the same."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -177,7 +177,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write *tokenizer* into *folder* as ``tokenizer.json`` and the two files that stand beside it."""
+    """Write *tokenizer* into *folder*: ``tokenizer.json`` and its two companion files."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD}

@@ -1,4 +1,4 @@
-"""Reads what the stand-ins have written down about the requests they got."""
+"""Reads the stand-ins' records of their requests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Record:
     """
     The record file of one repository.
 
-    Each line is read and parsed once, however often it is asked for: a record of a whole test run is long, and looked
-    into thousands of times. May be asked from several threads; who gets events leaves them as they are.
+    Each line is read and parsed once, because tests search a long record thousands of times. Thread-safe; callers must
+    not modify events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class Record:
         self._of: dict[str, list[Event]] = {}
 
     def events(self, *, id: str | None = None, model: str | None = None, event: str | None = None) -> list[Event]:
-        """Return the events so far, oldest first, narrowed to a request id, a model and a kind of event."""
+        """Return the events so far, oldest first, filtered by request id, model and kind of event."""
         with self._lock:
             self._read_on()
             found = self._events if id is None else self._of.get(id, [])
@@ -43,7 +43,7 @@ class Record:
                 data = file.read()
         except FileNotFoundError:
             return
-        # A last line without its end is still being written.
+        # A last line without a line break is still being written.
         data = data[: data.rfind(b"\n") + 1]
         self._read += len(data)
         for each in map(json.loads, data.splitlines()):
@@ -60,9 +60,9 @@ class Record:
         event: str | None = None,
     ) -> list[Event]:
         """
-        Wait until *condition* holds for the narrowed events (by default: until there is one) and return them.
+        Wait until *condition* holds for the filtered events (by default: until there is one) and return them.
 
-        Raises `TimeoutError`, with the events that there are.
+        Raises `TimeoutError`, with the events so far.
         """
         deadline = time.monotonic() + timeout
         while True:

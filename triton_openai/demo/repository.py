@@ -1,4 +1,4 @@
-"""Builds a model repository of stand-ins that a proxy cannot tell from the real backends."""
+"""Builds a model repository of stand-ins with the tensors and the behaviour of the real backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from triton_openai.demo.configs import Contract, contracts, render
 
 _BATCH = 8
-# One request occupies one instance of a BLS model, so this is how many it serves at a time.
+# One request occupies one instance of a BLS model, so it serves this many requests at a time.
 _BLS_INSTANCES = 4
 CONTEXT_LENGTH = 2048
 _LORAS = ("alpha", "beta")
@@ -40,7 +40,7 @@ class DemoRepository:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """What the builders of single models share."""
+    """The paths and options that all builders share."""
 
     repository: DemoRepository
     contracts: dict[str, Contract]
@@ -48,7 +48,7 @@ class _Site:
     engine: Path | None
 
     def write(self, name: str, config: str, module: str | None = None) -> Path:
-        """Write a model's config, its code when *module* names it, and the settings that the Triton API hides."""
+        """Write a model's config, its code if *module* names it, and settings that are not in the config."""
         version = self.repository.path / name / "1"
         version.mkdir(parents=True)
         (version.parent / "config.pbtxt").write_text(config)
@@ -76,10 +76,10 @@ def build_repository(
     """
     Write the stand-ins into *destination* and return where things are.
 
-    *models* are the names to build (by default those of `model_names`; what an ensemble needs is added), *tokenizer* a
-    folder to use in place of the demo's own, *record* a file to which the models append what they were asked and how it
-    ended, and *token_delay_ms* the pace of answers that are not steered. *engine* is the socket of a language model
-    (`triton_openai.demo.engine`); without it the answers are scripted. An older repository in *destination* is
+    *models* are the names to build, with the models that they call (default: `model_names`). *tokenizer* is a folder to
+    use instead of the demo's own. The models append their requests and results to the file *record*. *token_delay_ms*
+    is the pace of answers that are not steered. *engine* is the socket of a language model
+    (`triton_openai.demo.engine`); without it, the answers are scripted. An older repository in *destination* is
     replaced.
     """
     destination = destination.resolve()
@@ -132,8 +132,8 @@ def _tokenizer_parameters(site: _Site) -> dict[str, str]:
 def _preprocessing(site: _Site, name: str) -> None:
     parameters = _tokenizer_parameters(site)
     if name == "preprocessing":
-        # The demo's chat template writes the BOS itself, so the tokenizer must not add a second one. The older release
-        # adds none unless it is told to.
+        # The demo's chat template writes the BOS, so the tokenizer must not add another one. The older release adds
+        # none by default.
         parameters["add_special_tokens"] = "false"
     text = render(
         name, site.contracts[name], backend="python", max_batch_size=_BATCH, dynamic_batching=True, instances=1,
@@ -143,7 +143,7 @@ def _preprocessing(site: _Site, name: str) -> None:
 
 
 def _postprocessing(site: _Site, name: str) -> None:
-    # One instance: with more, the order of a stream's pieces would be in nobody's hands.
+    # One instance, because several would mix up the order of a stream's pieces.
     parameters = {**_tokenizer_parameters(site), "skip_special_tokens": "true"}
     text = render(
         name, site.contracts[name], backend="python", max_batch_size=_BATCH, dynamic_batching=True, instances=1,
@@ -169,7 +169,7 @@ def _engine(site: _Site, name: str) -> None:
     streams = name != "tensorrt_llm_nonstreaming"
     text = render(
         name, contract, backend="tensorrtllm" if legacy else "python", max_batch_size=_BATCH, dynamic_batching=True,
-        # One of them as an operator sets it up who wants priorities; no installed repository has any.
+        # One of them has priorities, which operators add themselves.
         priority_levels=0 if streams else 2,
         decoupled=streams, instances=1, parameters=parameters,
     )  # fmt: skip
@@ -204,7 +204,7 @@ def _bls(site: _Site, name: str) -> None:
 
 
 def _vllm(site: _Site, name: str) -> None:
-    # As operators write it: the backend declares the tensors itself when it is loaded.
+    # The backend itself declares the tensors when it is loaded.
     embeds = name == "vllm_embedding"
     config = 'backend: "vllm"\ninstance_group [ { count: 1 kind: KIND_MODEL } ]\n'
     if name == "vllm_model_r24_12":
@@ -224,7 +224,7 @@ def _llmapi(site: _Site, name: str) -> None:
     contract = site.contracts["tensorrt_llm_llmapi" if sees else name]
     if sees:
         contract = Contract([*contract.inputs, "image_url? STRING [-1]"], contract.outputs)
-    # No batches, as the original's model.yaml has it, whose parameters are out of Triton's sight.
+    # No batches, as in the original's model.yaml, whose parameters Triton does not see.
     folder = site.write(name, render(name, contract, backend="python", decoupled=True, instances=1), "llmapi")
     arguments = f"""\
 model: {json.dumps(str(site.repository.tokenizer))}
@@ -253,7 +253,7 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-# Built only when named: backends as of an older release, and what few deployments have.
+# Built only by name: backends of older releases, and uncommon models.
 _ON_DEMAND = (
     "vllm_model_r24_12",
     "tensorrt_llm_llmapi_r1_0",
@@ -264,7 +264,7 @@ _ON_DEMAND = (
     "text_rerank_ids",
 )
 
-# What there is of cross-encoders: texts apart, as pairs, and as token ids; and how many at a time.
+# Cross-encoders that take two texts, pairs, and token ids, each with its batch size.
 _RERANKERS = {
     "text_rerank": (
         Contract(

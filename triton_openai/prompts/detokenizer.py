@@ -1,8 +1,8 @@
 """
-Makes text from token ids as they come.
+Decodes a stream of token ids into text.
 
-A character whose bytes are spread over tokens appears when it is complete. Where the bytes of single tokens are known,
-they are joined, which is fast. Else the tokenizers library decodes the stream.
+A character whose bytes are spread over tokens appears when it is complete. If the bytes of single tokens are known,
+they are joined, which is fast. Otherwise the tokenizers library decodes the stream.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers
 from tokenizers.decoders import DecodeStream
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Spaces, several bytes per character, a character that few vocabularies hold: what the ways of writing differ in.
+# What decoders differ in: spaces, several bytes per character, a character that few vocabularies have.
 _PROBE = "a b  Zo\u00eb \u20ac5 \U0001f600 \u0950"
 
 
@@ -27,7 +27,7 @@ class TokenPieces:
     """
     The bytes of single tokens. Immutable to its users; safe in threads.
 
-    ``exact`` is whether joining them gives the text; where it does not, :meth:`raw` knows added tokens only.
+    ``exact`` is whether joining them gives the text; if not, :meth:`raw` knows added tokens only.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -40,14 +40,14 @@ class TokenPieces:
         self.exact = self._read is not None and self._proves()
 
     def raw(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token, ``None`` where they are not known; an id that does not exist has none."""
+        """Return the bytes of a token: ``None`` if unknown, empty for an id that does not exist."""
         if token_id not in self._known:
             self._known[token_id] = self._find(token_id)
         return self._known[token_id]
 
     @cached_property
     def longest(self) -> int | None:
-        """How many bytes of a text one token can stand for; ``None`` where it is not known that a token has bytes."""
+        """The largest number of bytes that one token can stand for; ``None`` if unknown."""
         if not self.exact:
             return None
         pieces = self.backend.get_vocab(with_added_tokens=False)
@@ -57,12 +57,12 @@ class TokenPieces:
         return most if self.backend.normalizer is None else 3 * most
 
     def first(self, token_id: int) -> bytes:
-        """Return the bytes of a token that begins a text, where some tokenizers drop the space they always add."""
+        """Return the bytes of a token at the start of a text, where some tokenizers drop the space that they add."""
         raw = self.raw(token_id) or b""
         return self._drops(raw) if token_id not in self._added else raw
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of *ids*, decoded by the tokenizer itself."""
+        """Return the text of *ids*, as the tokenizer decodes it."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def _find(self, token_id: int) -> bytes | None:
@@ -80,9 +80,9 @@ class TokenPieces:
         return joined.decode("utf-8", "replace") == self.decode(ids, False)
 
 
-# How the bytes of a token are read; None where they are not known.
+# Returns the bytes of a token; None if they are unknown.
 _Read: TypeAlias = Callable[[str], bytes] | None
-# What a text loses at its start.
+# Removes what a text loses at its start.
 _Drop: TypeAlias = Callable[[bytes], bytes]
 
 
@@ -125,17 +125,17 @@ def _byte_level(piece: str) -> bytes:
     try:
         return bytes([_BYTES[character] for character in piece])
     except KeyError:
-        # Not written byte by byte, like an added token: it stands for itself.
+        # Like an added token, it is not written byte by byte but stands for itself.
         return piece.encode()
 
 
-# GPT-2 writes a printable byte as itself, and the others, in their order, as the characters from 256 on.
+# GPT-2 writes a printable byte as itself, and the other bytes, in order, as the characters from 256 on.
 _ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 _OTHERS = [byte for byte in range(256) if chr(byte) not in _ALPHABET]
 _BYTES = {letter: ord(letter) if ord(letter) < 256 else _OTHERS[ord(letter) - 256] for letter in _ALPHABET}
 
 
-# Ids before the text that the first one is decoded behind: a character has no more than four bytes.
+# The number of preceding ids with which the first one is decoded: a character has at most four bytes.
 _CONTEXT = 4
 
 
@@ -165,7 +165,7 @@ class ByteDetokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """Return what was held back, now that nothing follows: part of a character, as U+FFFD."""
+        """Return the delayed part of a character, as U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -175,7 +175,7 @@ class StreamDetokenizer:
     def __init__(self, pieces: TokenPieces, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._backend = pieces.backend
         self._stream = DecodeStream(list(context[-_CONTEXT:]), skip_special_tokens=skip_special_tokens)
-        # The stream would keep the ids that have no text.
+        # The library's stream would keep the ids that have no text.
         self._skipped = pieces.special_ids if skip_special_tokens else frozenset[int]()
 
     def feed(self, ids: Sequence[int]) -> str:
@@ -184,7 +184,7 @@ class StreamDetokenizer:
         return "".join([step(self._backend, number) or "" for number in shown])
 
     def flush(self) -> str:
-        """Return nothing: what is not complete is no text."""
+        """Return an empty text: an incomplete character is dropped."""
         return ""
 
 
@@ -193,9 +193,9 @@ Detokenizer: TypeAlias = ByteDetokenizer | StreamDetokenizer
 
 def detokenizer(pieces: TokenPieces, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
     """
-    Return a detokenizer for the text behind *context*, the ids of the prompt.
+    Return a detokenizer for the text after *context*, the ids of the prompt.
 
-    Without one, the ids are decoded as a text of their own: many tokenizers drop the space at its start.
+    Without *context*, the ids are decoded like the start of a text, where many tokenizers drop a space.
     """
     if pieces.exact:
         return ByteDetokenizer(pieces, context, skip_special_tokens)

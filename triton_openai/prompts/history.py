@@ -1,10 +1,9 @@
 """
 History templates: the Liquid texts with which openai_trtllm makes prompts.
 
-Such a template sees ``items``, the messages, each with an ``identity`` (``System``, ``User``, ``Assistant`` or
-``Tool``), its ``content``, and the ``name`` of a system's or user's message, else nil. Unknown variables and filters
-are errors, as they are in the Liquid of openai_trtllm. It knows nothing else, so what else a chat may ask for is
-refused.
+Such a template gets ``items``, the messages, each with an ``identity`` (``System``, ``User``, ``Assistant`` or
+``Tool``), its ``content``, and the ``name`` of a system or user message, else nil. Unknown variables and filters are
+errors, as in the Liquid of openai_trtllm. All other features of a chat are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from triton_openai.prompts.messages import PLAIN, PromptTemplate, Rendering
 _IDENTITIES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 _NAMED = frozenset({"system", "user"})
 _LONGEST_REASON = 1_000
-# One of each kind: what a template cannot do with these it can do with no chat.
+# One message of each kind: a template that fails on these fails on every chat.
 _SAMPLE = tuple({"role": role, "content": "text", "name": "name"} for role in (*_IDENTITIES, "user"))
 
 
@@ -26,12 +25,12 @@ class HistoryTemplate(PromptTemplate):
     """
     A history template, compiled. Immutable; safe in threads.
 
-    Raises :class:`ConfigurationError` for a text that is no Liquid, or that fails on an ordinary chat, and where the
-    package that reads Liquid is not installed.
+    Raises :class:`ConfigurationError` for invalid Liquid, for a template that fails on an ordinary chat, and if the
+    package for Liquid is not installed.
     """
 
     def __init__(self, source: str) -> None:
-        # An extra: who needs no Liquid need not install it.
+        # The package is an optional extra.
         try:
             from liquid import Environment, FalsyStrictUndefined
             from liquid.exceptions import LiquidError
@@ -67,7 +66,7 @@ class HistoryTemplate(PromptTemplate):
         try:
             return self._template.render(items=items)
         except Exception as error:
-            # A template is a program, and fails in any way that programs fail.
+            # A template is a program, and may raise any error.
             raise InvalidRequest(
                 f"The history template failed on these messages: {_words(error)}."[:_LONGEST_REASON],
                 param="messages",
@@ -94,6 +93,6 @@ def _item(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _words(error: Exception) -> str:
-    """Return what *error* says, without the excerpt of the template that may follow."""
+    """Return the message of *error*, without the excerpt of the template that may follow."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,9 +1,9 @@
 """
 Filling in the middle: a prompt and a ``suffix`` become one text, in the form that a model was trained on.
 
-That a vocabulary has the tokens of a form does not show that the model was trained on it (families share one
-vocabulary between their code models and all others), so nothing is done unless the operator says so. The forms are
-those that the models' authors publish.
+A vocabulary with the tokens of a form does not show that the model was trained on it: families share one vocabulary
+between their code models and all others. So the operator chooses the form. The forms are those that the models' authors
+publish.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triton_openai.prompts.tokenizer import Tokenizer
 _PLACES = re.compile(r"\{(?:prefix|suffix)\}")
 
 
-#: By the name of who has it. CodeLlama's is not here: the blanks around its texts are made by its own tokenizer.
+#: By the name of a model family. CodeLlama's form is missing: its own tokenizer adds the spaces around the texts.
 FORMS: Mapping[str, str] = {
     # Qwen2.5-Coder and Qwen3-Coder, CodeGemma, Granite 4
     "qwen": "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
@@ -31,17 +31,17 @@ FORMS: Mapping[str, str] = {
 
 
 def fill(form: str, prefix: str, suffix: str) -> str:
-    """Return the prompt that *form* makes of the two texts."""
+    """Return the prompt for the two texts in *form*."""
     return _PLACES.sub(lambda place: prefix if place[0] == "{prefix}" else suffix, form)
 
 
 def tokens_of(form: str) -> list[str]:
-    """Return the special tokens that one of :data:`FORMS` is made of."""
+    """Return the special tokens of one of :data:`FORMS`."""
     return [token for token in _PLACES.split(form) if token]
 
 
 def parse(spec: str) -> str:
-    """Return the form that ``fim_template`` names or spells out. Raises :class:`ConfigurationError`."""
+    """Return the form that ``fim_template`` names or contains. Raises :class:`ConfigurationError`."""
     form = FORMS.get(spec, spec)
     if sorted(_PLACES.findall(form)) != ["{prefix}", "{suffix}"]:
         raise ConfigurationError(
@@ -51,15 +51,16 @@ def parse(spec: str) -> str:
 
 
 def recognise(tokenizer: Tokenizer) -> str | None:
-    """Return the name of the form all of whose tokens *tokenizer* has, if there is one and no other."""
+    """Return the name of the form whose tokens *tokenizer* has, if there is exactly one."""
     found = [name for name, form in FORMS.items() if all(map(tokenizer.has, tokens_of(form)))]
     return found[0] if len(found) == 1 else None
 
 
 def choose(spec: str | None, tokenizer: Tokenizer | None) -> str | None:
     """
-    Return the form of a model with this setting and *tokenizer*, or ``None`` without a setting. Raises
-    :class:`ConfigurationError` where the setting cannot be followed.
+    Return the form for the setting *spec* and *tokenizer*, or ``None`` without a setting.
+
+    Raises :class:`ConfigurationError` for a setting that the tokenizer does not support.
     """
     if spec is None:
         return None

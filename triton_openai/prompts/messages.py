@@ -1,4 +1,4 @@
-"""A chat's messages as clients send them, and as chat templates take them."""
+"""A chat's messages in the forms of clients and of chat templates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton_openai.prompts.offload import decoder
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
-    """Where an image is. No backend takes a level of detail, so each of them is accepted and has no effect."""
+    """The URL of an image. No backend takes a level of detail, so ``detail`` has no effect."""
 
     url: str
     detail: Literal["auto", "low", "high", "original"] | None = None
@@ -30,7 +30,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
-    #: An object with a ``url``; or the URL itself, as some clients and the Responses API write it.
+    #: An object with a ``url``; or the URL itself, as some clients and the Responses API send it.
     image_url: ImageUrl | str | None = None
 
 
@@ -59,7 +59,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
 
 
 class DeveloperMessage(_Message, frozen=True, kw_only=True, tag="developer"):
-    """Instructions; what newer OpenAI models have in place of a system message."""
+    """Instructions; the system message of newer OpenAI models."""
 
 
 class SystemMessage(_Message, frozen=True, kw_only=True, tag="system"):
@@ -67,15 +67,15 @@ class SystemMessage(_Message, frozen=True, kw_only=True, tag="system"):
 
 
 class UserMessage(_Message, frozen=True, kw_only=True, tag="user"):
-    """What the user says."""
+    """A message of the user."""
 
 
 class AssistantMessage(_Message, frozen=True, kw_only=True, tag="assistant"):
-    """What the model said: text, a refusal, or calls of tools; with its reasoning where the client keeps it."""
+    """An answer of the model: text, a refusal, or tool calls; with its reasoning if the client keeps it."""
 
     refusal: str | None = None
     reasoning_content: str | None = None
-    #: The other name under which servers return, and clients send back, the same thing.
+    #: Another name for ``reasoning_content``, which some servers return and clients send back.
     reasoning: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     #: Deprecated by OpenAI in favour of ``tool_calls``.
@@ -85,34 +85,34 @@ class AssistantMessage(_Message, frozen=True, kw_only=True, tag="assistant"):
 
 
 class ToolMessage(_Message, frozen=True, kw_only=True, tag="tool"):
-    """What a tool answered."""
+    """The result of a tool."""
 
     tool_call_id: str | None = None
 
 
 class FunctionMessage(_Message, frozen=True, kw_only=True, tag="function"):
-    """What a function answered. Deprecated by OpenAI in favour of ``tool``."""
+    """The result of a function. Deprecated by OpenAI in favour of ``tool``."""
 
 
-#: What a request's ``messages`` is a list of; msgspec picks the type by ``role``.
+#: An item of a request's ``messages``; msgspec picks the type by ``role``.
 Message: TypeAlias = DeveloperMessage | SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
 AUTO = "auto"
 NONE = "none"
-#: The second is the Responses API's, which agents that speak both mix up with the first.
+#: The second is the Responses API's; agents that use both APIs confuse the two.
 _IMAGE_TYPES = frozenset({"image_url", "input_image"})
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
-#: Between the text parts of a message when a template wants one string: what vLLM puts there.
+#: Joins the text parts of a message for templates that take one string, as in vLLM.
 _BETWEEN_PARTS = "\n"
 
 
 class ImageMarks:
     """
-    What stands for the images of one request: a *part* that the template writes the placeholder for, or the
-    *placeholder* itself, in which ``{n}`` is the image's number within the request; where both are ``None``, nothing.
+    How a prompt marks the images of one request: with a *part* for which the template writes a placeholder, or with the
+    *placeholder* itself, in which ``{n}`` is the image's number within the request; not at all if both are ``None``.
 
-    Made for one rendering, as it counts.
+    It counts images, so each rendering needs a new one.
     """
 
     def __init__(self, *, part: Mapping[str, Any] | None = None, placeholder: str | None = None) -> None:
@@ -122,8 +122,9 @@ class ImageMarks:
 
     def missing(self, texts: Sequence[str], images: int, place: str) -> list[str]:
         """
-        Return the placeholders of a message's *images* that its *texts* do not hold yet, to be put in front of them, as
-        vLLM's server does. Raises :class:`InvalidRequest` when the texts hold more of them than there are images.
+        Return the placeholders of a message's *images* that its *texts* lack. They go in front, as in vLLM's server.
+
+        Raises :class:`InvalidRequest` if the texts have more placeholders than there are images.
         """
         if self._placeholder is None:
             return []
@@ -157,10 +158,10 @@ def text_of(message: UserMessage, place: str) -> str:
 
 class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     """
-    How a chat template renders messages: what it is given beside them, and where the prompt ends.
+    How a chat template renders messages: its other inputs, and where the prompt ends.
 
-    *variables* are the client's ``chat_template_kwargs``. With *continue_final_message* the prompt ends with the last
-    message's text. *images* says how images are written; without it, messages with images are refused.
+    *variables* are the client's ``chat_template_kwargs``. With *continue_final_message*, the prompt ends with the last
+    message's text. *images* is how the prompt marks images; without it, messages with images are refused.
     """
 
     tools: Sequence[Mapping[str, Any]] | None = None
@@ -177,39 +178,39 @@ PLAIN = Rendering()
 
 class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What a template wants of messages with tool calls.
+    The form of tool calls that a template expects.
 
-    ``ids``: ``any`` as they are; ``short`` nine letters and digits; ``named`` as ``functions.<name>:<count>``, the only
-    place where the function's name is shown.
+    ``ids`` are ``any`` (unchanged), ``short`` (nine letters and digits), or ``named`` (``functions.<name>:<count>``, if
+    the template shows the function's name nowhere else).
     """
 
     text_arguments: bool = False
     null_content: bool = False
     ids: Literal["any", "short", "named"] = "any"
     needs_names: bool = False
-    #: The field in which the thinking before a call is read, and whether content beside it is refused (gpt-oss has it
-    #: in ``thinking``, and takes either).
+    #: The field for the thinking before a call, and whether content beside it is refused (as in gpt-oss, whose field is
+    #: ``thinking``).
     reasoning: str = "reasoning_content"
     reasoning_alone: bool = False
 
 
 class PromptTemplate(ABC):
-    """What makes a prompt of messages, and the form in which it takes them. Immutable; safe in threads."""
+    """Renders messages to a prompt, and describes the form of messages that it takes. Immutable; thread-safe."""
 
-    #: Where the template comes from, in words.
+    #: The template's origin, for people.
     name: str
     #: The template's own text.
     source: str
-    #: What it reads beside the messages.
+    #: The variables that it reads besides the messages.
     variables: frozenset[str] = frozenset()
-    #: Why it fails on every message, which is the operator's mistake; ``None`` where it does not.
+    #: Why it fails on every message, which is the operator's mistake; ``None`` if it works.
     failure: str | None = None
-    #: Whether content must be, and whether it may be, a list of parts.
+    #: Whether content must be, and may be, a list of parts.
     wants_parts: bool = False
     takes_parts: bool = False
-    #: The part that stands for an image; ``None`` where the template has no use for one.
+    #: The part that stands for an image; ``None`` if the template ignores images.
     image_part: Mapping[str, Any] | None = None
-    #: Whether the role ``developer`` is known, and whether a system message may stand behind other messages.
+    #: Whether it knows the role ``developer``, and whether system messages may follow other messages.
     takes_developers: bool = False
     takes_late_system: bool = True
     tool_form: ToolForm = ToolForm()
@@ -221,8 +222,9 @@ class PromptTemplate(ABC):
 
 def marks(template: PromptTemplate, setting: str | None, place: str) -> ImageMarks:
     """
-    Return what stands for the images in a prompt of *template*; *setting* is the operator's ``image_placeholder``,
-    *place* the first image. Raises :class:`UnsupportedParameter` where neither knows.
+    Return how prompts of *template* mark images. *setting* is the operator's ``image_placeholder``.
+
+    Raises :class:`UnsupportedParameter`, about the first image's *place*, if neither has a placeholder.
     """
     if setting not in (None, AUTO):
         return ImageMarks(placeholder=None if setting == NONE else setting)
@@ -239,11 +241,11 @@ def prepare(
     messages: Sequence[Message], template: PromptTemplate, images: ImageMarks | None = None
 ) -> list[dict[str, Any]]:
     """
-    Return *messages* as *template* wants them; without *images*, these are refused like all parts that are not text.
+    Return *messages* in the form that *template* takes; without *images*, all parts but text are refused.
 
-    A developer's message becomes the system's unless the template knows developers; system messages that the template
-    does not take become part of the first one, or of the user's; a function's answer becomes a
-    tool's; arguments of tool calls become objects; parts are joined for templates that expect strings. Raises
+    Developer messages become system messages, unless the template knows developers. System messages that the template
+    does not take where they stand become part of the first one, or of the user's. Function results become tool results,
+    arguments of tool calls become objects, and parts are joined for templates that take strings. Raises
     :class:`InvalidRequest` or :class:`UnsupportedParameter`, whose ``param`` is the place (``messages[0].content[1]``).
     """
     if not messages:
@@ -282,7 +284,7 @@ _SYSTEM = ("system", "developer")
 
 
 def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return prepared *messages* with one system message, the first; later ones are a user's. Turns of users merge."""
+    """Return prepared *messages*: later system messages become the user's, and consecutive user messages are merged."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         last: dict[str, Any] = merged[-1] if merged else {"role": None}
@@ -318,13 +320,13 @@ def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate
     form = template.tool_form
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if reasoning is not None and form.reasoning_alone and calls and content:
-        # Such a template writes either as the thinking before the call.
+        # Such a template renders either of them as the thinking before the call.
         words = content if isinstance(content, str) else _BETWEEN_PARTS.join(part["text"] for part in content)
         reasoning = f"{reasoning}\n{words}" if reasoning else words
         content = _empty(template)
     elif not content:
-        # Most templates add content to other text; a null there fails, or is written as "None". Others show calls only
-        # where it is null, and clients send an empty text as often.
+        # Most templates add content to other text: a null fails, or is rendered as "None". Other templates show calls
+        # only if content is null, and clients often send an empty text instead.
         content = None if calls and form.null_content else _empty(template)
     prepared: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
@@ -350,7 +352,7 @@ def _call(call: MessageToolCall, template: PromptTemplate, place: str) -> dict[s
 
 
 def _function(function: MessageFunctionCall, template: PromptTemplate, place: str) -> dict[str, Any]:
-    """Return the call with its arguments as the template takes them: as an object, or as their JSON text."""
+    """Return the call with its arguments in the template's form: an object, or JSON text."""
     arguments = function.arguments or {}
     if isinstance(arguments, str) and not arguments.strip():
         # What several clients send for a call without arguments.
@@ -358,7 +360,7 @@ def _function(function: MessageFunctionCall, template: PromptTemplate, place: st
     parsed = _parse(arguments, f"{place}.arguments") if isinstance(arguments, str) else arguments
     if not template.tool_form.text_arguments:
         return {"name": function.name, "arguments": parsed}
-    # The client's own text is the model's own: its prefix stays the same.
+    # The client returns the model's own text, so the prompt's prefix stays the same.
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"name": function.name, "arguments": text}
 
@@ -394,10 +396,10 @@ def _content(
     if images is not None and len(texts) < len(found):
         if images.part is not None:
             return [dict(images.part) if text is None else _text_part(text) for text in found]
-        # A line each, as in vLLM's server, whatever a template puts between parts.
+        # On a line each, as in vLLM's server, whatever the template puts between parts.
         marks = images.missing(texts, len(found) - len(texts), place)
         texts = [_BETWEEN_PARTS.join([*marks, *texts])] if marks else texts
-    # One part says no more than a string, and templates that take both treat strings with more care.
+    # One part says no more than a string, and templates that take both handle strings better.
     if template.wants_parts or (template.takes_parts and len(texts) > 1):
         return [_text_part(text) for text in texts]
     return _BETWEEN_PARTS.join(texts)
@@ -433,14 +435,15 @@ _NAMED = re.compile(r"functions\..+:[0-9]+")
 
 def _fit_ids(messages: Sequence[dict[str, Any]], form: ToolForm) -> None:
     """
-    Change the ids in prepared *messages* (and names of tool messages) to what *form* asks for, in place, the same id to
-    the same id. A tool message without one answers the first call that has no answer yet, of its name if it has one.
+    Change the ids in prepared *messages*, and the names of tool messages, to *form*, in place and consistently.
+
+    A tool message without an id answers the first unanswered call, of its name if it has one.
     """
     if form.ids == "any" and not form.needs_names:
         return
-    # The id that stands for a client's, and the name of the function.
+    # By the client's id: the new id and the function's name.
     given: dict[str, tuple[str, str]] = {}
-    # In their order; a dictionary, because a conversation may have thousands of calls.
+    # Ordered; a dictionary, because a conversation may have thousands of calls.
     unanswered: dict[tuple[str, str], None] = {}
     count = 0
     for message in messages:
@@ -481,11 +484,11 @@ def _short(text: str) -> str:
 
 def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], str]) -> str:
     """
-    Return the prompt that *render* makes of prepared *messages*, up to the end of the last one's text.
+    Return the prompt that *render* makes of prepared *messages*, up to the end of the last message's text.
 
-    That text gets a mark behind it, and the prompt is cut there: right whatever the template does to the text, and
-    what ``transformers`` does for ``continue_final_message``. Raises :class:`InvalidRequest` where there is nothing of
-    an assistant's to go on with, and where the template leaves the text out.
+    A mark after that text shows where to cut the prompt, whatever the template does to the text, as ``transformers``
+    does it for ``continue_final_message``. Raises :class:`InvalidRequest` if the last message is not an assistant's
+    text, or if the template omits the text.
     """
     param = "continue_final_message"
     last = messages[-1]
@@ -496,7 +499,7 @@ def continued(messages: Sequence[dict[str, Any]], render: Callable[[Sequence[dic
     if not text:
         raise InvalidRequest(f"'{param}' needs the last message to have text.", param=param)
     mark = secrets.token_hex(16)
-    # The space behind the mark shows whether the template trims the text.
+    # The space after the mark shows whether the template trims the text.
     text = f"{text}{mark} "
     marked = text if isinstance(content, str) else [*content[:-1], _text_part(text)]
     before, found, after = render([*messages[:-1], {**last, "content": marked}]).rpartition(mark)

@@ -1,8 +1,7 @@
 """
-Keeps the event loop free: small work runs in place, large work goes to a thread, and numbers in JSON are read quickly.
+Keeps the event loop free: runs small work directly and large work in a thread, and reads numbers in JSON quickly.
 
-A hop to a thread and back costs about 70 µs of latency, more under load, so it only pays for work that takes
-longer than that by an order of magnitude.
+A thread costs about 70 µs of latency, more under load, so it pays only for work that takes at least ten times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ async def run(function: Callable[[*_Args], _T], *arguments: *_Args, size: int, t
     """
     Call *function* with *arguments*, here when *size* is at most *threshold*, else in a thread.
 
-    Raises whatever *function* raises. A cancelled caller returns at once; the thread then finishes unheard.
+    Raises whatever *function* raises. A cancelled caller returns at once, while the thread continues.
     """
     if size <= threshold:
         return function(*arguments)
@@ -32,10 +31,10 @@ async def run(function: Callable[[*_Args], _T], *arguments: *_Args, size: int, t
 
 def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:
     """
-    Return about how many characters of text *value* (lists, dicts, structs and strings) holds.
+    Return roughly the number of characters in *value*, which consists of lists, dicts, structs and strings.
 
-    Each item of a list, dict or struct counts *per_item* more. Counting stops once the sum passes *limit*, so that
-    asking never costs more than what it avoids.
+    Each item of a list, dict or struct adds *per_item*. Counting stops when the sum exceeds *limit*, so that counting
+    stays cheap.
     """
     total = 0
     pending: list[Any] = [value]
@@ -60,8 +59,8 @@ def decoder(kind: type[_T]) -> msgspec.json.Decoder[_T]:
     """
     Return the decoder of *kind* for JSON from untrusted sources.
 
-    Where *kind* leaves a number's type open, msgspec takes 6 to 20 µs for one such as 1e308; Python's own conversion
-    takes less than one.
+    If *kind* does not fix a number's type, msgspec takes 6 to 20 µs for a number such as 1e308; Python's own conversion
+    takes less than 1 µs.
     """
     return msgspec.json.Decoder(kind, float_hook=_number)
 

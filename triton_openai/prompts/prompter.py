@@ -1,9 +1,9 @@
 """
-What makes the prompts of the served models: tokenizer and chat template, where both come from, and when they are read.
+Finds and loads the tokenizer and the chat template of each served model, and makes prompts with them.
 
-The template is the one that the operator names; else the tokenizer's own; else a built-in that the tokenizer's
-special tokens call for without doubt. Nothing is guessed beyond that: a model without a template refuses chats with
-an error that names the flags, and still completes.
+The template is the one that the operator names, else the tokenizer's own, else a built-in one that the tokenizer's
+special tokens identify without doubt. Nothing else is guessed: a model without a template refuses chats with an error
+that names the flags, but serves completions.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _log = structlog.get_logger(__name__)
 
 
 class _Family(NamedTuple):
-    """Tokens that show which format a model was trained on."""
+    """Tokens that identify the format that a model was trained on."""
 
     template: str
     has: tuple[str, ...]
     lacks: tuple[str, ...] = ()
 
 
-#: Only what leaves no doubt. ``[INST]`` as a token exists since Mistral's third format; the later ones, which the
-#: built-in template does not write, differ by having ``[SYSTEM_PROMPT]`` or a byte-level vocabulary ("Ġ", Tekken).
+#: Only unambiguous ones. ``[INST]`` is a token since Mistral's third format. Later formats, which the built-in template
+#: does not write, have ``[SYSTEM_PROMPT]`` or a byte-level vocabulary ("Ġ", Tekken).
 _FAMILIES = (
     _Family("llama3", has=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
     _Family("chatml", has=("<|im_start|>", "<|im_end|>")),
@@ -58,47 +58,46 @@ def read(name: str) -> str:
 
 
 def recognise(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """Return the built-in that *tokenizer*'s special tokens call for, with the token that shows it; else None."""
+    """Return the built-in template that *tokenizer*'s special tokens identify, and that token; else None."""
     for family in _FAMILIES:
         if all(map(tokenizer.has, family.has)) and not any(map(tokenizer.has, family.lacks)):
             return family.template, family.has[0]
     return None
 
 
-#: Messages heavier than this are rendered in a thread. A character counts one, and each item (a message is one, each of
-#: its fields another) as many as ITEM_WEIGHT: measured with the built-in templates, a message costs 3 to 24 µs, for it
-#: is a round of the template's loop, and a character 1 to 3 ns. So what runs on the event loop holds it for about 1 ms.
-#: Rendering is Python: the thread shares the interpreter lock, but lets the event loop take its turn every 5 ms.
+#: Messages heavier than this are rendered in a thread. A character weighs 1, and each item (a message, and each of its
+#: fields) ITEM_WEIGHT: with the built-in templates, a message takes 3 to 24 µs, because it is an iteration of the
+#: template's loop, and a character 1 to 3 ns. So rendering on the event loop blocks it for about 1 ms. The thread
+#: shares the interpreter lock, but lets the event loop run every 5 ms.
 INLINE_WEIGHT = 100_000
 ITEM_WEIGHT = 500
 
-#: What a client's ``chat_template_kwargs`` may not replace.
+#: Variables that a client's ``chat_template_kwargs`` may not replace.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
-#: By name ("default", "tool_use", …); an error stands for one that is broken.
+#: By name ("default", "tool_use", …); a broken one is an error.
 Templates: TypeAlias = Mapping[str, PromptTemplate | ConfigurationError]
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model's tokenizer and template came from, in words for ``inspect``. For operators: it shows paths."""
+    """The origins of a model's tokenizer and template, for ``inspect``. Only for operators: it has paths."""
 
     tokenizer: str | None
     chat_template: str | None
     #: Why the model cannot chat, or what was found wrong and skipped.
     notes: list[str]
-    #: Where :attr:`Prompter.recommended` came from; None where nothing is recommended.
+    #: The origin of :attr:`Prompter.recommended`; None without a recommendation.
     generation_config: str | None = None
 
 
 class Prompter(msgspec.Struct, frozen=True, kw_only=True):
     """
-    Makes the prompts of one served model. Safe in threads. Made by :meth:`resolve`.
+    Makes the prompts of one served model. Thread-safe. :meth:`resolve` creates it.
 
-    *tokenizer* is None where none is known; then nothing can be counted, but a named template still works.
-    *recommended* is the sampling of the model's ``generation_config.json``, under the names of a request.
-    *foreign* is whether the templates came in a request.
-    *incomplete* is whether a tokenizer is named by the model's config or files and could not be loaded: another try
-    may help.
+    *tokenizer* is None if unknown: then tokens cannot be counted, but a configured template works. *recommended* is the
+    sampling of the model's ``generation_config.json``, under the names of a request. *foreign* is whether the templates
+    came in a request. *incomplete* is whether the model's config or files name a tokenizer that could not be loaded:
+    another attempt may help.
     """
 
     tokenizer: Tokenizer | None
@@ -113,10 +112,10 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         """
         Find tokenizer and template. Blocks (disk, maybe network): call it in a thread.
 
-        *hint* is the ``tokenizer_dir`` of Triton's config, used only where it exists on this machine; *named* is the
-        folder or the hub's name that the model's own files give. Both are passed over where they are unusable. Raises
-        :class:`ConfigurationError` when what the operator named cannot be used; a missing template is an error only
-        once a chat is asked.
+        *hint* is the ``tokenizer_dir`` of Triton's config, used only if it exists on this machine. *named* is the
+        folder or the hub name in the model's own files. Both are skipped if unusable. Raises
+        :class:`ConfigurationError` if a tokenizer or template that the operator configured is unusable. A missing
+        template is an error only in a chat.
         """
         notes: list[str] = []
         tokenizer, tokenizer_origin, incomplete = _find_tokenizer(settings.tokenizer, hint, named, notes)
@@ -139,17 +138,17 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_chat(self) -> bool:
-        """Whether there is any template that works."""
+        """Whether any template works."""
         return any(isinstance(template, PromptTemplate) for template in self.templates.values())
 
     @property
     def template_variables(self) -> Mapping[str, str]:
-        """The special tokens that templates are given."""
+        """The special tokens for templates."""
         return {} if self.tokenizer is None else self.tokenizer.special_tokens
 
     @property
     def tools_source(self) -> str:
-        """The text of the template for chats with tools, which shows their markup best; empty where there is none."""
+        """The text of the template for chats with tools, which shows their markup best; empty without one."""
         try:
             return self.template_for(Rendering(tools=[{}])).source
         except ConfigurationError:
@@ -157,14 +156,14 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
 
     def template_for(self, rendering: Rendering = PLAIN) -> PromptTemplate:
         """
-        Return the template for *rendering*: ``tool_use`` for tools and ``rag`` for documents where there is one, as in
-        ``transformers``, else ``default``. Raises :class:`ConfigurationError`, naming the flags, where there is none.
+        Return the template for *rendering*: ``tool_use`` for tools and ``rag`` for documents if they exist, as in
+        ``transformers``, else ``default``. Raises :class:`ConfigurationError`, which names the flags, if there is none.
         """
         wanted = [name for name, given in (("tool_use", rendering.tools), ("rag", rendering.documents)) if given]
         for name in (*wanted, "default"):
             template = self.templates.get(name)
             if isinstance(template, ConfigurationError):
-                # A new one each time: an exception that is raised again grows its traceback.
+                # A new exception: one that is raised again collects tracebacks.
                 raise ConfigurationError(template.message, detail=template.detail)
             if template is not None:
                 return template
@@ -178,8 +177,8 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
 
     def render(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
         """
-        Return the prompt for *messages*. Raises :class:`ConfigurationError` where the model has no usable template, and
-        :class:`InvalidRequest` for messages that are wrong or not accepted, and for reserved variables.
+        Return the prompt for *messages*. Raises :class:`ConfigurationError` if the model has no usable template, and
+        :class:`InvalidRequest` for messages that the template does not accept and for reserved variables.
         """
         for name in rendering.variables:
             if name in RESERVED_VARIABLES:
@@ -199,7 +198,7 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(template.failure, detail=error.detail) from error
 
     async def render_async(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
-        """Do :meth:`render`, in a thread where there is much to render. Raises the same."""
+        """Do :meth:`render`, in a thread for long messages. Raises the same."""
         given = (messages, rendering.tools, rendering.documents, rendering.variables)
         return await offload.run(
             lambda: self.render(messages, rendering),
@@ -209,12 +208,12 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_template(self, template: ChatTemplate) -> Prompter:
-        """Return the same with *template*, which came in a request, in place of the model's own ones."""
+        """Return a copy with *template*, which came in a request, instead of the model's own ones."""
         return msgspec.structs.replace(self, templates={"default": template}, foreign=True)
 
 
 def may_have_tokenizer(source: str | None, hint: str | None) -> bool:
-    """Return whether :meth:`Prompter.resolve` would find a tokenizer, unless what is there turns out to be unusable."""
+    """Return whether :meth:`Prompter.resolve` would find a tokenizer, which may turn out to be unusable."""
     known = _given(hint)
     return _given(source) is not None or (known is not None and _exists(known))
 
@@ -222,7 +221,7 @@ def may_have_tokenizer(source: str | None, hint: str | None) -> bool:
 def _find_tokenizer(
     source: str | None, hint: str | None, named: str | None, notes: list[str]
 ) -> tuple[Tokenizer | None, str | None, bool]:
-    """Return the tokenizer, where it comes from, and whether one was named that could not be loaded."""
+    """Return the tokenizer, its origin, and whether a tokenizer was named that could not be loaded."""
     source = _given(source)
     if source is not None:
         return Tokenizer.load(source), f"{source} (--tokenizer)", False
@@ -237,7 +236,7 @@ def _find_tokenizer(
         try:
             return Tokenizer.load(found), f"{found} ({place})", False
         except ConfigurationError as error:
-            # Nobody asked the service for this one, so it goes on without.
+            # The operator did not configure this one, so the service works without it.
             notes.append(f"no tokenizer: {found} ({place}) is unusable: {error.message}")
             failed = True
     if not notes:
@@ -248,7 +247,7 @@ def _find_tokenizer(
 def _find_templates(
     settings: ModelSettings, tokenizer: Tokenizer | None, notes: list[str]
 ) -> tuple[Templates, str | None]:
-    """Return the templates and where they come from."""
+    """Return the templates and their origin."""
     liquid = history.load(settings.history_template)
     if liquid is not None:
         return {"default": liquid}, f"Liquid ({liquid.name})"
@@ -266,7 +265,7 @@ def _find_templates(
             try:
                 own[name] = ChatTemplate(source, name=name, special_tokens=tokens)
             except ConfigurationError as error:
-                # A broken one must not take the model's other uses away.
+                # A broken template must not prevent the model's other uses.
                 own[name] = error
                 notes.append(error.message)
         return own, "the tokenizer's own"
@@ -312,11 +311,11 @@ class LazyPrompter:
     """The prompter of a model, resolved on first use and in a thread: tokenizers are read from disk or fetched."""
 
     def __init__(self, settings: ModelSettings, hint: str | None, named: str | None = None) -> None:
-        """*hint* is the ``tokenizer_dir`` of the model's config, *named* the tokenizer that its files name."""
+        """*hint* and *named* are those of :meth:`Prompter.resolve`."""
         self._settings = settings
         self.hint = hint
         self.named = named
-        #: What decides how prompts are made and answers are read.
+        #: The settings that determine prompts and parsers.
         self.key = _prompting(settings), hint, named
         #: The prompter, once it is resolved.
         self.resolved: Prompter | None = None
@@ -324,7 +323,7 @@ class LazyPrompter:
         self._parsers: tuple[Prompter, Parsers] | None = None
         #: Set when :meth:`check` has ended for the first time.
         self.checked = asyncio.Event()
-        #: What :meth:`check` found to stand in the way of chats.
+        #: The reason why chats fail, found by :meth:`check`.
         self.problem: ConfigurationError | None = None
 
     async def get(self) -> Prompter:
@@ -335,7 +334,7 @@ class LazyPrompter:
             self._task = asyncio.create_task(self._resolve())
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                # Shielded: a client that leaves must not take the tokenizer from all others.
+                # Shielded: a client that disconnects must not cancel the load for all others.
                 return await asyncio.shield(self._task)
         except TimeoutError as error:
             raise ConfigurationError(
@@ -355,25 +354,25 @@ class LazyPrompter:
 
     @property
     def settled(self) -> bool:
-        """Whether another :meth:`check` would find the same."""
+        """Whether another :meth:`check` would have the same result."""
         return self.checked.is_set() and self.resolved is not None and not self.resolved.incomplete
 
     async def check(self, model: str, *, chats: bool, needs_tokenizer: bool) -> None:
         """
-        Load what the *model* needs, and log a warning with the remedy where its requests would fail.
+        Load what the *model* needs, and log a warning with the remedy if its requests would fail.
 
-        *chats* is whether the model takes chats, *needs_tokenizer* whether it takes nothing but token ids. What failed
-        before is tried again.
+        *chats* is whether the model takes chats, *needs_tokenizer* whether it takes only token ids. Failed loads are
+        tried again.
         """
         problem: ConfigurationError | None = None
         try:
             if self.resolved is not None and self.resolved.incomplete:
-                # Requests go on with what there is.
+                # Requests still work without it.
                 with contextlib.suppress(ConfigurationError, TimeoutError):
                     async with asyncio.timeout(LOAD_SECONDS):
                         await self._resolve()
             prompter = await self.get()
-            # In a thread: parsers are looked for in all installed packages.
+            # In a thread, because finding parsers searches all installed packages.
             await asyncio.to_thread(self._try, prompter, chats, needs_tokenizer)
         except ConfigurationError as error:
             problem = error
@@ -397,15 +396,15 @@ class LazyPrompter:
             if chats and (failure := prompter.template_for().failure) is not None:
                 raise ConfigurationError(failure)
         except ConfigurationError as error:
-            # Where a tokenizer was looked for says more than that there is none.
+            # The notes say where a tokenizer was searched.
             error.detail = error.detail or "; ".join(prompter.provenance.notes) or None
             raise
 
     def parsers(self, prompter: Prompter) -> Parsers:
         """
-        Return what reads the answers to *prompter*'s prompts. Raises :class:`ConfigurationError` for unknown names.
+        Return the parsers for answers to *prompter*'s prompts. Raises :class:`ConfigurationError` for unknown names.
 
-        Chosen once: finding a parser by name looks through all installed packages.
+        They are chosen once, because finding a parser by name searches all installed packages.
         """
         if self._parsers is None or self._parsers[0] is not prompter:
             settings = self._settings
@@ -426,22 +425,22 @@ class Prompters:
         self._known = dict(known or {})
 
     def of(self, name: str, settings: ModelSettings, hint: str | None, named: str | None = None) -> LazyPrompter:
-        """Return that of the model *name*: a new one where its *settings*, *hint* or *named* were others before."""
+        """Return that of the model *name*: a new one if its *settings*, *hint* or *named* have changed."""
         known, new = self._known.get(name), LazyPrompter(settings, hint, named)
         if known is None or known.key != new.key:
             known = self._known[name] = new
         return known
 
     def keep(self, names: Collection[str]) -> None:
-        """Forget those of other models than *names*: a model that comes back may have another tokenizer."""
+        """Forget all models but *names*: a model that comes back may have another tokenizer."""
         self._known = {name: known for name, known in self._known.items() if name in names}
 
     async def renewed(self, settings: Settings, *, renew: bool) -> Prompters:
         """
-        Return what is right for *settings*, resolved where it is new.
+        Return the prompters for *settings*, with new ones resolved.
 
-        When asked to *renew*, what was resolved before and stays is resolved again; where that fails it stays as it
-        was. Raises :class:`ConfigurationError` for what *settings* change and cannot be used.
+        With *renew*, unchanged ones are resolved again too; one that then fails is kept as it was. Raises
+        :class:`ConfigurationError` if a new one cannot be resolved.
         """
         fresh = dict(self._known)
         for name, old in self._known.items():

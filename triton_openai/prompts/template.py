@@ -1,10 +1,10 @@
 """
-A compiled chat template: messages rendered to a prompt, and what is found out about it by rendering some.
+A compiled chat template, which renders messages to a prompt, and the probes that find out which messages it takes.
 
-Published templates differ where they say nothing: some loop over a message's content and some print it; some walk
-through a call's arguments as an object, some print them as text; some show calls only where the content is null, some
-fail on a null; Mistral's refuse ids that are not nine letters and digits, Kimi K2's show nothing of a call but its id.
-A template is a program, so a small conversation that is rendered says more than its source does.
+Published templates have different requirements, and do not declare them. Some iterate over a message's content, others
+print it. Some read a call's arguments as an object, others as text. Some show calls only if the content is null, others
+fail on a null. Mistral's require ids of nine letters and digits; Kimi K2's show only the id of a call. Rendering a
+small conversation shows what a template requires.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GenerationBlock(Extension):
     """
     ``{% generation %}…{% endgeneration %}``: marks the model's own words, for training. Renders its body.
 
-    The tag is ``transformers``' AssistantTracker; a scope of its own, because there it is a call block.
+    The tag is ``transformers``' AssistantTracker. Its body is a scope, as it is there.
     """
 
     tags = {"generation"}  # noqa: RUF012 - the type that Extension declares
@@ -51,7 +51,7 @@ class GenerationBlock(Extension):
 
 @cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the one environment that all templates share; it is never changed after it was made."""
+    """Return the environment that all templates share; it is never modified."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
@@ -88,10 +88,10 @@ class ChatTemplate(PromptTemplate):
     """
     A chat template, compiled. Immutable; safe in threads.
 
-    *source* is Jinja as Hugging Face models ship it, *name* says where it comes from (shown in errors),
-    *special_tokens* are given to every rendering. A template that does not compile is the operator's mistake
-    (:class:`ConfigurationError`) unless *param* names the field of a request that it came in
-    (:class:`InvalidRequest` with that param). Making one renders some conversations: do so in a thread.
+    *source* is Jinja as Hugging Face models ship it, *name* is its origin for errors, and *special_tokens* are
+    variables of every rendering. A template that does not compile raises :class:`ConfigurationError`, or
+    :class:`InvalidRequest` if *param* names the request's field that it came in. The constructor renders some
+    conversations: call it in a thread.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ChatTemplate(PromptTemplate):
         try:
             tree = environment.parse(source)
             self._template: Template = environment.from_string(source)
-            # A plain dict is copied for each rendering in a fraction of the time that jinja2's own takes.
+            # Each rendering copies it, which is much faster for a plain dict than for jinja2's own type.
             self._template.globals = {**environment.globals, **(special_tokens or {})}
             self.variables = frozenset(meta.find_undeclared_variables(tree)) - frozenset(environment.globals)
         except TemplateSyntaxError as error:
@@ -115,7 +115,7 @@ class ChatTemplate(PromptTemplate):
         except RecursionError:
             why = "is nested too deeply"
         except Exception as error:  # noqa: BLE001 - jinja2 computes constants, which fail in any way
-            # What the parser takes and Python's compiler does not, such as too many nested blocks.
+            # Jinja's parser accepts what Python's compiler refuses, such as too many nested blocks.
             why = f"cannot be compiled: {type(error).__name__}"
         if why and param is not None:
             raise InvalidRequest(f"The chat template '{name}' {why}", param=param)
@@ -127,8 +127,9 @@ class ChatTemplate(PromptTemplate):
 
     def render(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = PLAIN) -> str:
         """
-        Return the prompt of prepared *messages*. The rendering's variables may replace special tokens but nothing else.
-        Raises :class:`InvalidRequest` when the template refuses (with its own words) or fails.
+        Return the prompt of prepared *messages*. The rendering's variables may replace special tokens, nothing else.
+
+        Raises :class:`InvalidRequest` if the template refuses the messages (in its own words) or fails.
         """
         context = {
             **rendering.variables,
@@ -147,7 +148,7 @@ class ChatTemplate(PromptTemplate):
                 "The messages are nested too deeply for the chat template.", param="messages"
             ) from error
         except Exception as error:
-            # A template is a program, and fails in any way that programs fail.
+            # A template is a program, and may raise any error.
             reason = f"{_line_of(error.__traceback__)}: {str(error) or type(error).__name__}"
             raise InvalidRequest(
                 f"The chat template failed on these messages{reason}"[:_LONGEST_REASON],
@@ -156,7 +157,7 @@ class ChatTemplate(PromptTemplate):
             ) from error
 
     def _with_parts(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return *messages* with texts as parts where these are wanted."""
+        """Return *messages*, with texts as parts if the template takes only parts."""
         if not self.wants_parts:
             return messages
         return [
@@ -167,7 +168,7 @@ class ChatTemplate(PromptTemplate):
         ]
 
     def _attempt(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return what is made of *messages*; ``None`` where they are not accepted."""
+        """Return the prompt of *messages*; ``None`` if they are not accepted."""
         try:
             return self.render(self._with_parts(messages))
         except InvalidRequest:
@@ -180,10 +181,10 @@ class ChatTemplate(PromptTemplate):
         return f"'{word}'" in self.source or f'"{word}"' in self.source
 
     def _probe(self) -> None:
-        """Find out what the template wants."""
+        """Find out which messages the template takes."""
         parts = [{"type": "text", "text": _NAME}, {"type": "text", "text": _VALUE}]
         in_parts = self._attempt([{"role": "user", "content": parts}]) or ""
-        # A list that is printed as it is stands in quotes, in Python's spelling or as JSON.
+        # A list that is printed as it is has quotes, in Python's notation or as JSON.
         self.takes_parts = _NAME in in_parts and _VALUE in in_parts and not _QUOTED.search(in_parts)
         self.wants_parts = self.takes_parts and not self._shows(_VALUE, {"role": "user", "content": _VALUE})
         for part in ({"type": "image"}, {"type": "image_url", "image_url": {}}):
@@ -199,7 +200,7 @@ class ChatTemplate(PromptTemplate):
         try:
             self.render(self._with_parts([_QUESTION]))
         except InvalidRequest as error:
-            # In the template's own words it may be right to refuse.
+            # A template may be right to refuse a message.
             if not isinstance(error.__cause__, TemplateRefusal):
                 self.failure = (
                     f"The chat template '{self.name}' fails on a plain message: {error.message} Give another with "
@@ -208,11 +209,11 @@ class ChatTemplate(PromptTemplate):
         self.tool_form = self._probe_tools()
 
     def _probe_tools(self) -> ToolForm:
-        """Return the form in which tool calls are rendered whole; the customary one where none is right."""
+        """Return the form in which tool calls are rendered completely; the usual one if none is."""
         for text_arguments, null_content, needs_names in itertools.product((False, True), repeat=3):
             form = ToolForm(text_arguments=text_arguments, null_content=null_content, needs_names=needs_names)
             rendered = self._attempt(_conversation(form, _SHORT_ID)) or ""
-            # Neither in Python's spelling nor as JSON within JSON.
+            # Neither in Python's notation nor as JSON within JSON.
             if _VALUE in rendered and f"'{_KEY}'" not in rendered and f'\\"{_KEY}' not in rendered:
                 break
         else:

@@ -14,15 +14,14 @@ from triton_openai.prompts import offload
 from triton_openai.prompts.detokenizer import TokenPieces
 from triton_openai.prompts.tokenizer_files import TokenizerFiles, locate
 
-#: Texts longer than this are encoded in a thread. Measured with a byte-level BPE of 16,000 tokens: 0.2 µs per
-#: character for short texts, 0.4 µs for long ones; so what runs on the event loop holds it for less than 1 ms, and
-#: the thread's 70 µs never weigh.
+#: Texts longer than this are encoded in a thread. A byte-level BPE of 16,000 tokens takes 0.2 µs per character for
+#: short texts and 0.4 µs for long ones. So encoding blocks the event loop for about 1 ms at most.
 INLINE_CHARACTERS = 4_000
 
 #: More tokens than any model takes.
 MOST_TOKENS = 2 * 1024 * 1024
 
-#: ``transformers`` writes 1e30 for "unset"; no model takes a thousandth of what is allowed here.
+#: ``transformers`` writes 1e30 for "unset". No model's context comes near this limit.
 _LONGEST_CONTEXT = 10**9
 
 
@@ -30,27 +29,27 @@ class Tokenizer:
     """
     A fast (``tokenizers``) tokenizer with its special tokens and chat templates. Immutable; safe in threads.
 
-    Made by :meth:`load`. Encoding never truncates or pads, whatever ``tokenizer.json`` says.
+    :meth:`load` creates it. Encoding never truncates or pads, whatever ``tokenizer.json`` says.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-        # Sentence encoders ship with truncation switched on, and counts would be wrong; transformers resets both too.
+        # Sentence encoders ship with truncation, which would make counts wrong; transformers resets both too.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        #: How many ids exist, added tokens included.
+        #: The number of ids, including added tokens.
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         #: The named special tokens (``bos_token``, ``eos_token``, …) that the tokenizer has.
         self.special_tokens: Mapping[str, str] = _special_tokens(files)
-        #: The Jinja sources by name; the usual one is called ``default``.
+        #: The Jinja sources by name; the usual name is ``default``.
         self.chat_templates = files.chat_templates
         #: The contents of ``generation_config.json``; empty where there is none.
         self.generation_config = files.generation_config
         #: The ids that end a generation: ``eos_token`` first, then those of ``generation_config.json``.
         self.eos_token_ids = self._find_eos(files)
-        #: The longest prompt in tokens, where the tokenizer says so.
+        #: The longest prompt in tokens, if the tokenizer declares it.
         self.model_max_length = _max_length(files.config.get("model_max_length"))
-        #: A number of tokens that no prompt of the model can exceed, where the files say so.
+        #: The number of tokens that no prompt can exceed, if the files declare it.
         self.longest_prompt = _longest_prompt(self.model_max_length, files.model_config)
         #: Whether encoding with special tokens puts ``bos_token`` in front, as a backend's preprocessing would.
         self.adds_bos = self._find_adds_bos(files)
@@ -63,7 +62,7 @@ class Tokenizer:
         Load the tokenizer *source*: a local folder, a path of a ``tokenizer.json``, or a hub name ("org/name").
 
         Blocks (disk, maybe network; a large vocabulary takes half a second): call it in a thread. Raises
-        :class:`ConfigurationError` when it is missing, unreadable, unreachable, or exists in the slow form only.
+        :class:`ConfigurationError` if it is missing, unreadable, unreachable, or has only the slow form.
         """
         files = locate(source)
         try:
@@ -76,7 +75,7 @@ class Tokenizer:
         return cls(backend, files)
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of exactly this *token*, or None when the vocabulary lacks it."""
+        """Return the id of exactly this *token*, or None if the vocabulary lacks it."""
         return self._backend.token_to_id(token)
 
     def has(self, token: str) -> bool:
@@ -109,7 +108,7 @@ class Tokenizer:
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         with _valid_unicode():
             if len(text) > INLINE_CHARACTERS:
-                # Only the batch form releases the interpreter lock, and so leaves the event loop its turns.
+                # Only the batch form releases the interpreter lock, so that the event loop can run.
                 return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
@@ -125,7 +124,7 @@ class Tokenizer:
         return self._backend.post_process(tokens, add_special_tokens=True).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of *ids*; one that does not exist has none. Raises :class:`InvalidRequest` for no ids."""
+        """Return the text of *ids*; unknown ids have none. Raises :class:`InvalidRequest` for invalid numbers."""
         try:
             if len(ids) > INLINE_CHARACTERS:
                 return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
@@ -141,7 +140,7 @@ class Tokenizer:
         """Return how many tokens of *text* it takes to have its first *end* characters. Raises as :meth:`encode`."""
         with _valid_unicode():
             encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
-        # A blank may be of no token; then it is the next one's.
+        # A space may belong to no token; then the next token counts.
         places = (encoding.char_to_token(place) for place in range(end - 1, len(text)))
         last = next((place for place in places if place is not None), None)
         return len(encoding) if last is None else last + 1
@@ -150,8 +149,8 @@ class Tokenizer:
         """
         Return each query and document as one sequence, with the special tokens of a pair.
 
-        With *limit*, a longer one is cut to it at the end of its document. Raises :class:`InvalidRequest` for text that
-        is not valid Unicode, and where a query alone is longer.
+        With *limit*, a longer one is cut at the end of its document. Raises :class:`InvalidRequest` for text that is
+        not valid Unicode, and for a query that is longer than *limit*.
         """
         special = self._backend.num_special_tokens_to_add(is_pair=True)
         queries = list(dict.fromkeys(query for query, _ in pairs))
@@ -196,7 +195,7 @@ class Tokenizer:
         declared = files.generation_config.get("eos_token_id", files.model_config.get("eos_token_id"))
         found = [self.special_id("eos_token")]
         found += declared if isinstance(declared, list) else [declared]
-        # JSON's true is no id.
+        # JSON's true is not an id.
         return tuple(dict.fromkeys(number for number in found if type(number) is int and number >= 0))
 
     def _find_adds_bos(self, files: TokenizerFiles) -> bool:
@@ -210,7 +209,7 @@ class Tokenizer:
 
 @contextmanager
 def _valid_unicode() -> Iterator[None]:
-    """Blame the client for a text with a lone surrogate: it cannot become UTF-8, and the bindings raise a TypeError."""
+    """Raise :class:`InvalidRequest` for a lone surrogate, for which the bindings raise a TypeError."""
     try:
         yield
     except (TypeError, UnicodeError) as error:
@@ -218,7 +217,7 @@ def _valid_unicode() -> Iterator[None]:
 
 
 def _special_tokens(files: TokenizerFiles) -> dict[str, str]:
-    """Merge the files' named tokens; a null in ``tokenizer_config.json`` takes a token away, as in transformers."""
+    """Merge the files' named tokens; a null in ``tokenizer_config.json`` removes a token, as in transformers."""
     named: dict[str, str] = {}
     for mapping in (files.special_tokens_map, files.config):
         extra = mapping.get("extra_special_tokens")
@@ -234,9 +233,9 @@ def _special_tokens(files: TokenizerFiles) -> dict[str, str]:
 
 def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
     """
-    Return the larger of what the tokenizer has *told* and of the *model*'s positions, as its config.json has them.
+    Return the larger of the tokenizer's limit, *told*, and the number of positions in the *model*'s config.json.
 
-    Tokenizers are often those of an older, shorter model. Scaling stretches the positions.
+    A tokenizer often comes from an older model with a shorter context. Scaling multiplies the positions.
     """
     text = model.get("text_config")
     config = {**model, **text} if isinstance(text, dict) else model
@@ -254,18 +253,18 @@ def _max_length(value: Any) -> int | None:
     return int(value) if 0 < value <= _LONGEST_CONTEXT else None
 
 
-# What counting one piece costs beside its length, in characters of a long text.
+# The fixed cost of counting one piece, in characters of a long text.
 _PIECE_COST = 20
 
 
 async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], behind: int = 0) -> int:
     """
-    Return how many tokens *pieces*, each what one step brought, were made of.
+    Return the number of tokens in *pieces*, the texts of an answer's steps.
 
-    The last *behind* characters do not count, unless the token before them has them too.
+    The last *behind* characters do not count, unless they belong to the last token before them.
 
-    Tokenized one by one, because that is how they came: a step is a token, or a few. A backend that decodes token by
-    token shows each part of a split character as one U+FFFD, which is one token and not the three of its UTF-8 bytes.
+    Each piece is tokenized alone, because a step is one token or a few. A backend that decodes token by token shows
+    each part of a split character as U+FFFD, which counts as one token, not as the three of its UTF-8 bytes.
     """
     size = sum(map(len, pieces)) + _PIECE_COST * len(pieces)
 
@@ -281,20 +280,20 @@ async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], behind: int 
     )
 
 
-# OpenAI's rule of thumb. Other languages than English, and code, have two to four.
+# OpenAI's rule of thumb for English. Other languages and code have two to four.
 _BYTES_PER_TOKEN = 4
 
 
 def tokens_in(text: str) -> int:
-    """Return an estimate of the tokens in *text*, for limits only; it is never reported as a count."""
+    """Return an estimate of the tokens in *text*, for limits only, never for reported counts."""
     return tokens_in_bytes(len(text.encode("utf-8", "surrogatepass")))
 
 
 def tokens_in_bytes(number: int) -> int:
-    """Return an estimate of the tokens in a text of so many bytes of UTF-8."""
+    """Return an estimate of the tokens in a text with this *number* of UTF-8 bytes."""
     return -(-number // _BYTES_PER_TOKEN)
 
 
 def tokens_in_pieces(pieces: Sequence[str]) -> int:
-    """Return an estimate of the tokens in an answer that came in *pieces*: one each at least."""
+    """Return an estimate of the tokens in the *pieces* of an answer: at least one each."""
     return max(len(pieces), tokens_in("".join(pieces)))

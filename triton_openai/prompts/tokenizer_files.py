@@ -1,7 +1,7 @@
 """
 Finds and reads a tokenizer's files as Hugging Face models ship them, and the sampling that a model's authors recommend.
 
-Which files exist and which of two wins is what ``transformers`` does in ``PreTrainedTokenizerBase.from_pretrained``:
+The files and their precedence are those of ``transformers``' ``PreTrainedTokenizerBase.from_pretrained``:
 ``tokenizer.json`` is the tokenizer; ``tokenizer_config.json`` names the special tokens (over
 ``special_tokens_map.json``) and may hold the chat template; ``chat_template.jinja`` and
 ``additional_chat_templates/*.jinja`` win over the templates in it; ``generation_config.json`` (else ``config.json``)
@@ -26,7 +26,7 @@ _log = structlog.get_logger(__name__)
 
 _GENERATION_CONFIG = "generation_config.json"
 
-#: Everything that is read; nothing else (weights!) is ever downloaded.
+#: The files that are read. Nothing else, such as weights, is downloaded.
 HUB_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,8 +54,8 @@ class TokenizerFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 def locate(source: str) -> TokenizerFiles:
     """
-    Return the files that *source* means: a folder, a ``tokenizer.json``, or a name on the Hugging Face hub, which may
-    have a revision (``org/name@revision``). Raises :class:`ConfigurationError` when it is nothing usable.
+    Return the files at *source*: a folder, a ``tokenizer.json``, or a name on the Hugging Face hub, optionally with a
+    revision (``org/name@revision``). Raises :class:`ConfigurationError` if it is none of them.
     """
     try:
         path = Path(source).expanduser()
@@ -101,10 +101,10 @@ def fetch_from_hub(source: str) -> Path:
     """
     Download the tokenizer's files of the model *source* (or find them in the hub's cache) and return their folder.
 
-    *source* is a name, and after ``@`` the branch, tag or commit. Where the hub is, the access token, the cache and
+    *source* is a name, with an optional branch, tag or commit after ``@``. The hub's address, access token, cache and
     offline mode (``HF_HUB_OFFLINE``) are ``huggingface_hub``'s own settings. Raises :class:`ConfigurationError`.
     """
-    # Here, because it brings an HTTP client: 0.1 s at start that a service with local tokenizers need not pay.
+    # Imported here: it takes 0.1 s, which a service with local tokenizers saves.
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -123,7 +123,7 @@ def fetch_from_hub(source: str) -> Path:
         elif isinstance(error, RevisionNotFoundError):
             why = f"has no revision '{revision}' on the Hugging Face hub: check --tokenizer"
         elif constants.HF_HUB_OFFLINE:
-            # A cache that another program filled may lack files that are not needed here.
+            # A cache that another program filled may lack unneeded files.
             cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
             why = "is not a local folder, HF_HUB_OFFLINE is set, and the hub's cache lacks it. Download it there first"
         else:
@@ -181,7 +181,7 @@ def _template_files(folder: Path, origin: str) -> dict[str, str]:
 
 AUTO = "auto"
 NONE = "none"
-# Those that vLLM's server takes (`ModelConfig.get_diff_sampling_param`), and what a request calls them.
+# The ones that vLLM's server takes (`ModelConfig.get_diff_sampling_param`), and their names in a request.
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
     "max_new_tokens": "max_tokens"
 }
@@ -191,10 +191,10 @@ def recommended_sampling(
     setting: str | None, own: Mapping[str, Any], notes: list[str]
 ) -> tuple[Mapping[str, Any], str | None]:
     """
-    Return the sampling that the model's authors recommend, under the names of a request, and where it came from.
+    Return the sampling that the model's authors recommend, under the names of a request, and its origin.
 
-    *setting* is ``generation_config``, *own* what the file beside the tokenizer holds. A value that no request could
-    have is left out, with a note. Raises :class:`ConfigurationError` for a file that is named and cannot be read.
+    *setting* is ``generation_config``, *own* the content of the file beside the tokenizer. Invalid values are omitted,
+    with a note. Raises :class:`ConfigurationError` if a configured file cannot be read.
     """
     if setting == NONE:
         return {}, None

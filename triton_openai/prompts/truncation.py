@@ -1,8 +1,8 @@
 """
 Prompts cut to a number of tokens: vLLM's ``truncate_prompt_tokens``.
 
-A text is cut at the border of a token and handed on as text. Its backend tokenizes it again, so the rest is cut until
-it has no more tokens than are allowed. Special tokens that a backend puts around every text stay, and count.
+A text is cut at a token's boundary and stays text. The backend tokenizes it again, so it is cut until it has no more
+tokens than allowed. Special tokens that a backend puts around every text stay, and count.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _PARAM = "truncate_prompt_tokens"
 
 class Truncation(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What is left of a prompt: at most *tokens* of them, the last ones when it is cut on the *side* "left".
+    How a prompt is cut: to at most *tokens*, on the *side* "left" (which keeps the last ones) or "right".
 
-    -1 tokens are as many as the context has room for. *keeps_special* is whether special tokens around a text stay, and
-    count: vLLM keeps them in a completion's prompt unless it is told the side, and cuts them off like others in a chat.
+    -1 stands for as many tokens as the context has room for. *keeps_special* is whether special tokens around a text
+    stay, and count: vLLM keeps them in a completion's prompt without a side, and cuts them like other tokens in a
+    chat.
     """
 
     tokens: int
@@ -33,7 +34,7 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
     keeps_special: bool = True
 
     def within(self, room: int | None) -> Truncation:
-        """Return it with its number known; *room* is what the model takes, which -1 needs (:class:`InvalidRequest`)."""
+        """Return this with -1 replaced by *room*. Raises :class:`InvalidRequest` if that is unknown."""
         if self.tokens >= 0:
             return self
         if room is None:
@@ -43,7 +44,7 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, tokens=max(room, 0))
 
     def checked(self, longest: int | None) -> Truncation:
-        """Return the same. Raises :class:`InvalidRequest` for more tokens than the *longest* input has."""
+        """Return this. Raises :class:`InvalidRequest` for more tokens than the *longest* input has."""
         if longest is not None and self.tokens > longest:
             raise InvalidRequest(
                 f"'{_PARAM}' must not be greater than the model's context length of {longest} tokens, got"
@@ -55,14 +56,14 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cut_ids(ids: Sequence[int], truncation: Truncation) -> Sequence[int]:
-    """Return what is left of *ids*."""
+    """Return *ids*, cut."""
     if len(ids) <= truncation.tokens:
         return ids
     return ids[len(ids) - truncation.tokens :] if truncation.side == "left" else ids[: truncation.tokens]
 
 
 async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -> Sequence[int]:
-    """Return the ids of what is left of *text*, with the tokenizer's special tokens."""
+    """Return the ids of *text*, cut, with the tokenizer's special tokens."""
 
     def cut() -> Sequence[int]:
         if truncation.keeps_special:
@@ -76,17 +77,18 @@ async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -
 
 async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, special: bool) -> str:
     """
-    Return what is left of *text*; *special* is whether the backend adds the tokenizer's special tokens to it. Raises
-    :class:`InvalidRequest` when nothing is.
+    Return *text*, cut; *special* is whether the backend adds the tokenizer's special tokens to it.
+
+    Raises :class:`InvalidRequest` if nothing is left.
     """
     return await offload.run(_cut, tokenizer, text, truncation, special, size=len(text), threshold=INLINE_CHARACTERS)
 
 
 def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool) -> str:
     allowed = truncation.tokens - tokenizer.count("", special)
-    # What is left may be tokenized in another way, with more tokens.
+    # The rest may be tokenized differently, with more tokens.
     while allowed > 0 and len(tokens := tokenizer.tokens(text)) > allowed:
-        # Cut where the text to be kept begins or ends; tokens that share a character with it go as well.
+        # Tokens that share a character with a cut one are cut as well.
         last = len(tokens) - 1
         if truncation.side == "left":
             text = text[max(_place(tokens, last - allowed)[1], _place(tokens, 0)[0] + 1) :]

@@ -56,7 +56,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = None) -> Snapshot:
-    """Read the index and the config of every ready model. Never raises for what Triton does: see ``error``."""
+    """Read the index and the config of every ready model. If Triton fails, the snapshot's ``error`` says so."""
     try:
         index = await client.repository_index()
     except ServiceError as error:
@@ -79,7 +79,7 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
             try:
                 config = await client.model_config(name)
             except ServiceError as error:
-                # Unloaded between the two calls, most of the time.
+                # Usually the model was unloaded between the two calls.
                 waiting[name] = error.message
             else:
                 version = "" if server is None else server.version
@@ -87,7 +87,7 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
 
     await asyncio.gather(*map(read, ready))
     complete = len(configs) == len(ready)
-    # In the order of their names, not of the answers.
+    # Ordered by name.
     configs = dict(sorted(configs.items()))
     return Snapshot(index=index, configs=configs, waiting=waiting, complete=complete, server=server)
 
@@ -132,16 +132,16 @@ class Catalog:
     async def renew(self) -> None:
         """Take a snapshot that begins now, configs included, after a change of Triton's models."""
         if self._busy:
-            # It may have looked before the change.
+            # It may have read the index before the change.
             await self.refresh()
         self._configs_read = float("-inf")
         await self.refresh()
 
     async def refresh_on_miss(self) -> None:
         """
-        Refresh because a model was not found; at most twice a second, so that made-up names cost Triton nothing.
+        Refresh after a request for an unknown model, at most twice a second, so that made-up names cost Triton nothing.
 
-        A refresh that runs already is always awaited, so that simultaneous requests get the same result.
+        If a refresh is running, wait for it, so that simultaneous requests get the same result.
         """
         now = asyncio.get_running_loop().time()
         if not self._busy:

@@ -24,9 +24,9 @@ _FORBIDDEN = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def check_name(name: str) -> None:
     """
-    Raise :class:`InvalidRequest` for what cannot be the name of a folder in a model repository.
+    Raise :class:`InvalidRequest` if *name* cannot be a folder in a model repository.
 
-    Triton 2.51 takes ``..`` for a model, and reads its configuration from outside of the repository.
+    Triton 2.51 accepts ``..`` as a model, and reads its configuration from outside the repository.
     """
     if not name:
         raise InvalidRequest("The model's name is empty.", param="model", code="invalid_value")
@@ -81,16 +81,16 @@ class ResponseStream(Protocol):
     """
 
     def pause(self) -> None:
-        """Receive nothing until :meth:`resume`: the backend has to wait. An end may still come."""
+        """Receive no responses until :meth:`resume`; the backend waits. The end may still arrive."""
 
     def resume(self) -> None:
         """Receive again."""
 
     def close(self, *, silent: bool = False) -> None:
         """
-        Cancel the work unless it has ended; nothing is received any more. Never raises.
+        Cancel the work unless it has ended. The receiver gets nothing more. Never raises.
 
-        *silent* is whether the backend said nothing for too long: the connection to it is not reused then.
+        *silent* is whether the backend sent nothing for too long. Its connection is then not reused.
         """
 
 
@@ -124,9 +124,9 @@ class TritonClient(Protocol):
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         """
-        Send a request whose answers come one by one to *receiver*, though never before this has returned.
+        Send a request. Its answers reach *receiver* one by one, after this method has returned.
 
-        Raises :class:`ServiceError` only for a request that cannot be sent; all else comes to *receiver*.
+        Raises :class:`ServiceError` only for a request that cannot be sent; *receiver* gets all other errors.
         """
 
     async def close(self) -> None:
@@ -146,7 +146,7 @@ class SingleAnswer:
             response = await client.infer(request)
             if self._receiver is not None:
                 self._receiver.receive((response,))
-        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+        except Exception as error:  # noqa: BLE001 - the receiver handles every error
             failure = error
         receiver, self._receiver = self._receiver, None
         if receiver is not None:

@@ -27,7 +27,7 @@ Header = tuple[str, str]
 #: For a Triton that needs no credentials.
 OPEN_ACCESS = TritonAccess()
 
-# RFC 9110, 5.6.2. Values are kept to what gRPC takes as metadata too: printable ASCII.
+# RFC 9110, 5.6.2. Values are printable ASCII, as gRPC's metadata requires.
 _NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _VALUE = re.compile(r"[ -~]+")
 # Set by the transports themselves; "grpc-…" and ":…" belong to gRPC.
@@ -48,11 +48,11 @@ class GrpcFiles(msgspec.Struct, frozen=True):
 
 class ConnectionSettings:
     """
-    What both transports are given.
+    The connection settings of both transports.
 
-    *connect_timeout*, and *control_timeout* for calls that only ask for something, are in seconds. *grpc_client* is
-    what carries streams over gRPC. Raises :class:`ConfigurationError` for files that cannot be used and headers that
-    cannot be sent. No message has the values of headers and tokens.
+    *connect_timeout* and *control_timeout* (for all calls but inference and loading) are in seconds. *grpc_client*
+    carries streams over gRPC. Raises :class:`ConfigurationError` for unusable files and headers. No message has the
+    values of headers and tokens.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class ConnectionSettings:
 
     @property
     def server_name(self) -> str | None:
-        """The name that Triton's certificate must have, where it is not that of the address."""
+        """The name that Triton's certificate must have, if it differs from the address."""
         return self.access.server_name
 
     def headers(self) -> tuple[Header, ...]:
         """
         Return the headers of every request, names in lower case.
 
-        Returns the same object until they change, so that callers can cache what they make of it.
+        Returns the same object until they change, so that callers can cache what they derive from it.
         """
         return self._token.current() if self._token is not None else self._fixed
 
@@ -115,7 +115,7 @@ class ConnectionSettings:
         return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, paths, what="certificates for Triton")
 
     def grpc_files(self) -> FromFiles[GrpcFiles]:
-        """Return what channels for ``grpcs://`` are made with. Raises :class:`ConfigurationError`."""
+        """Return the files for channels of ``grpcs://``. Raises :class:`ConfigurationError`."""
         access = self.access
 
         def read() -> GrpcFiles:
@@ -184,7 +184,7 @@ _TCP_OPTIONS = {
 
 def detect_dead_peer(transport: asyncio.BaseTransport) -> None:
     """Let *transport* fail within half a minute after its peer disappears, if the system supports that."""
-    # With uvloop it is not a socket, but has its options.
+    # uvloop's object is not a socket, but has its methods.
     connection: socket.socket | None = transport.get_extra_info("socket")
     if connection is None:
         return

@@ -67,7 +67,7 @@ class Endpoint:
         self.live, self.model_config = control.live, control.model_config
         self.load_model, self.unload_model = control.load_model, control.unload_model
         self._explain_timeout = min(connect_timeout, _EXPLAIN_SECONDS)
-        # Whether the gRPC address, which no discovery needs beside an HTTP one, answered when it was last asked.
+        # Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
         self._grpc_answers: bool | None = None
         self._checking: asyncio.Task[None] | None = None
 
@@ -107,7 +107,7 @@ class Endpoint:
             self._grpc_answers = True
 
     async def _explained(self, client: TritonClient, error: ServiceError) -> ServiceError:
-        """Return *error* with what seems to listen at the address of *client*, if that is no Triton."""
+        """Return *error*. If no Triton listens at the address of *client*, its detail says what does."""
         explanation = await explain(self._addresses[client], timeout=self._explain_timeout)
         if explanation is not None:
             error.detail = f"{explanation} ({error.reason})"
@@ -121,7 +121,7 @@ class Endpoint:
             raise await self._explained(self._control, error) from error.__cause__
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Run a model that answers once: over gRPC where there is one (it can be cancelled there), else over HTTP."""
+        """Run a model that answers once: over gRPC if configured, because it can be cancelled there, else over HTTP."""
         return await (self._grpc or self._control).infer(request)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
@@ -144,7 +144,7 @@ async def explain(url: str, *, timeout: float) -> str | None:
     """
     Return what seems to listen at *url*, an address of Triton, and what to write instead; ``None`` if nothing is wrong.
 
-    Mixed-up ports are the most common error, and one plain connection of at most *timeout* seconds shows them. A gRPC
+    Mixed-up ports are the most common mistake, and one plain connection of at most *timeout* seconds shows them. A gRPC
     server begins with its HTTP/2 settings; a TLS server sends an alert, or closes the connection; an HTTP server
     answers a request. No credentials are sent.
     """

@@ -95,7 +95,7 @@ async def serialized(message: Any, request: InferRequest) -> bytes:
 
 
 def serialize(message: Any) -> bytes:
-    """Return a message as bytes; one that is bytes already, as it is."""
+    """Return *message* serialized; bytes stay as they are."""
     return message if isinstance(message, bytes) else bytes(message.SerializeToString())
 
 
@@ -219,7 +219,7 @@ class GrpcStream(Call):
     async def _start_large(self, channel: Channel, request: InferRequest) -> None:
         try:
             message = await message_of(request)
-        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+        except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:
             channel.start(self, message)
@@ -230,7 +230,7 @@ class GrpcStream(Call):
             receiver.end(error)
 
     def messages_received(self, messages: list[bytes]) -> None:
-        """Hand on what is a response."""
+        """Pass the responses to the receiver."""
         responses: list[InferResponse] = []
         error: ServiceError | None = None
         for data in messages:
@@ -260,15 +260,15 @@ class GrpcStream(Call):
                 receiver.end(error)
 
     def call_ended(self, code: str, details: str) -> None:
-        """Hand on the end."""
+        """Pass the end to the receiver."""
         self._end(None if code == "OK" else translate(code, details, self._model))
 
     def close(self, *, silent: bool = False) -> None:
         """
         Cancel the work unless it has ended.
 
-        Triton 24.10 crashes now and then when a call is cancelled while it writes to it: where a cancellation would end
-        nothing, what still comes is read and dropped.
+        Triton 24.10 sometimes crashes if a call is cancelled while Triton writes to it. If cancelling would not stop
+        the backend, the remaining responses are read and dropped instead.
         """
         if self._receiver is None:
             return
@@ -288,7 +288,7 @@ class GrpcChannel:
     """
     The newest channel to *url*.
 
-    Calls that run when the certificates change go on over the channel that they began on. Raises
+    Running calls keep their channel when the certificates change. Raises
     :class:`ConfigurationError` for files that cannot be used.
     """
 
@@ -311,11 +311,11 @@ class GrpcChannel:
         return self._channel
 
     def distrust(self) -> None:
-        """Begin further calls on a new connection: this one was silent, and may be dead."""
+        """Use a new connection for further calls: this one was silent, and may be dead."""
         self._distrusted = True
 
     def _replace(self, files: GrpcFiles | None) -> grpc.aio.Channel:
-        # Not before it is used: a channel belongs to the running loop.
+        # Created on first use: a channel belongs to the running loop.
         if self._channel is not None:
             task = asyncio.get_running_loop().create_task(self._channel.close(_OLD_CHANNEL_SECONDS))
             self._closing.add(task)
@@ -365,7 +365,7 @@ class GrpcioStream:
             await self._call(request)
         except grpc.RpcError as error:
             self._end(translate(*_status(error), self._model))
-        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+        except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:
             self._end(None)
@@ -406,7 +406,7 @@ class GrpcioStream:
             self._resumed.clear()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue to read."""
         self._resumed.set()
 
     def close(self, *, silent: bool = False) -> None:
@@ -462,7 +462,7 @@ class GrpcClient:
             )
             return await call(message, timeout=timeout, metadata=(*self.metadata, *headers.items()))
         except asyncio.CancelledError:
-            # The caller gave up for a reason: so that further calls do not wait for it one by one.
+            # The caller gave up on a silent connection. Further calls must not wait for it too.
             if loop.time() - began >= self._settings.connect_timeout:
                 self._distrust()
             raise
@@ -510,7 +510,7 @@ class GrpcClient:
         message = await message_of(request)
         answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
         if not answer.outputs:
-            # Triton's status is OK also for a model that ended without a response.
+            # Triton's status is OK even if the model ended without a response.
             raise no_answer(request.model)
         return decode_response(answer)
 

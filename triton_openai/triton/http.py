@@ -1,5 +1,5 @@
 """
-Triton over HTTP: the requests, and what the answers mean; :mod:`triton_openai.triton.http_stream` carries them.
+Triton over HTTP: builds requests and reads answers. :mod:`triton_openai.triton.http_stream` transports them.
 
 Source of the facts: the KServe v2 HTTP protocol with Triton's binary data, model repository and generate extensions.
 """
@@ -30,7 +30,7 @@ from triton_openai.triton.tensors import (
     read_model_config,
 )
 
-_Said = TypeVar("_Said")
+_Decoded = TypeVar("_Decoded")
 _LARGE_BODY = 1 << 20
 _STREAM_HEADERS = "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
 _HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -107,7 +107,7 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
     """
     Return the outputs of an infer answer of *model*.
 
-    Raises :class:`UpstreamError` where there are none, and when the contents do not add up.
+    Raises :class:`UpstreamError` if there are none, or if the contents do not match the sizes.
     """
     try:
         header = _header_decoder.decode(body[:header_length])
@@ -143,12 +143,12 @@ class HttpClient:
             server_name=settings.server_name if tls else None,
             connect_timeout=settings.connect_timeout,
         )
-        # The headers of the settings as they stand in a request, made again when they change.
+        # The headers of the settings, and their lines in a request, rebuilt when they change.
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""
 
     async def _call(self, message: bytes, *, model: str = "", limited: bool = True) -> HttpCall:
-        """Return the answer to the request *message*; a *limited* one has to come within the control timeout."""
+        """Send the request *message* and return the answer, if *limited* within the control timeout."""
         began = monotonic()
         try:
             async with asyncio.timeout(self._settings.control_timeout if limited else None):
@@ -157,7 +157,7 @@ class HttpClient:
             self._pool.distrust()
             raise UpstreamTimeout("Triton did not answer in time.") from error
         except asyncio.CancelledError:
-            # The caller gave up for a reason: so that further calls do not wait for it one by one.
+            # The caller gave up on a silent connection. Further calls must not wait for it too.
             if monotonic() - began >= self._settings.connect_timeout:
                 self._pool.distrust()
             raise
@@ -248,7 +248,7 @@ class HttpClient:
         self._pool.close()
 
 
-def _decoded(decoder: msgspec.json.Decoder[_Said], answer: HttpCall, what: str) -> _Said:
+def _decoded(decoder: msgspec.json.Decoder[_Decoded], answer: HttpCall, what: str) -> _Decoded:
     try:
         return decoder.decode(b"".join(answer.parts))
     except msgspec.MsgspecError as error:

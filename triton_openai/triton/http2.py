@@ -45,14 +45,14 @@ _UINT31 = 2**31 - 1
 _DEFAULT_WINDOW = 65_535
 # The largest frame that we accept, and the default of servers.
 _FRAME_SIZE = 16_384
-# The most that a stream with a slow client keeps in memory. The window of the connection limits no stream.
+# The most that a stream of a slow client keeps in memory. The connection's window does not limit streams.
 WINDOW = 256 * 1024
 _MAX_HEADERS = 64 * 1024
-# More is no message that protobuf reads.
+# Protobuf reads no longer messages.
 _MAX_MESSAGE = _UINT31
-# A call that the server has certainly not begun is sent this often.
+# How often a call is sent that the server has certainly not begun.
 _ATTEMPTS = 3
-# Silence after which the server is asked for a sign of life, if calls are open; a connection without any is closed.
+# After this silence, a connection with open calls is pinged and one without is closed.
 SILENCE_SECONDS = 20.0
 PING_SECONDS = 10.0
 # Servers end a connection for pings that follow closer than 5 minutes, unless they have sent something in between.
@@ -78,14 +78,14 @@ def header_block(headers: Iterable[Header]) -> bytes:
 
 class Call:
     """
-    One call with encoded *headers*. Subclasses take what comes, but nothing after :meth:`cancel`.
+    One call with encoded *headers*. Subclasses implement :meth:`messages_received` and :meth:`call_ended`.
 
-    Neither of the two methods for that is called before :meth:`Channel.start` has returned.
+    Neither is called before :meth:`Channel.start` has returned, or after :meth:`cancel`.
     """
 
     def __init__(self, headers: bytes) -> None:
         self.headers = headers
-        # One of them while the call waits for a connection or runs.
+        # The channel while the call waits for a connection, the connection while it runs.
         self.channel: Channel | None = None
         self.connection: Connection | None = None
         self.stream_id = 0
@@ -106,7 +106,7 @@ class Call:
         raise NotImplementedError
 
     def call_ended(self, code: str, details: str) -> None:
-        """Take the end: gRPC's status, or ``UNREACHABLE`` or ``LOST``, and the text that came with it."""
+        """Take the end: gRPC's status, ``UNREACHABLE`` or ``LOST``, and its text."""
         raise NotImplementedError
 
     def pause(self) -> None:
@@ -114,7 +114,7 @@ class Call:
         self.paused = True
 
     def resume(self) -> None:
-        """Receive again, at once what came in the meantime."""
+        """Receive again, beginning with what arrived in the meantime."""
         if self.paused:
             self.paused = False
             if self.connection is not None:
@@ -130,13 +130,13 @@ class Call:
             self.channel.withdraw(self)
 
     def end(self, code: str, details: str) -> None:
-        """Hand on the end, after what has come before it."""
+        """Pass on the end, after the messages before it."""
         self.channel = None
         self.outcome = code, details
         self.deliver()
 
     def deliver(self) -> None:
-        """Hand on what has come, unless paused."""
+        """Pass on the received messages and the end, unless paused."""
         if self.paused and self.messages:
             return
         if self.messages:
@@ -153,7 +153,7 @@ class Call:
             self.call_ended(*outcome)
 
     def feed(self, data: bytes) -> None:
-        """Collect the messages that *data* completes. Raises :class:`ValueError` for what can be none."""
+        """Collect the messages that *data* completes. Raises :class:`ValueError` for an invalid message."""
         partial = self.partial
         partial += data
         while len(partial) >= _MESSAGE.size:
@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         #: Done when the server has sent its settings; fails with :class:`ConnectionError`.
         self.greeted: asyncio.Future[None] = self._loop.create_future()
-        # Takes no new calls, and ends with the last one.
+        # Accepts no new calls, and closes after the last one.
         self._draining = False
         self._reason = ""
         self._calls: dict[int, Call] = {}
@@ -190,21 +190,21 @@ class Connection(asyncio.Protocol):
         self._block: tuple[int, int, bytes] | None = None
         self._decoder = hpack.Decoder(max_header_list_size=_MAX_HEADERS)
         self._unacknowledged = 0
-        # What is sent.
+        # Sending
         self._max_frame = _FRAME_SIZE
         self._initial_window = _DEFAULT_WINDOW
         self._window = _DEFAULT_WINDOW
         self._blocked: dict[int, Call] = {}
-        # Signs of life.
+        # Keepalive
         self._heard = True
         self._next_ping = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._pong: asyncio.TimerHandle | None = None
 
-    # What asyncio calls.
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Greet the server."""
+        """Send the preface and the settings."""
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._timer = self._loop.call_later(SILENCE_SECONDS, self._look)
@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         self._write(_PREFACE + frame(SETTINGS, 0, 0, settings) + window)
 
     def data_received(self, data: bytes) -> None:
-        """Parse all whole frames, then hand on the messages in them, together for each call."""
+        """Parse all whole frames, then pass each call its messages in one piece."""
         if self._pong is not None:
             self._pong.cancel()
             self._pong = None
@@ -276,13 +276,13 @@ class Connection(asyncio.Protocol):
             if self._transport.get_extra_info("sslcontext") and not (self._reason or isinstance(error, ssl.SSLError)):
                 reason = PERHAPS_REFUSED
             self.greeted.set_exception(ConnectionError(reason))
-            # Retrieved here, because no task may wait for it any more.
+            # Retrieved, because maybe no task waits for it any more.
             self.greeted.exception()
         for call in list(self._calls.values()):
             self._forget(call)
             call.end(LOST, reason)
 
-    # Frames.
+    # Frames
 
     def _frame_received(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if not self.greeted.done() and kind != SETTINGS:
@@ -355,7 +355,7 @@ class Connection(asyncio.Protocol):
             return
         for setting, value in _SETTING.iter_unpack(payload):
             if setting == MAX_CONCURRENT_STREAMS:
-                # A server that takes none refuses them by itself.
+                # A server that takes none refuses each call itself.
                 self._max_calls = max(value, 1)
             elif setting == MAX_FRAME_SIZE:
                 self._max_frame = max(value, _FRAME_SIZE)
@@ -392,15 +392,15 @@ class Connection(asyncio.Protocol):
             raise ValueError("the server extended a window by nothing or beyond its limit")
         self._send_blocked()
 
-    # What calls and the channel ask for.
+    # Called by calls and the channel
 
     @property
     def has_room(self) -> bool:
-        """Whether it takes a call."""
+        """Whether it accepts another call."""
         return not self._draining and len(self._calls) < self._max_calls
 
     def open(self, call: Call) -> None:
-        """Send *call*; there is room for it."""
+        """Send *call*, if the connection :attr:`has_room`."""
         assert call.request is not None
         call.channel, call.connection = None, self
         call.stream_id = self._next_id
@@ -408,7 +408,7 @@ class Connection(asyncio.Protocol):
         call.window = self._initial_window
         call.unsent = memoryview(call.request)
         self._calls[call.stream_id] = call
-        # HPACK: the table of what we send is empty and stays so, whatever size the server allows.
+        # HPACK: the table of sent headers stays empty, whatever size the server allows.
         block = b"\x20" + call.headers if call.stream_id == 1 else call.headers
         self._next_id += 2
         self._draining = self._draining or self._next_id > _UINT31
@@ -420,7 +420,7 @@ class Connection(asyncio.Protocol):
         self._send(call, frames)
 
     def acknowledge(self, call: Call) -> None:
-        """Give back the window that *call* has used, unless it is paused."""
+        """Extend the window of *call* by what it has used, unless it is paused."""
         if not call.paused and call.unacknowledged:
             self._write(frame(WINDOW_UPDATE, 0, call.stream_id, _UINT32.pack(call.unacknowledged)))
             call.unacknowledged = 0
@@ -432,12 +432,12 @@ class Connection(asyncio.Protocol):
         self._end_if_unused()
 
     def drain(self) -> None:
-        """Take no new calls, and end with the last one."""
+        """Accept no new calls, and close after the last one."""
         self._draining = True
         self._end_if_unused()
 
     def ping(self) -> None:
-        """Have the server give a sign of life soon, or end the connection."""
+        """Ping the server, and close the connection if it sends nothing for :data:`PING_SECONDS`."""
         now = self._loop.time()
         if self._pong is None and now >= self._next_ping:
             self._next_ping = now + _NEXT_PING_SECONDS
@@ -452,20 +452,20 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # Within.
+    # Internal
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def _send(self, call: Call, frames: list[bytes]) -> None:
-        """Send *frames* and what the windows let through of the request of *call*."""
+        """Send *frames*, then as much of the request of *call* as the windows allow."""
         while call.unsent:
             size = min(len(call.unsent), self._max_frame, self._window, call.window)
             if size <= 0:
                 self._blocked[call.stream_id] = call
                 break
-            # An empty rest would keep all of the request in memory.
+            # An empty slice would keep the whole request in memory.
             data, call.unsent = call.unsent[:size], call.unsent[size:] or memoryview(b"")
             self._window -= size
             call.window -= size
@@ -478,7 +478,7 @@ class Connection(asyncio.Protocol):
             self._send(call, [])
 
     def _finish(self, call: Call, code: str, details: str, *, ended: bool = False) -> None:
-        """End *call*, which the server has *ended* or not, and hand on what is left of it."""
+        """End *call*, and reset it unless the server has *ended* it."""
         if call.unsent or not ended:
             self.reset(call)
         else:
@@ -498,7 +498,7 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _retry(self, call: Call) -> bool:
-        """Send *call*, which the server has not begun, again. Returns whether that is so and it may be."""
+        """Send *call* again, if the server has not begun it and attempts are left; return whether it was sent."""
         if call.request is None or call.attempts >= _ATTEMPTS:
             return False
         self._forget(call)
@@ -512,7 +512,7 @@ class Connection(asyncio.Protocol):
         elif self._calls:
             self.ping()
         else:
-            # A balancer between us may forget it without a word.
+            # A load balancer in between may drop it without notice.
             self.drain()
 
 
@@ -538,9 +538,9 @@ _HANDLERS: Mapping[int, Callable[[Connection, int, int, bytes], None]] = {
 
 class Channel:
     """
-    Calls of the method *path* at the server at *url*: over one connection, and another one when that takes no more.
+    Calls of the method *path* of the server at *url*, over one connection until it accepts no more, then over another.
 
-    Calls that run when the certificates change go on over the connection that they began on. Raises
+    Running calls keep their connection when the certificates change. Raises
     :class:`ConfigurationError` for files that cannot be used.
     """
 
@@ -561,26 +561,26 @@ class Channel:
         )
         self._metadata: tuple[Header, ...] | None = None
         self._headers = b""
-        # The connection for new calls; replaced ones close after their last calls.
+        # The connection for new calls. Older ones close after their last calls.
         self._current: Connection | None = None
         self._connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self._waiting: deque[Call] = deque()
         self._connecting: asyncio.Task[None] | None = None
 
     def headers(self, own: Mapping[str, str]) -> bytes:
-        """Return the encoded headers of a call with metadata of its *own*."""
+        """Return the encoded headers of a call, with its *own* metadata."""
         metadata = self._settings.headers()
         if metadata is not self._metadata:
             self._metadata, self._headers = metadata, header_block((*self._fixed, *metadata))
         return self._headers + header_block(own.items()) if own else self._headers
 
     def start(self, call: Call, message: bytes) -> None:
-        """Send *call* with its one *message*, now or when there is a connection for it."""
+        """Send *call* with its one *message*, as soon as there is a connection."""
         call.request = _MESSAGE.pack(0, len(message)) + message
         self.restart(call)
 
     def restart(self, call: Call) -> None:
-        """Send *call*, of which the server knows nothing."""
+        """Send *call*, which the server has not seen."""
         if self._tls is not None and self._tls.current() is not self._context:
             self._context = self._tls.current()
             self.distrust()
@@ -598,7 +598,7 @@ class Channel:
         self._waiting.remove(call)
 
     def distrust(self) -> None:
-        """Make a new connection for further calls; the server has to give a sign of life on the old one."""
+        """Use a new connection for further calls, and ping the server on the old one."""
         if self._current is not None:
             self._current.drain()
             self._current.ping()
@@ -635,7 +635,7 @@ class Channel:
             self._connecting = None
 
     async def _greet(self, connection: Connection) -> None:
-        """Connect, and wait for the server's settings: one that only takes connections is not there."""
+        """Connect, and wait for the server's settings: accepting a connection alone proves nothing."""
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: connection, *self._address, ssl=self._context, server_hostname=self._settings.server_name
         )

@@ -31,13 +31,13 @@ from triton_openai.triton.connection import detect_dead_peer
 from triton_openai.triton.status import Failure, classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
 
-# More of a body that is an error, and none of Triton's, is not read.
+# The most that is read of an error that does not come from Triton.
 MAX_ERROR_BYTES = 256 * 1024
 # Idle connections are closed well before the server or a load balancer would do it.
 IDLE_SECONDS = 30.0
 MAX_IDLE = 512
-# A connection that the server had closed before it saw the request is lost within a round trip of sending it. Later on,
-# the request may have been worked on, and may be what ended the server: it is not sent again.
+# If the server had closed the connection before it saw the request, the connection is lost within a round trip. Later,
+# the request may have been processed, and may have crashed the server, so it is not sent again.
 STALE_SECONDS = 1.0
 EVENT_END = b"\n\n"
 # Precedes the JSON of an event of Triton; the space is optional in the format.
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
         # Whether it has served a request before.
         self._used = self._encrypted = False
 
-    # What asyncio calls.
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -142,7 +142,7 @@ class Connection(asyncio.Protocol):
         self._encrypted = transport.get_extra_info("sslcontext") is not None
 
     def data_received(self, data: bytes) -> None:
-        """Parse *data*, and hand what it brings to the stream."""
+        """Parse *data*, and pass the body to the stream."""
         stream, parts = self._stream, self._parts
         if stream is None or self._parse is None:
             # Data without a request is not HTTP.
@@ -164,14 +164,14 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell the stream."""
+        """Report the loss to the stream."""
         self._parser = self._parse = None
         self._lose(error)
 
-    # What llhttp calls.
+    # Called by llhttp
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Look at the headers that matter."""
+        """Read the headers that matter."""
         stream, name = self._stream, name.lower()
         if stream is None:
             return
@@ -188,11 +188,11 @@ class Connection(asyncio.Protocol):
             self._stream.events &= self._stream.status < 400
 
     def on_message_complete(self) -> None:
-        """Note whether the connection can serve again: the parser forgets that afterwards."""
+        """Record whether the connection can be reused: the parser forgets that afterwards."""
         self._complete = True
         self._reusable = self._parser is not None and self._parser.should_keep_alive()
 
-    # What the pool and the stream call.
+    # Called by the pool and the stream
 
     @property
     def usable(self) -> bool:
@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, message: bytes, stream: HttpStream | HttpCall) -> None:
-        """Send a whole request, whose answer goes to *stream*."""
+        """Send a whole request; *stream* gets its answer."""
         assert self._transport is not None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
@@ -216,12 +216,12 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue to read."""
         if self._transport is not None and self.usable:
             self._transport.resume_reading()
 
     def release(self) -> None:
-        """Give the connection back, whose answer has been read to the end."""
+        """Return the connection to the pool, after its answer was read to the end."""
         self._stream = None
         if self._reusable and self.usable:
             self._used = True
@@ -248,7 +248,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Keep-alive connections to one address. Not bounded: admission is decided elsewhere, nothing ever waits here."""
+    """Keep-alive connections to one address. Their number has no limit: admission is limited elsewhere."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class ConnectionPool:
             raise unreachable(failure_reason(error)) from error
         detect_dead_peer(transport)
         if not connection.usable:
-            # Lost again before there was time to use it, as happens while a server ends.
+            # A server that is stopping accepts a connection and closes it.
             raise unreachable("the connection was closed at once")
         return connection
 
@@ -301,7 +301,7 @@ class ConnectionPool:
             connection.close()
             return
         now = monotonic()
-        # The oldest wait at the left end: what has been idle too long is closed in passing.
+        # The oldest are at the left end.
         while self._idle and now - self._idle[0][0] >= IDLE_SECONDS:
             self._idle.popleft()[1].close()
         self._idle.append((now, connection))
@@ -330,7 +330,7 @@ class HttpCall:
 
     @classmethod
     async def send(cls, pool: ConnectionPool, message: bytes) -> HttpCall:
-        """Send a whole request and return its answer. Raises :class:`ServiceError` where none comes."""
+        """Send a whole request and return its answer. Raises :class:`ServiceError` if there is none."""
         connection = pool.idle() or await pool.connect()
         while True:
             call = cls()
@@ -343,7 +343,7 @@ class HttpCall:
             if complete:
                 connection.release()
                 return call
-            # Others may be stale too.
+            # Other idle connections may be stale too.
             connection = await pool.connect()
 
     def feed(self, data: bytes) -> None:
@@ -369,8 +369,8 @@ class HttpStream:
     """
     One ``generate_stream`` call. See :class:`triton_openai.triton.client.ResponseStream`.
 
-    *message* makes its bytes, in a thread if they are *large*. An event with none of the outputs that were asked for is
-    no answer; where none were named, every event is one.
+    *message* returns its bytes, and runs in a thread if they are *large*. An event without any of the requested outputs
+    is not an answer; if the request names no outputs, every event is one.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class HttpStream:
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._paused = False
-        # The answer: the part of an event, or of another body, that has come
+        # The answer, with the received part of an event or of another body
         self.status = 0
         self.events = False
         self.json_length = b""
@@ -410,10 +410,10 @@ class HttpStream:
         try:
             if not self._message:
                 self._message = await asyncio.to_thread(self._make)
-            # The first connection was stale, and others may be.
+            # The first connection was stale, and other idle ones may be too.
             idle = None if again else self._pool.idle()
             self._send(idle or await self._pool.connect())
-        except Exception as error:  # noqa: BLE001 - the receiver's, whatever it is
+        except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
 
     def _send(self, connection: Connection) -> None:
@@ -422,14 +422,14 @@ class HttpStream:
         if self._paused:
             connection.pause()
 
-    # What the connection calls.
+    # Called by the connection
 
     def feed(self, data: bytes) -> None:
         """Take the next bytes of the body."""
         receiver = self._receiver
         assert receiver is not None
         if self.events and not self._parts:
-            # Mostly it is one event.
+            # Usually the data is exactly one event.
             try:
                 event = self._decode(data[_PREFIX:])
             except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -449,7 +449,7 @@ class HttpStream:
                 self._refuse()
             return
         if parts:
-            # The beginning of an event came before.
+            # The beginning of an event arrived before.
             if EVENT_END not in data and not (data.startswith(b"\n") and parts[-1].endswith(b"\n")):
                 parts.append(data)
                 return
@@ -527,7 +527,7 @@ class HttpStream:
         else:
             connection.close()
 
-    # What the sender calls.
+    # Called by the sender
 
     def pause(self) -> None:
         """Read nothing more: Triton has to wait."""
@@ -537,7 +537,7 @@ class HttpStream:
                 self._connection.pause()
 
     def resume(self) -> None:
-        """Read on."""
+        """Continue to read."""
         if self._paused and self._receiver is not None:
             self._paused = False
             if self._connection is not None:
@@ -555,7 +555,7 @@ class HttpStream:
 
 
 def error_text(body: bytes) -> str:
-    """Return the text of Triton's ``{"error": "…"}`` body, or the start of the body where it is something else."""
+    """Return the text of Triton's ``{"error": "…"}`` body, or the start of any other body."""
     try:
         values = decode_leniently(body)
     except UpstreamError:

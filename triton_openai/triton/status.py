@@ -1,9 +1,10 @@
 """
 One table that turns Triton's and the backends' error texts into our errors; both transports use it.
 
-Triton reports a failed stream by text only (gRPC), or with an HTTP status that is unreliable for ``generate``, so the
-text decides first, the most specific rule first; the transport's status comes last. The texts are listed
-in the backends' own sources; what may carry server paths, addresses or tracebacks goes to the log as ``detail``.
+Triton reports a failed stream by text only (gRPC), or with an HTTP status that is unreliable for ``generate``. So the
+text decides, by the first rule that matches; the transport's status decides only for texts that no rule knows. The
+texts are those of the backends' sources. What may have server paths, addresses or tracebacks goes to the log as
+``detail``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PLACE = re.compile(r" ?\(/[\w.-]+/[^()\s]*\)|\[\d\d:\d\d:\d\d\] /[^\s:]+:\d+:? 
 _PRIVATE = re.compile(
     r"\w+://[^\s'\"<>]+|(['\"])/[^'\"]*/[^'\"]*\1|(?<![\w.])/[\w.-]+/[\w./-]+(?::\d+)?|0x[0-9a-fA-F]{4,}"
 )
-# What TensorRT-LLM's LLM API model puts before every error: what of it is the request's fault, a rule knows.
+# TensorRT-LLM's LLM API model puts this before every error. Rules recognise those that are the request's fault.
 _WRAPPING = "Error generating request:"
 _LONGEST_TEXT = 4000
 _MAX_REASON = 500
@@ -72,8 +73,8 @@ class Rule(msgspec.Struct, frozen=True):
     """
     An *error* with its *message*, and the *patterns* of the texts that mean it.
 
-    The message may name the *model*, a pattern's groups, and what was *said*: the group ``reason``, or all that
-    matched, as far as a client may read it. *unsaid* is the message where that is nothing.
+    The message may name the *model*, a pattern's groups, and what was *said*: the public part of the group ``reason``,
+    or of the whole match. *unsaid* is the message if there is no public part.
     """
 
     error: Callable[..., ServiceError]
@@ -203,7 +204,7 @@ _BY_STATUS = {
 
 
 def classify(failure: Failure) -> ServiceError:
-    """Return the error that *failure* means; what no rule knows is the upstream's fault (502)."""
+    """Return the error for *failure*; a text that no rule knows is the upstream's fault (502)."""
     text = failure.text
     found = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
     rule, match = next(found, (None, None))
@@ -217,7 +218,7 @@ def classify(failure: Failure) -> ServiceError:
     by_status = _BY_STATUS.get(failure.status)
     if by_status is not None:
         return by_status.error(by_status.message, detail=text, **by_status.options)
-    # A failure may say anything. What a client can do nothing about is shown only where nothing has to be taken out.
+    # A text that no rule knows is shown to clients only if nothing has to be removed from it.
     _, wrapped, inner = text.partition(_WRAPPING)
     text = inner if wrapped else text
     private = "\n" in text.strip() or _STACK.search(text) or _PRIVATE.search(text)
@@ -225,13 +226,13 @@ def classify(failure: Failure) -> ServiceError:
 
 
 def model_failed(said: str | None, *, detail: str | None) -> UpstreamError:
-    """Return the error for a model that failed; *said* is what a client may read of the reason."""
+    """Return the error for a model that failed; *said* is the public part of the reason."""
     message = f"The model failed: {said}" if said else "The model failed to answer the request."
     return UpstreamError(message, detail=detail)
 
 
 def failed_midway(error: InvalidRequest) -> UpstreamError:
-    """Return what *error* is once the answer has begun: backends word both alike, and had accepted the request."""
+    """Return *error* as the model's fault: a backend that has begun to answer had accepted the request."""
     said = error.said if isinstance(error, RequestRefused) else error.message
     return model_failed(said, detail=error.detail)
 

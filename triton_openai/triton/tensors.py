@@ -50,7 +50,7 @@ class EnsembleStep(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
-    A model's configuration as Triton serves it: the only thing that adapters may decide by.
+    A model's configuration as Triton serves it. Adapters decide by nothing else.
 
     ``priority_levels`` are those of the dynamic batcher's queue; 0 where it has none. ``server_version`` is that of the
     Triton that has the model ("2.53.0"), empty if unknown.
@@ -70,7 +70,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fingerprint(self) -> str:
-        """The server's version and a hash of all this, as vLLM's server writes it in the place of OpenAI's ``fp_…``."""
+        """The server's version and a hash of the configuration, for ``system_fingerprint``."""
         digest = hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()[:8]
         return "-".join(part for part in ("triton", self.server_version, digest) if part)
 
@@ -83,7 +83,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         Return the value of a config parameter; ``None`` when it is missing, empty or an unfilled template (``${…}``).
 
-        TensorRT-LLM's configs are shipped as templates and are often deployed with holes.
+        TensorRT-LLM ships configs as templates, and they are often deployed with parameters left unfilled.
         """
         value = self.parameters.get(name, "").strip()
         return None if not value or value.startswith("${") else value
@@ -119,7 +119,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """How many values it has; texts count by their characters."""
+        """The number of values, or of characters."""
         return sum(map(len, self.values)) if self.datatype == "BYTES" else len(self.values)
 
     def raw(self) -> bytes:
@@ -143,16 +143,16 @@ class Tensor(msgspec.Struct, frozen=True):
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
-    What an adapter asks of Triton.
+    An adapter's request to Triton.
 
-    ``outputs`` are the outputs wanted (HTTP's generate extension cannot choose and sends all). ``stream`` is true when
-    the model is decoupled: its answers come one by one and the request can be cancelled on the way. ``cancellable`` is
-    whether cancelling ends the work on the backend; where it does not, a transport may read the rest and drop it.
-    ``priority`` is that of Triton's queues, 1 first and 0 for the default; the generate extension cannot say it.
-    ``json_expressible`` is whether the generate extension's JSON can carry it and its answers; *needed_for* is the
-    request's parameter that makes it more than that, where one does. ``headers`` go along as HTTP's headers or gRPC's
-    metadata: names in lower case, values printable ASCII. No adapter sets them. ``prefers_grpc`` is whether the backend
-    notices a cancellation over gRPC earlier than over HTTP, or there alone.
+    ``outputs`` are the requested outputs (HTTP's generate extension ignores them and sends all). ``stream`` is whether
+    the model is decoupled: it answers step by step, and the request can be cancelled in between. ``cancellable`` is
+    whether cancelling stops the backend; if not, a transport may read the rest and drop it. ``priority`` is for
+    Triton's queues, 1 first and 0 for the default; the generate extension has none. ``json_expressible`` is whether the
+    generate extension's JSON can express the request and its answers; if not, *needed_for* names the parameter that
+    prevents it, if one does. ``headers`` are sent as HTTP headers or gRPC metadata: names in lower case, values
+    printable ASCII. Adapters do not set them. ``prefers_grpc`` is whether the backend notices a cancellation only over
+    gRPC, or earlier than over HTTP.
     """
 
     model: str

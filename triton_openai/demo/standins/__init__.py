@@ -1,6 +1,6 @@
 """
 Stand-ins for the models of the real backends, run by Triton's Python backend.
 
-Triton loads these files from a copy beside the model repository, in interpreters that know nothing of this package:
-they import one another relatively, and otherwise NumPy, ``tokenizers`` and Triton's own module only.
+Triton loads a copy of these files beside the model repository, in interpreters without this package. So they import
+only one another (relatively), NumPy, ``tokenizers`` and Triton's own module.
 """

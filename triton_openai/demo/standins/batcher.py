@@ -1,8 +1,8 @@
 """
 A few threads that advance every running request, as an in-flight batcher does.
 
-A thread per request would make the stand-in's own switching the thing that is measured. One thread would do for the
-work, which is next to nothing, but handing a response to Triton means waiting until it is taken; the waits overlap.
+A benchmark with a thread per request would measure mainly the stand-in's thread switches. A single thread could do the
+work, but sending a response blocks until Triton has taken it; with a few threads these waits overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LANES = 4
 
 
 class Job(Protocol):
-    """A request in the batcher. `advance` is called on one and the same thread of the batcher only."""
+    """A request in the batcher, which always calls its `advance` on the same thread."""
 
     def advance(self) -> float | None:
         """Do what is due and return the seconds until the next call, None when the request has ended."""
@@ -32,11 +32,11 @@ class Batcher:
         self._next = itertools.cycle(self._lanes)
 
     def submit(self, job: Job, delay: float = 0.0) -> None:
-        """Take in a new job."""
+        """Add a job."""
         next(self._next).submit(job, delay)
 
     def hasten(self, job: Job) -> None:
-        """Call *job* at once, whenever it was due."""
+        """Call *job* now, instead of when it is due."""
         for lane in self._lanes:
             lane.hasten(job)
 
@@ -59,13 +59,13 @@ class _Lane:
         self._thread.start()
 
     def submit(self, job: Job, delay: float = 0.0) -> None:
-        """Take in a new job."""
+        """Add a job."""
         with self._changed:
             self._push(job, delay)
             self._changed.notify()
 
     def hasten(self, job: Job) -> None:
-        """Call *job* at once, whenever it was due."""
+        """Call *job* now, instead of when it is due."""
         with self._changed:
             if job in self._serial:
                 self._push(job, 0.0)
@@ -117,13 +117,13 @@ class _Lane:
 
 
 class Threads:
-    """Calls each job on a thread of its own: for an engine whose tokens are waited for."""
+    """Calls each job on its own thread: for an engine on whose tokens a job waits."""
 
     def __init__(self) -> None:
         self._closed = threading.Event()
 
     def submit(self, job: Job, delay: float = 0.0) -> None:
-        """Take in a new job."""
+        """Add a job."""
         threading.Thread(target=self._run, args=(job, delay), daemon=True).start()
 
     def hasten(self, job: Job) -> None:

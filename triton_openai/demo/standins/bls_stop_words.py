@@ -1,8 +1,8 @@
 """
 The text-level stop words of ``tensorrt_llm_bls``, with the weaknesses of the original.
 
-In a stream a word is seen only when it begins exactly where a piece of text begins, and over several pieces only when
-it is the single word asked for. Without a stream the search starts after as many characters as the prompt has.
+In a stream, a word is found only if it begins at the beginning of a piece of text; over several pieces, only if it is
+the request's single stop word. Without a stream, the search skips as many characters as the prompt has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class StopWords:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """Take the next text and return what is sent of it."""
+        """Take the next text and return the part that is sent."""
         if not self._words:
             return text
         return self._watch(text) if self._stream else self._cut(text)

@@ -1,8 +1,8 @@
 """
-Where the tokens come from: the one seam between the stand-ins' contracts and whatever makes the tokens.
+The interface between the stand-ins and the engines that generate their tokens.
 
-An engine is asked for token ids and knows nothing of Triton. The scripted one here is deterministic and says plainly
-what it is; `llama.LlamaEngine` has a language model.
+An engine generates token ids and does not know Triton. The scripted engine in this module is deterministic, and its
+answers say what it is. `llama.LlamaEngine` runs a language model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .settings import Settings
 from .steering import Steering
 from .text import Vocabulary
 
-# What an engine yields in place of a token: nothing new yet, and the longest answer that it can give.
+# An engine yields these instead of a token: no token yet, and the answer has reached the engine's limit.
 WAITING = -1
 LIMIT = -2
 
@@ -32,10 +32,10 @@ class EngineFailure(Exception):
 @dataclass(frozen=True)
 class Options:
     """
-    What a request asks of the engine itself. Stopping at a length or at words is the stand-in's work.
+    A request's options for the engine. Stopping at a length or at words is the stand-in's work.
 
-    *max_tokens* is how many tokens are needed at most, *logprobs* how many alternatives to each token are (None: no log
-    probabilities), *bias* what is added to the logits of single tokens, and *bad_words* texts that must not come.
+    *max_tokens* is the largest number of tokens needed, *logprobs* the number of alternatives to each token (None: no
+    log probabilities), *bias* is added to the logits of single tokens, and *bad_words* are texts that must not occur.
     """
 
     seed: int | None = None
@@ -62,8 +62,8 @@ class Answer:
     """
     The ids of one answer as they are made, how it was steered, and the scores of the tokens so far.
 
-    The end-of-sequence id is yielded where the answer ends. The iterator may end only after that; with ``ignore_eos``
-    it goes on for as long as it is asked.
+    The iterator yields the end-of-sequence id where the answer ends, and may end only after that. With ``ignore_eos``,
+    it is endless.
     """
 
     ids: Iterator[int]
@@ -75,11 +75,11 @@ class Engine(Protocol):
     """Something that continues a prompt."""
 
     def batcher(self) -> Batcher | Threads:
-        """Return what advances the requests of one model."""
+        """Return the batcher for the requests of one model."""
         ...
 
     def answer(self, prompt: str, prompt_ids: Sequence[int], options: Options) -> Answer:
-        """Begin an answer to *prompt*, which is *prompt_ids*. Raises `ValueError` for what the engine cannot do."""
+        """Begin an answer to *prompt*, tokenized as *prompt_ids*. Raises `ValueError` for unsupported options."""
         ...
 
 
@@ -107,17 +107,17 @@ _TURNS = (
 
 
 class ScriptedEngine:
-    """Answers as the prompt tells it, or says what it is and quotes the last words of the user."""
+    """Answers as the steering in the prompt says, else describes itself and quotes the user."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
     def batcher(self) -> Batcher:
-        """Return a batcher of a few threads, as the work is next to nothing."""
+        """Return a batcher with a few threads, because there is little work."""
         return Batcher()
 
     def answer(self, prompt: str, prompt_ids: Sequence[int], options: Options) -> Answer:
-        """Begin the steered answer if there is one, else the honest one."""
+        """Begin the steered answer if there is one, else the default one."""
         steered, rest = steering.find(prompt)
         return Answer(_Script(self._vocabulary, steered, rest).generate(options), MadeUp(), steered)
 
@@ -158,7 +158,7 @@ class _Script:
 
 
 def last_words(prompt: str) -> str:
-    """Return what the user said last in *prompt*, which may be a rendered chat or plain text."""
+    """Return the user's last message in *prompt*, which may be a rendered chat or plain text."""
     for pattern in _TURNS:
         if turns := pattern.findall(prompt):
             words = turns[-1]

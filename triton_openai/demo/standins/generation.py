@@ -18,12 +18,12 @@ class Step:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has happened: the engine is still at work."""
+        """Whether there is no progress yet."""
         return not self.ids and self.finish is None
 
 
 class Generation:
-    """The state of one sequence. `step` gives what is new; `delay` says how long until the next step."""
+    """The state of one sequence. `step` returns the new ids, `delay` the seconds until the next step."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Generation:
 
     @property
     def hangs(self) -> bool:
-        """Whether the sequence has come to the point where it was told to fall silent."""
+        """Whether the sequence has reached the point where steering makes it fall silent."""
         return self._steering.hang_at is not None and len(self.ids) >= self._steering.hang_at
 
     def delay(self) -> float:
@@ -56,7 +56,7 @@ class Generation:
         return first + self._delay * self._steering.tokens_per_response
 
     def step(self) -> Step:
-        """Produce the next step; raises `EngineFailure` where the engine failed, or the request asked for that."""
+        """Return the next step; raises `EngineFailure` if the engine failed, or if the steering says so."""
         self._started = True
         new: list[int] = []
         while self.finish is None and len(new) < max(1, self._steering.tokens_per_response):
@@ -81,7 +81,7 @@ class Generation:
         return Step(new, eos=False, finish=self.finish)
 
     def close(self) -> None:
-        """Let the engine stop."""
+        """Stop the engine."""
         close = getattr(self._source, "close", None)
         if close is not None:
             close()

@@ -1,4 +1,4 @@
-"""Images as the backends read them: base64 that is decoded, and a file that Pillow would have to open."""
+"""Images as the backends read them: decoded from base64, in a format that Pillow opens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 #: The inputs that hold images, of vLLM and of TensorRT-LLM.
 INPUTS = ("image", "image_url_input", "image_url")
-# The one prefix that TensorRT-LLM's preprocessing knows; everything else it takes for an address.
+# The only data URL that TensorRT-LLM's preprocessing knows; it fetches everything else.
 _PREFIX = "data:image/jpeg;base64,"
 _SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*")
 
-# No format says the image's size in fewer bytes.
+# Every format needs at least this many bytes for the image's size.
 _HEADER = 20
 
 
@@ -28,7 +28,7 @@ def load_images(values: Any | None, prefix: str = _PREFIX) -> list[bytes]:
     """
     Return the files in TensorRT-LLM's ``image_url_input``, or ``image_url``; raises `ValueError`.
 
-    The original fetches what is no data URL that begins with *prefix*. A stand-in fetches nothing.
+    The original fetches everything but data URLs that begin with *prefix*. A stand-in fetches nothing.
     """
     if values is None:
         return []
@@ -42,7 +42,7 @@ def load_images(values: Any | None, prefix: str = _PREFIX) -> list[bytes]:
 
 
 def summary(text: str) -> Any:
-    """Return what the record says of an image: the prefix, if any, and size and digest of the file."""
+    """Return the record of an image: its prefix, if any, and the size and digest of the file."""
     prefix, comma, data = text.rpartition(",")
     try:
         file = base64.b64decode(data, validate=True)

@@ -1,4 +1,4 @@
-"""A language model: llama.cpp's server in a process that all stand-ins share, asked over a local socket."""
+"""The client of the language model: all stand-ins share one process of llama.cpp's server, over a local socket."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .batcher import Threads
 from .engine import LIMIT, WAITING, Answer, EngineFailure, Options
 from .text import Vocabulary
 
-# Ids of tokens that end in the middle of a character come with the one that completes it, which may be beyond the
-# length that was asked for.
+# The server reports tokens that end within a character with the token that completes it, which may exceed the requested
+# length.
 _SPARE_TOKENS = 4
-# Compact, because a small model that may write white space writes nothing else.
+# Compact, because a small model may write white space without end.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class LlamaEngine:
-    """Turns what a stand-in asks for into requests to the server at the socket *path*."""
+    """Sends the stand-ins' requests to the server at the socket *path*."""
 
     def __init__(self, path: str, vocabulary: Vocabulary) -> None:
         self._path = path
         self._vocabulary = vocabulary
 
     def batcher(self) -> Threads:
-        """Return a thread for each request: the server batches them, and each waits for its own tokens."""
+        """Return a batcher with a thread per request: the server batches, and each thread waits for its tokens."""
         return Threads()
 
     def answer(self, prompt: str, prompt_ids: Sequence[int], options: Options) -> Answer:
-        """Begin an answer. Raises `ValueError` for what the engine cannot do."""
+        """Begin an answer. Raises `ValueError` for unsupported options."""
         if options.images:
             raise ValueError("At most 0 image(s) may be provided in one prompt.")
         body = self._body(options)
@@ -50,7 +50,7 @@ class LlamaEngine:
             "stream": True,
             "return_tokens": True,
             "return_progress": True,
-            # With it, the same request may get another answer.
+            # With the cache, the same request may get another answer.
             "cache_prompt": False,
             "n_predict": options.max_tokens + _SPARE_TOKENS,
             "temperature": 0.0 if options.greedy else options.temperature,
@@ -74,7 +74,7 @@ class LlamaEngine:
 
     def _banned(self, words: Sequence[str]) -> Iterator[int]:
         for word in words:
-            # At the start of a text, and inside of a sentence.
+            # At the start of a text, and within a sentence.
             variants = [self._vocabulary.encode(text) for text in dict.fromkeys((word, f" {word.lstrip()}"))]
             if not any(len(ids) == 1 for ids in variants):
                 raise ValueError(f"The bad word {word!r} has several tokens; the demo's engine only bans single ones.")
@@ -94,7 +94,7 @@ class LlamaEngine:
             raise EngineFailure(f"The engine's answer cannot be read: {error!r}") from error
 
     def _run(self, prompt: list[int], body: dict[str, Any], scores: Measured) -> Iterator[int]:
-        """Yield the ids of one completion, `WAITING` now and then, and at the end the end's id or `LIMIT`."""
+        """Yield the ids of one completion, `WAITING` in between, and finally the end-of-sequence id or `LIMIT`."""
         vocabulary, held = self._vocabulary, None
         produced: list[int] = []
         for event in self._events({**body, "prompt": prompt}):
@@ -102,7 +102,7 @@ class LlamaEngine:
                 yield WAITING
                 continue
             if held is not None:
-                # A special token that the answer may go on after; several may end it, the stand-ins know one.
+                # A special token may occur within an answer. Several may end it, of which the stand-ins know one.
                 yield vocabulary.eos_id if event["stop"] and event["stop_type"] == "eos" else held
                 held = None
             if event["stop"]:
@@ -126,9 +126,9 @@ class LlamaEngine:
                 yield token
 
     def _score(self, prompt: list[int], token: int) -> dict[str, Any]:
-        """Return the scores of a *token* after *prompt*, as the server would have told them with the token."""
-        # Nothing is told of a token that does not complete a character, so that another one is made to follow. The
-        # scores are those before that.
+        """Return the scores of *token* after *prompt*, as the server reports them."""
+        # The server reports nothing for a token that does not complete a character. So this request forces the token
+        # and one more.
         body = {
             "prompt": prompt,
             "stream": True,
@@ -152,7 +152,7 @@ class LlamaEngine:
         return None
 
     def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
-        """Yield what the server sends, None for a sign of life. Raises `EngineFailure`."""
+        """Yield the server's events, None for a keepalive. Raises `EngineFailure`."""
         connection = _Connection(self._path)
         try:
             connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
@@ -169,7 +169,7 @@ class LlamaEngine:
         except (OSError, http.client.HTTPException) as error:
             raise EngineFailure(f"The engine does not answer: {error}") from error
         finally:
-            # The server notices, and ends the work.
+            # The server notices, and cancels the request.
             connection.close()
 
 
@@ -180,7 +180,7 @@ class Measured:
         self._entries: list[tuple[int, dict[str, Any]]] = []
 
     def add(self, token: int, entry: dict[str, Any]) -> None:
-        """Keep what the server told of the next token."""
+        """Add the server's scores of the next token."""
         self._entries.append((token, entry))
 
     def logprob(self, place: int, token: int) -> float:
@@ -188,16 +188,16 @@ class Measured:
         return float(self._entries[place][1]["logprob"])
 
     def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
-        """Return the *token* at *place*, then *count* of the likeliest: each with log probability and rank."""
+        """Return the *token* at *place*, then the *count* likeliest ones, each with log probability and rank."""
         entry = self._entries[place][1]
         ranked = {each["id"]: (each["id"], each["logprob"], rank + 1)
                   for rank, each in enumerate(entry["top_logprobs"][:count])}  # fmt: skip
-        # The rank of a token that is not among the likeliest is not known: behind them.
+        # A token that is not among the likeliest has an unknown rank; it counts as the next one.
         chosen = ranked.pop(token, (token, entry["logprob"], len(ranked) + 1))
         return [chosen, *ranked.values()]
 
     def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
-        """Return rows of scores: the likeliest tokens have theirs, and all others share what is left."""
+        """Return rows of scores: the likeliest tokens have their own, all others share the remaining probability."""
         found = np.zeros((len(tokens), vocabulary), dtype=np.float32)
         for row, (_, entry) in zip(found, self._entries[first : first + len(tokens)], strict=False):
             told = {each["id"]: each["logprob"] for each in (*entry["top_logprobs"], entry)}
@@ -218,7 +218,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _closed(schema: Any) -> Any:
-    """Return *schema* with objects that have the properties they name only, as xgrammar's strict mode reads it."""
+    """Return *schema* with objects closed to further properties, as in xgrammar's strict mode."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -230,9 +230,9 @@ def _closed(schema: Any) -> Any:
 
 
 def _grammar(kind: str, value: str) -> str:
-    """Return a guide as the engine's grammar. Raises `ValueError` for one that it does not take."""
+    """Return the engine's grammar for a guide. Raises `ValueError` for an unsupported guide."""
     if kind == "structural_tag":
-        raise ValueError("The demo's engine knows no structural tags.")
+        raise ValueError("The demo's engine does not support structural tags.")
     try:
         if kind in ("json", "json_schema", "json_object"):
             schema = _closed(json.loads(value)) if value and kind != "json_object" else {"type": "object"}
@@ -247,7 +247,7 @@ def _grammar(kind: str, value: str) -> str:
             text = any_to_lark(value).removeprefix("%llguidance {}")
     except Exception as error:
         raise ValueError(f"Grammar error: {error}") from error
-    # The server would ignore a wrong one silently.
+    # The server ignores a wrong one silently.
     if problem := LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text)):
         raise ValueError(f"Grammar error: {problem}")
     return f"%llguidance {{}}\n{text}"

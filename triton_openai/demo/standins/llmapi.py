@@ -1,10 +1,10 @@
 """
 ``llmapi``: the Python model over TensorRT-LLM's LLM API, with that model's tensors and habits.
 
-The whole text so far is in every response, numbers and reasons go as strings, the prompt comes first unless it is
-excluded. Up to 1.2 (before the LoRA inputs) a stream is one response with everything: the switch lands in the wrong
-argument of the engine's call. Since then a request that fails before the engine has it is never answered. Where
-``model.yaml`` says ``multimodal``, a prompt with images is a user's message for the model's own template.
+Every response has the whole text so far, after the prompt unless that is excluded; numbers and reasons are strings. Up
+to 1.2 (before the LoRA inputs), a stream is a single response, because the switch is passed as the wrong argument of
+the engine. Later releases never answer a request that fails before it reaches the engine. If ``model.yaml`` says
+``multimodal``, a prompt with images is a user's message for the model's own template.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CANCELLED = "Request cancelled by client"
 
 
 class TritonPythonModel:
-    """Takes requests in, hands them to the batcher, and stops them when asked by their id."""
+    """Passes requests to the batcher, and stops them by their id."""
 
     def initialize(self, args: dict[str, Any]) -> None:
         """Read the tokenizer and start the batcher."""
@@ -57,7 +57,7 @@ class TritonPythonModel:
         self._batcher = self.engine.batcher()
 
     def execute(self, requests: list[Any]) -> None:
-        """Start every request; answers are sent by the batcher."""
+        """Start every request; the batcher sends the answers."""
         for request in requests:
             sender = request.get_response_sender()
             self.recorder.request(request)
@@ -66,9 +66,9 @@ class TritonPythonModel:
                     self._stop(request.request_id(), sender)
                     continue
                 job = Request(self, request, sender)
-            except Exception as error:  # noqa: BLE001 - as the original does: whatever it was, the text goes back
+            except Exception as error:  # noqa: BLE001 - the original returns the text of every error
                 if self.streams:
-                    # Taken for a request that was cancelled: it is left without any answer.
+                    # The original takes it for a cancelled request, and never answers.
                     self.recorder.ended("failed", request.request_id(), 0)
                 else:
                     self.fail(sender, request.request_id(), str(error))
@@ -79,7 +79,7 @@ class TritonPythonModel:
             self._batcher.submit(job, job.first_delay())
 
     def finalize(self) -> None:
-        """End the batcher."""
+        """Stop the batcher."""
         self._batcher.close()
 
     def fail(self, sender: Any, request_id: str, text: str, tokens: int = 0) -> None:
@@ -88,7 +88,7 @@ class TritonPythonModel:
         self.recorder.ended("failed", request_id, tokens)
 
     def forget(self, request: Request) -> None:
-        """Drop a request that has ended."""
+        """Remove a request that has ended."""
         with self._lock:
             if self._running.get(request.id) is request:
                 del self._running[request.id]
@@ -101,12 +101,12 @@ class TritonPythonModel:
         if job is not None:
             job.stopped = True
             self._batcher.hasten(job)
-        # The order itself is answered like a request that its client has cancelled.
+        # The stop request itself gets the answer of a cancelled request.
         sender.send(pb.InferenceResponse(error=pb.TritonError(_CANCELLED, pb.TritonError.CANCELLED)), flags=_FINAL)
 
 
 class Request:
-    """A running request; `advance` is called by the batcher."""
+    """A running request; the batcher calls `advance`."""
 
     def __init__(self, model: TritonPythonModel, request: Any, sender: Any) -> None:
         self.id: str = request.request_id()
@@ -121,7 +121,7 @@ class Request:
         if text.ndim != 1:
             raise ValueError("The LLM API model only supports text_input being a 1D tensor.")
         if array(request, f"{_PREFIX}stop") is not None:
-            # Handed on as bytes.
+            # The original passes it on as bytes.
             raise ValueError(
                 "Error generating request: TextEncodeInput must be Union[TextInputSequence, Tuple[InputSequence,"
                 " InputSequence]]"
@@ -169,16 +169,16 @@ class Request:
         self._next_check = 0.0
 
     def first_delay(self) -> float:
-        """Return the seconds until `advance` shall be called first."""
+        """Return the seconds until the first call of `advance`."""
         now = time.monotonic()
         self._due = now + self.generation.delay()
         self._next_check = now + self._model.check_seconds
         return self._pause(now)
 
     def advance(self) -> float | None:
-        """Take one step if it is due; look for a cancellation now and then."""
+        """Take one step if it is due, and check for a cancellation."""
         if self.stopped:
-            # A request that does not stream is left without any answer.
+            # A request that does not stream gets no answer.
             if self._stream:
                 self._sender.send(self._response("cancelled"), flags=_FINAL)
             return self._ended("stopped")
@@ -225,7 +225,7 @@ class Request:
         }
         if "cumulative_logprob" in self._wanted:
             scores = map(self.generation.scores.logprob, itertools.count(), ids)
-            # Text where the config declares a number.
+            # Text, although the config declares a number.
             values["cumulative_logprob"] = str(float(np.sum([*scores])))
         names = ["text_output", *self._wanted]
         if self._requested:

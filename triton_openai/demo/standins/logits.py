@@ -1,7 +1,7 @@
 """
-The log probabilities of an answer's tokens, and scores of the whole vocabulary that agree with them.
+The log probabilities of an answer's tokens, and matching scores of the whole vocabulary.
 
-The scores are not normalised, as an engine's are not.
+Like an engine's, the scores are not normalised.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _SHIFT = 3.25
 
 
 def log_probability(token: int) -> float:
-    """Return a made-up but constant log probability of a token."""
+    """Return the made-up, constant log probability of a token."""
     return -0.05 - (token * 2654435761 % 1000) / 500.0
 
 
 class Scores(Protocol):
-    """What is known of the tokens of one answer, by their place in it."""
+    """The scores of the tokens of one answer, by their place in it."""
 
     def logprob(self, place: int, token: int) -> float:
         """Return the log probability of the *token* at *place*."""
         ...
 
     def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
-        """Return the *token* at *place*, then *count* of the likeliest: each with log probability and rank."""
+        """Return the *token* at *place*, then the *count* likeliest ones, each with log probability and rank."""
         ...
 
     def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
@@ -37,14 +37,14 @@ class Scores(Protocol):
 
 
 class MadeUp:
-    """Log probabilities that are constant for each token, and rows in which the chosen token has them."""
+    """Made-up scores: a constant log probability for each token."""
 
     def logprob(self, place: int, token: int) -> float:
-        """Return `log_probability`."""
+        """Return the log probability; see `Scores.logprob`."""
         return log_probability(token)
 
     def top(self, place: int, token: int, count: int, vocabulary: int) -> list[tuple[int, float, int]]:
-        """Return the token as the likeliest, and others behind it."""
+        """Return the token as the likeliest one; see `Scores.top`."""
         ids = [token, *((token + step) % vocabulary for step in range(1, count))]
         return [(each, log_probability(token) - rank, rank + 1) for rank, each in enumerate(ids)]
 

@@ -1,8 +1,8 @@
 """
-``postprocessing`` of the TensorRT-LLM model repository: token ids to text, remembering nothing.
+``postprocessing`` of the TensorRT-LLM model repository: token ids to text, without state.
 
-That it decodes exactly the ids of one response is what breaks characters that are spread over tokens. It writes no
-record: in a stream it is called once per token.
+It decodes only the ids of one response, which breaks characters that are spread over tokens. It writes no record,
+because a stream calls it once per token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from . import settings
 from .tensors import array, strings
 from .text import Vocabulary
 
-# Up to 0.13 these went through this model on their way to the client.
+# Up to 0.13, these tensors pass through this model on their way to the client.
 _PASSED_ON = ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS", "BATCH_INDEX")
 
 

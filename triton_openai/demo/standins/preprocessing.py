@@ -1,4 +1,4 @@
-"""``preprocessing`` of the TensorRT-LLM model repository: text to token ids, words to the engine's encoding of them."""
+"""``preprocessing`` of the TensorRT-LLM model repository: text to token ids, and words to the engine's encoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .text import Vocabulary
 
 
 class TritonPythonModel:
-    """Tokenizes prompts, stop words and bad words; everything it declares but the vision outputs is always sent."""
+    """Tokenizes prompts, stop words and bad words. Sends all declared outputs but the vision outputs."""
 
     def initialize(self, args: dict[str, Any]) -> None:
         """Read the tokenizer."""
@@ -24,14 +24,14 @@ class TritonPythonModel:
         self._recorder = Recorder(self._settings.record, self._settings.name)
 
     def _adds_special_tokens(self) -> bool:
-        """Read the flag as its release does: up to 0.10 it has to say yes, later it must not say no."""
+        """Read the flag as its release does: off by default up to 0.10, on by default later."""
         value = self._settings.parameter("add_special_tokens", "").lower()
         if "DECODER_QUERY" in self._settings.inputs():
             return value not in ("false", "0", "f", "n", "no")
         return value in ("true", "1", "t", "y", "yes")
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request on its own; a batch was only gathered for the transport."""
+        """Answer each request on its own; Triton batches them only for the transport."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
@@ -65,7 +65,7 @@ class TritonPythonModel:
         """
         Encode words as the engine reads them: their ids in one row, the offsets of their ends in the other.
 
-        Words are tokenized alone, so a word that has other tokens inside a sentence is never matched.
+        Words are tokenized alone, so a word with other tokens within a sentence never matches.
         """
         words = array(request, name)
         if words is None:

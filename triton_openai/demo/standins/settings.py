@@ -1,4 +1,4 @@
-"""What a stand-in is told when it is loaded: Triton's own arguments, and a file that the Triton API does not show."""
+"""The settings of a stand-in: Triton's own arguments, and a file that Triton's API does not show."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Settings:
 
 
 def load(args: dict[str, Any]) -> Settings:
-    """Read the settings from what Triton hands to ``initialize``."""
+    """Read the settings from the arguments of ``initialize``."""
     folder = Path(args["model_repository"]) / str(args["model_version"])
     own = json.loads((folder / "standin.json").read_text())
     return Settings(

@@ -1,4 +1,4 @@
-"""The channel by which a test tells a stand-in what to do; see docs/reference/scripted-models.md."""
+"""Orders in a prompt, with which a test controls a stand-in; see docs/reference/scripted-models.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ END = ">>"
 
 @dataclass(frozen=True)
 class Steering:
-    """What a prompt may ask for. Every field is optional in the JSON object."""
+    """The orders. Every field is optional in the JSON object."""
 
     text: str | None = None
     tokens: tuple[int, ...] | None = None
@@ -27,7 +27,7 @@ class Steering:
 
     @property
     def scripted(self) -> bool:
-        """Whether the answer itself is given, not only how it is sent."""
+        """Whether the orders contain the answer, not only how it is sent."""
         return self.text is not None or self.tokens is not None
 
 
@@ -62,7 +62,7 @@ def _parse(prompt: str, start: int) -> tuple[Steering, int] | None:
         return None
     known = {field.name for field in fields(Steering)}
     if unknown := set(value) - known:
-        # A misspelt key would otherwise make a test pass for the wrong reason.
+        # With a misspelt key, a test could pass for the wrong reason.
         raise ValueError(f"unknown steering {sorted(unknown)}; known are {sorted(known)}")
     if value.get("tokens") is not None:
         value["tokens"] = tuple(value["tokens"])

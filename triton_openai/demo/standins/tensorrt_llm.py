@@ -1,7 +1,7 @@
 """
-``tensorrt_llm``: the engine's own model, in the manner of its Python flavour or (as a backend) of its C++ one.
+``tensorrt_llm``: the engine's own model, like its Python model or (as a backend) its C++ backend.
 
-A batcher advances all requests. What differs between versions is read from the declared tensors.
+A batcher advances all requests. The declared tensors show the version.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUMBERS = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
-# As many alternatives as OpenAI allows, and some more.
+# More alternatives than OpenAI allows.
 _ALTERNATIVES = 24
 _FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -48,15 +48,15 @@ _TEXTS = {
 
 
 class Refused(Exception):
-    """A request that the model does not take."""
+    """A request that the model refuses."""
 
 
 class EngineRefused(Exception):
-    """A request that the engine itself refuses, with a text that the model passes on as it is."""
+    """A request that the engine refuses; the model passes the text on unchanged."""
 
 
 class TritonPythonModel:
-    """Takes requests in, hands them to the batcher, and stops them when asked by their id."""
+    """Passes requests to the batcher, and stops them by their id."""
 
     flavour = "python"
 
@@ -76,7 +76,7 @@ class TritonPythonModel:
         self._batcher = self._engine.batcher()
 
     def execute(self, requests: list[Any]) -> None:
-        """Start every request; answers are sent by the batcher."""
+        """Start every request; the batcher sends the answers."""
         for request in requests:
             sender = request.get_response_sender()
             self.recorder.request(request)
@@ -84,11 +84,11 @@ class TritonPythonModel:
                 self._take(request, sender)
             except EngineRefused as error:
                 self._fail(request.request_id(), sender, str(error))
-            except Exception as error:  # noqa: BLE001 - as the original does: whatever it was, the text goes back
+            except Exception as error:  # noqa: BLE001 - the original returns the text of every error
                 self._refuse(request.request_id(), sender, str(error))
 
     def finalize(self) -> None:
-        """End the batcher."""
+        """Stop the batcher."""
         self._batcher.close()
 
     def _refuse(self, request_id: str, sender: Any, text: str) -> None:
@@ -104,7 +104,7 @@ class TritonPythonModel:
         self.recorder.ended("failed", request_id, 0)
 
     def forget(self, request: Request) -> None:
-        """Drop a request that has ended."""
+        """Remove a request that has ended."""
         with self._lock:
             if self._running.get(request.id) is request:
                 del self._running[request.id]
@@ -130,11 +130,11 @@ class TritonPythonModel:
         if self.settings.decoupled:
             sender.send(flags=_FINAL)
         else:
-            # A flag alone is more than such a model may send.
+            # Such a model must not send the flag alone.
             sender.send(pb.InferenceResponse([]), flags=_FINAL)
 
     def sequences(self, request: Any) -> list[Sequence]:
-        """Check *request* as the original does and return what it asks to be generated."""
+        """Check *request* as the original does, and return its sequences."""
         input_ids = array(request, "input_ids")
         if input_ids is None:
             raise Refused(self._texts["input"])
@@ -178,7 +178,7 @@ class TritonPythonModel:
             raise Refused(f"Unsupported guided decoding guide type: {kind}")
 
     def _check_lora(self, request: Any) -> None:
-        """Put the adapter into the cache if its weights came, else look for it there."""
+        """Add the adapter to the cache if the request has its weights, else look it up there."""
         task, weights, config = (array(request, f"lora_{name}") for name in ("task_id", "weights", "config"))
         if task is None and weights is None and config is None:
             return
@@ -206,7 +206,7 @@ class TritonPythonModel:
             seed=int(scalar(request, "seed", scalar(request, "random_seed", 0))) + index,
             max_tokens=limit,
             min_tokens=int(scalar(request, "min_tokens", scalar(request, "min_length", 0))),
-            # Without the tokenizer's own end id in the request the engine does not know where to stop.
+            # Without the tokenizer's end id in the request, the engine does not know where to stop.
             ignore_eos=end_id != self.vocabulary.eos_id,
             guide=(guide, scalar(request, "guided_decoding_guide", "")) if guide else None,
             greedy=_greedy(scalar(request, "runtime_top_k", 0), scalar(request, "runtime_top_p", 0.0)),
@@ -229,7 +229,7 @@ class TritonPythonModel:
 
 
 class CppTritonPythonModel(TritonPythonModel):
-    """The same with the C++ backend's texts and its rule that both main outputs must be requested."""
+    """The C++ backend: other texts, and both main outputs must be requested."""
 
     flavour = "cpp"
 
@@ -246,7 +246,7 @@ class Sequence:
 
 
 class Request:
-    """A running request; `advance` is called by the batcher."""
+    """A running request; the batcher calls `advance`."""
 
     def __init__(self, model: TritonPythonModel, request: Any, sender: Any) -> None:
         self.id: str = request.request_id()
@@ -277,14 +277,14 @@ class Request:
         self._next_check = 0.0
 
     def first_delay(self) -> float:
-        """Return the seconds until `advance` shall be called first."""
+        """Return the seconds until the first call of `advance`."""
         now = time.monotonic()
         self._due = now + self._live[0].generation.delay()
         self._next_check = now + self._model.check_seconds
         return self._pause(now)
 
     def advance(self) -> float | None:
-        """Take one step of one sequence if it is due; look for a cancellation now and then."""
+        """Take one step of one sequence if it is due, and check for a cancellation."""
         if self.stopped:
             return self._end("stopped")
         now = time.monotonic()
@@ -318,12 +318,12 @@ class Request:
         if last:
             return self._ended("finished")
         following = self._live[self._turn % len(self._live)]
-        # From when it was due, so that a busy machine does not slow the pace down.
+        # Counts from when it was due, so that a busy machine does not slow down the pace.
         self._due = max(self._due, now - 1.0) + following.generation.delay() / len(self._live)
         return self._pause(time.monotonic())
 
     def _end(self, event: str) -> None:
-        """End early, as the engine does when it is told to: one more final response, without an error."""
+        """End early, as the engine does after a stop request: with a final response, without an error."""
         sequence = self._live[0]
         self._sender.send(self._writer.response(sequence, [], last=True), flags=_FINAL)
         self._ended(event)
@@ -336,12 +336,12 @@ class Request:
 
 
 def _greedy(top_k: int, top_p: float) -> bool:
-    """Return whether the executor takes the likeliest token: also without both, whatever the temperature."""
+    """Return whether the executor takes the likeliest token: by default it does, at any temperature."""
     return top_k == 1 or (top_k == 0 and top_p == 0)
 
 
 def _logprobs(request: Any) -> int | None:
-    """Return how many alternatives to each token the engine has to tell, None without log probabilities."""
+    """Return the number of requested alternatives to each token, None without log probabilities."""
     if scalar(request, "return_generation_logits", False):
         return _ALTERNATIVES
     return 0 if scalar(request, "return_log_probs", False) else None

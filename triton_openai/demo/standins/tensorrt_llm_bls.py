@@ -1,8 +1,8 @@
 """
 ``tensorrt_llm_bls``: the three models of the pipeline, called from a Python model.
 
-What makes it awkward is kept: the inner request has an id of its own and no one asks whether the client is still there,
-data responses carry no final flag, errors are whole tracebacks, and one instance serves one request at a time.
+It keeps the original's quirks: the inner request has its own id, nothing checks whether the client has disconnected,
+data responses have no final flag, errors are whole tracebacks, and one instance serves one request at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FROM_PREPROCESSING = {
     "OUT_PAD_ID": "pad_id",
     "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
 }
-# num_return_sequences is declared and, as in the original, not read.
+# As in the original, num_return_sequences is declared but not read.
 _TO_ENGINE = {
     "exclude_input_in_output": "exclude_input_in_output",
     "top_k": "runtime_top_k",
@@ -85,32 +85,32 @@ _ENGINE_OUTPUTS = (
 
 
 class LostRequest(Exception):
-    """The engine failed after the first data: the original then never answers again."""
+    """The engine failed after the first data: the original then never sends anything again."""
 
 
 class TritonPythonModel:
     """Serves one request at a time; responses go out as the engine produces them."""
 
     def initialize(self, args: dict[str, Any]) -> None:
-        """Read the names of the models behind this one."""
+        """Read the names of the models that this one calls."""
         self._settings = settings.load(args)
         self._recorder = Recorder(self._settings.record, self._settings.name)
         self._engine = self._settings.parameter("tensorrt_llm_model_name", "tensorrt_llm")
         self._accumulate = self._settings.flag("accumulate_tokens", default=False)
-        # Of which release it is, its tensors tell.
+        # The tensors show the release.
         inputs, outputs = self._settings.inputs(), self._settings.outputs()
         recent = "prompt_table_extra_id" in inputs
-        # The originals have these names built in. The demo has both generations of them.
+        # The originals have fixed names. The demo has both generations.
         self._helpers = (
             ("preprocessing", "postprocessing") if recent else ("preprocessing_legacy", "postprocessing_legacy")
         )
         later = set() if recent else {"DECODER_INPUT_ID", "OUT_PROMPT_TABLE_EXTRA_IDS"}
         self._prepared = {name: inner for name, inner in _FROM_PREPROCESSING.items() if name not in later}
-        # Up to 0.12 the temperature is declared and not handed on.
+        # Up to 0.12, the temperature is declared but not passed on.
         self._to_engine = {name: inner for name, inner in _TO_ENGINE.items() if recent or name != "temperature"}
         self._outputs = [name for name in _ENGINE_OUTPUTS if name in outputs]
         self._watches_words = "guided_decoding_guide" in inputs
-        # Without encoders, the original's preprocessing leaves the images alone.
+        # Without encoders, the original's preprocessing ignores images.
         self._sees = bool(self._settings.parameter("multimodal_encoders_name", ""))
         self._lost: list[Any] = []
 
@@ -123,15 +123,15 @@ class TritonPythonModel:
                 for response in self._responses(request):
                     sender.send(response)
             except LostRequest:
-                # Neither an error nor an end reaches the client. (The original loses the instance as well.)
+                # The client gets neither an error nor an end. (The original also loses the instance.)
                 self._lost.append(sender)
                 continue
-            except Exception:  # noqa: BLE001 - as the original does: the client gets the traceback
+            except Exception:  # noqa: BLE001 - the original returns the traceback
                 sender.send(pb.InferenceResponse(output_tensors=[], error=pb.TritonError(traceback.format_exc())))
             sender.send(flags=_FINAL)
 
     def finalize(self) -> None:
-        """End what was left open, so that the model can be unloaded."""
+        """End the open responses, so that the model can be unloaded."""
         for sender in self._lost:
             sender.send(flags=_FINAL)
 
@@ -170,7 +170,7 @@ class TritonPythonModel:
     def _engine_inputs(self, request: Any) -> list[Any]:
         """Run preprocessing and return the engine's inputs."""
         prepared = _called(self._helpers[0], _renamed(request, _PREPROCESSING), list(self._prepared))
-        # The engine's own scalars are one element per row.
+        # The engine's scalars have one element per row.
         return [_row(tensor) for tensor in _renamed(request, self._to_engine)] + [
             pb.Tensor(inner, prepared[name]) for name, inner in self._prepared.items() if name in prepared
         ]
@@ -230,12 +230,12 @@ def _called(model: str, inputs: list[Any], outputs: list[str]) -> dict[str, Any]
 
 
 def _renamed(request: Any, names: dict[str, str]) -> list[Any]:
-    """Return those inputs of *request* that are there, under the names of the model behind."""
+    """Return the inputs of *request*, under the called model's names."""
     found = ((inner, array(request, name)) for name, inner in names.items())
     return [pb.Tensor(inner, value) for inner, value in found if value is not None]
 
 
 def _row(tensor: Any) -> Any:
-    """Give a scalar that came without its inner dimension the shape that the engine declares."""
+    """Add the inner dimension that the engine declares to a scalar without it."""
     values = tensor.as_numpy()
     return pb.Tensor(tensor.name(), values.reshape(-1, 1)) if values.ndim == 1 else tensor

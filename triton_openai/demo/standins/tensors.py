@@ -1,4 +1,4 @@
-"""Reading a Triton request, and writing down what it held."""
+"""Reads Triton requests, and records them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _RECORDED_ELEMENTS = 4096
 
 
 def array(request: Any, name: str) -> Any | None:
-    """Return the input *name* as an array, None when the request does not carry it."""
+    """Return the input *name* as an array, None if the request lacks it."""
     tensor = pb.get_input_tensor_by_name(request, name)
     return None if tensor is None else tensor.as_numpy()
 
 
 def scalar(request: Any, name: str, default: Any = None) -> Any:
-    """Return the first element of the input *name* as a Python value, *default* when absent or empty."""
+    """Return the first element of the input *name* as a Python value, *default* if it is absent or empty."""
     values = array(request, name)
     if values is None or values.size == 0:
         return default
@@ -35,7 +35,7 @@ def as_text(value: Any) -> str:
 
 
 def strings(values: Any) -> Any:
-    """Return a BYTES array made of Python strings or of an array of bytes."""
+    """Return a BYTES array of Python strings or of an array of bytes."""
     return np.array([item if isinstance(item, bytes) else item.encode() for item in values], dtype=np.object_)
 
 
@@ -53,7 +53,7 @@ class Recorder:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) if path else -1
 
     def request(self, request: Any) -> None:
-        """Write down everything that came with *request*."""
+        """Record *request*."""
         if self._file < 0:
             return
         inputs = {}
@@ -80,7 +80,7 @@ class Recorder:
         )
 
     def ended(self, event: str, request_id: str, tokens: int) -> None:
-        """Write down how a request ended: finished, cancelled, stopped or failed, after *tokens* tokens."""
+        """Record how a request ended (finished, cancelled, stopped or failed), after *tokens* tokens."""
         if self._file >= 0:
             self._write({"model": self._model, "event": event, "id": request_id, "tokens": tokens})
 

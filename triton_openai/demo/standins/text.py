@@ -1,4 +1,4 @@
-"""The tokenizer as the stand-ins use it, and vLLM's way of turning tokens into text piece by piece."""
+"""The stand-ins' tokenizer, and vLLM's incremental decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Vocabulary:
         self._bytes = {character: byte for byte, character in _byte_characters().items()}
         self._cache: dict[int, bytes] = {}
         self._ids: dict[bytes, int] | None = None
-        # The answers of one request have one prompt.
+        # The answers of one request share its prompt.
         self._encoded = functools.lru_cache(maxsize=16)(self._encode)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -35,7 +35,7 @@ class Vocabulary:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of exactly these ids; bytes that are no whole character become U+FFFD."""
+        """Return the text of exactly these ids; incomplete characters become U+FFFD."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:
@@ -71,7 +71,7 @@ class Vocabulary:
 
 
 class IncrementalText:
-    """Text that grows token by token; characters appear only when they are complete, as vLLM does it."""
+    """Text that grows token by token. As in vLLM, characters appear only when they are complete."""
 
     def __init__(self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True) -> None:
         self._vocabulary = vocabulary
@@ -79,7 +79,7 @@ class IncrementalText:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        """Return the text that this token completes, often one piece, sometimes none."""
+        """Return the text that this token completes, which may be empty."""
         if self._skip and token_id in self._vocabulary.special_ids:
             return ""
         return self._decoder.decode(self._vocabulary.token_bytes(token_id))

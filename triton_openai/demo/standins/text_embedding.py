@@ -1,4 +1,4 @@
-"""A plain embedding model of the kind exported from PyTorch or ONNX: texts in, one row of numbers each out."""
+"""An embedding model like one exported from PyTorch or ONNX: it returns a row of numbers for each text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TritonPythonModel:
         self._embedder = embedder_for(self._settings)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request; Triton has gathered them into one call."""
+        """Answer each request of a batch."""
         answers = []
         for request in requests:
             self._recorder.request(request)

@@ -1,8 +1,8 @@
 """
-Cross-encoders, in three of the ways in which people deploy them.
+Cross-encoders, with three common kinds of inputs.
 
-Two texts come in and are answered as by NVIDIA's reranking NIM: the logits in falling order, with the place of each.
-Pairs in one tensor, and token ids as of an exported model, are answered in the order of the request.
+Two texts get the answer of NVIDIA's reranking NIM: logits in descending order, with the index of each. Pairs in one
+tensor, and an exported model's token ids, get scores in the order of the request.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .tensors import Recorder, array, as_text
 from .text import Vocabulary
 from .vectors import Embedder, embedder_for
 
-# So that logits lie on both sides of zero.
+# Makes some logits positive and some negative.
 _STEEPNESS = 8.0
 
 
 def logit(embedder: Embedder, query: str, document: str) -> float:
-    """Return a score that grows with what the two texts share."""
+    """Return a score for the similarity of the two texts."""
     return _STEEPNESS * (float(np.dot(*embedder.embed([query, document]))) - 0.5)
 
 
@@ -37,7 +37,7 @@ class TritonPythonModel:
         self._embedder = embedder_for(self._settings)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request; Triton has gathered them into one call."""
+        """Answer each request of a batch."""
         answers = []
         for request in requests:
             self._recorder.request(request)
@@ -73,7 +73,7 @@ class TritonPythonModel:
 
     def _score_ids(self, ids: Any, mask: Any) -> float:
         kept = [int(number) for number, wanted in zip(ids, mask, strict=True) if wanted]
-        # The demo's tokenizer puts the same token before both texts.
+        # The demo's tokenizer puts the same token in front of both texts.
         start = kept[0]
         second = kept.index(start, 1)
         decode = self._vocabulary.decode

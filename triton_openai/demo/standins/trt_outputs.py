@@ -12,12 +12,12 @@ import triton_python_backend_utils as pb
 from .logits import MadeUp, rows
 from .tensors import scalar
 
-# Tokens in a block of the cache, which every engine of the demo is built with.
+# Tokens in a block of the cache of each engine.
 TOKENS_PER_BLOCK = 64
-# Blocks that the cache holds, the latest ones.
+# The cache keeps this many blocks, the latest ones.
 _CACHE_SIZE = 4096
 
-# Versions without this output sent placeholders for everything that was not asked for.
+# Versions without this output send placeholders for all outputs that were not requested.
 _FIRST_WITHOUT_PLACEHOLDERS = "sequence_index"
 
 
@@ -83,7 +83,7 @@ class Writer:
     def _probabilities(self, sequence: Any) -> dict[str, Any]:
         produced = sequence.generation.ids
         if self._log_probs:
-            # For all tokens so far, in every response.
+            # Every response has those of all tokens so far.
             each = np.array(
                 list(map(sequence.generation.scores.logprob, itertools.count(), produced)), dtype=np.float32
             )
@@ -101,15 +101,15 @@ class Writer:
         }
 
     def _logits(self, sequence: Any, new: list[int]) -> dict[str, Any]:
-        """Return the scores: the prompt's in every response, the new tokens' in a stream, else with a row to spare."""
+        """Return the scores: the prompt's in every response, and the new tokens', with a spare row if not streamed."""
         found = {}
-        # As an engine that was not built to gather them, one with a language model has none.
+        # The language model has none, like an engine that was built without them.
         if self._context_logits and isinstance(sequence.generation.scores, MadeUp):
             following = [*sequence.prompt[1:], *(sequence.generation.ids[:1] or [self._end_id])]
             scores = rows(following, self._vocabulary)
             found["context_logits"] = scores[np.newaxis]
         if self._generation_logits and self._stream:
-            # With no new token it is the end's.
+            # Without a new token, those of the end.
             generated = new or [self._end_id]
             first = len(sequence.generation.ids) - len(new)
             scores = sequence.generation.scores.rows(first, generated, self._vocabulary)
@@ -142,13 +142,13 @@ class Writer:
 
 
 class PrefixCache:
-    """What of earlier prompts an engine still has: full blocks, each with everything before it."""
+    """The full blocks of earlier prompts that an engine still has, each with all blocks before it."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, None] = {}
 
     def reuse(self, prompt: list[int]) -> int:
-        """Return how many of *prompt*'s full blocks were there already, and keep all of them."""
+        """Return the number of *prompt*'s full blocks in the cache, and add all of them."""
         keys: list[int] = []
         for start in range(0, len(prompt) - TOKENS_PER_BLOCK + 1, TOKENS_PER_BLOCK):
             keys.append(hash((*keys[-1:], *prompt[start : start + TOKENS_PER_BLOCK])))

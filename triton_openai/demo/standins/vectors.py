@@ -1,8 +1,8 @@
 """
 Embeddings of the stand-ins.
 
-With a language model they are those of multilingual-e5-small. Scripted ones are hashed character n-grams, so that texts
-which share letters lie close to one another.
+With a language model, they are those of multilingual-e5-small. Scripted ones are hashed character n-grams, so that
+similar spellings have similar vectors.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class _E5:
         self.dimensions = int(self._model.dim)
 
     def embed(self, texts: Sequence[str], dimensions: int | None = None) -> Any:
-        # Nothing says which texts are queries: the model's authors use this prefix for both where they are alike.
+        # Queries and documents are not distinguished: for such symmetric uses, the model's authors use this prefix.
         vectors = self._model.encode(list(texts), is_query=True)[:, :dimensions]
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def embedder_for(settings: Settings) -> Embedder:
-    """Return the embedder that the demo was started with."""
+    """Return the embedder of the demo."""
     return _Hashed() if settings.engine is None else _E5()

@@ -47,15 +47,15 @@ _OUTPUTS = (
 
 
 class EngineError(Exception):
-    """Something that is neither a ``ValueError`` nor explained: the client gets an empty reason."""
+    """An error that is not a ``ValueError``: the client gets an empty reason."""
 
 
 class TritonPythonModel:
-    """Reads requests, refuses them as the original does, and hands the rest to the batcher."""
+    """Checks requests as the original does, and passes them to the batcher."""
 
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
-        """Declare the tensors that config.pbtxt leaves out, and make the model decoupled and unbatched."""
+        """Declare the tensors that config.pbtxt omits, and make the model decoupled and unbatched."""
         declared = config.as_dict()
         inputs = {tensor["name"] for tensor in declared["input"]}
         outputs = {tensor["name"] for tensor in declared["output"]}
@@ -88,7 +88,7 @@ class TritonPythonModel:
         self._batcher = self.engine.batcher()
 
     def execute(self, requests: list[Any]) -> None:
-        """Start every request; answers are sent by the batcher."""
+        """Start every request; the batcher sends the answers."""
         for request in requests:
             sender = request.get_response_sender()
             self.recorder.request(request)
@@ -103,11 +103,11 @@ class TritonPythonModel:
                     self._batcher.submit(job, job.generation.delay())
             except EngineError:
                 self.fail(sender, request.request_id(), "")
-            except Exception as error:  # noqa: BLE001 - as the original does: whatever it was, the text goes back
+            except Exception as error:  # noqa: BLE001 - the original returns the text of every error
                 self.fail(sender, request.request_id(), str(error))
 
     def finalize(self) -> None:
-        """End the batcher."""
+        """Stop the batcher."""
         self._batcher.close()
 
     def fail(self, sender: Any, request_id: str, reason: str, tokens: int = 0) -> None:
@@ -116,7 +116,7 @@ class TritonPythonModel:
         self.recorder.ended("failed", request_id, tokens)
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """Tokenize a prompt; raises `ValueError` when it is too long."""
+        """Tokenize a prompt; raises `ValueError` if it is too long."""
         ids = self.vocabulary.encode(prompt, add_special_tokens=True)
         if len(ids) > self._limit:
             raise ValueError(
@@ -126,17 +126,17 @@ class TritonPythonModel:
         return ids
 
     def room(self, prompt_length: int) -> int:
-        """Return how many tokens fit behind a prompt."""
+        """Return how many tokens fit after a prompt."""
         return max(1, self._limit - prompt_length)
 
     def check_generates(self) -> None:
-        """Raise `ValueError` when the model was loaded for embeddings."""
+        """Raise `ValueError` if the model was loaded for embeddings."""
         if self._embeds:
             raise ValueError(f"Model {self.settings.name} does not support 'generate' request")
 
     def _sampling_values(self, request: Any) -> dict[str, Any]:
-        # The tensor wins; without it the request's own parameters count. Malformed JSON fails the whole call, so that
-        # the client sees the traceback that Triton makes of it.
+        # The tensor takes precedence over the request's own parameters. Malformed JSON fails the whole call, and the
+        # client gets Triton's traceback.
         text = scalar(request, "sampling_parameters")
         values = parameters_of(request) if text is None else json.loads(text)
         return dict(values.items())
@@ -159,7 +159,7 @@ class TritonPythonModel:
         try:
             return parse(values, self._release)
         except Rejected as error:
-            if self._release == "r24.12":  # which still passed the constructor's own words on
+            if self._release == "r24.12":  # which still returns the constructor's own words
                 raise ValueError(str(error)) from None
             raise ValueError("'NoneType' object has no attribute 'lora_name'") from None
 
@@ -188,7 +188,7 @@ class TritonPythonModel:
 
 
 class Request:
-    """A running generation; `advance` is called by the batcher, once per step."""
+    """A running generation; the batcher calls `advance` once per step."""
 
     def __init__(self, model: TritonPythonModel, request: Any, sender: Any, sampling: Sampling) -> None:
         prompt = as_text(_text_input(request).reshape(-1)[0])
@@ -227,11 +227,11 @@ class Request:
         self._next_check = 0.0
 
     def advance(self) -> float | None:
-        """Take one step of the engine and send what it gives."""
+        """Take one step of the engine and send its result."""
         if self._sampling.logit_bias:
             return self._failed("")
         if self.generation.hangs:
-            return 3600.0  # nothing happens any more, and a cancellation is not seen either
+            return 3600.0  # nothing more happens, not even a check for cancellation
         try:
             step = self.generation.step()
         except EngineFailure as failure:
@@ -257,7 +257,7 @@ class Request:
         self._ended("cancelled")
 
     def _left(self) -> bool:
-        """Whether the client has gone, as seen at an output: from the second on, and not at every one of a flood."""
+        """Whether the client has disconnected, checked from the second output on, at limited intervals."""
         now = time.monotonic()
         if self._outputs < 2 or now < self._next_check:
             return False
@@ -320,7 +320,7 @@ def _release(config: dict[str, Any]) -> str:
 
 
 def _text_input(request: Any) -> Any:
-    # A request without it gets past Triton when it has another optional input; what follows is the original's text.
+    # Triton accepts a request without it that has another optional input; the error is the original's.
     return pb.get_input_tensor_by_name(request, "text_input").as_numpy()
 
 

@@ -1,4 +1,4 @@
-"""The sampling parameters of vLLM as the backend of one release reads them."""
+"""vLLM's sampling parameters, as a release of the backend reads them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .engine import Options
 
-# Keys whose annotation is a simple type are coerced with it; an optional one accepts null, a plain one does not.
+# Values of simple types are converted; an optional one may be null, a plain one may not.
 _SIMPLE: dict[str, type] = {
     "n": int,
     "presence_penalty": float,
@@ -43,12 +43,12 @@ _MAX_LOGPROBS = 20
 
 
 class Rejected(Exception):
-    """The constructor raised; the backend logs why and goes on with nothing in hand."""
+    """The constructor raised; the backend logs the reason and continues without parameters."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the stand-in uses of the parameters."""
+    """The parameters that the stand-in uses."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -66,7 +66,7 @@ class Sampling:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def options(self, *, max_tokens: int, images: int) -> Options:
-        """Return what the engine is asked for."""
+        """Return the options for the engine."""
         return Options(
             seed=self.seed,
             greedy=self.greedy,
@@ -82,7 +82,7 @@ class Sampling:
 
 
 def parse(values: dict[str, Any], release: str) -> Sampling:
-    """Return the parameters; raises `Rejected` where the constructor would raise."""
+    """Return the parameters; raises `Rejected` if the constructor would raise."""
     guides = _GUIDES[release]
     known: dict[str, Any] = {}
     guide = None
@@ -119,7 +119,7 @@ def parse(values: dict[str, Any], release: str) -> Sampling:
 
 
 def check_request(sampling: Sampling) -> None:
-    """Check what the engine itself refuses; raises `ValueError` with its text."""
+    """Raise `ValueError`, with the engine's text, for what the engine refuses."""
     if sampling.logprobs is not None and sampling.logprobs > _MAX_LOGPROBS:
         raise ValueError(
             f"Requested sample logprobs of {sampling.logprobs}, which is greater than max allowed: {_MAX_LOGPROBS}"
@@ -143,7 +143,7 @@ def _guide(value: Any) -> tuple[str, str]:
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Refuse what is out of range, as the constructor does."""
+    """Refuse values that are out of range, as the constructor does."""
     number = values.get
     rules = (
         number("n", 1) >= 1,

@@ -1,4 +1,4 @@
-"""vLLM's text of one sequence: deltas, stop strings removed, and what may still become one held back."""
+"""vLLM's text of one sequence: deltas, without stop strings, and delayed while they may become one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .text import IncrementalText
 
 
 class DeltaText:
-    """Collects the text of a sequence and gives it out in pieces."""
+    """Collects the text of a sequence, and returns it in pieces."""
 
     def __init__(self, source: IncrementalText, stop: tuple[str, ...], *, include_stop: bool) -> None:
         self._source = source
@@ -17,7 +17,7 @@ class DeltaText:
         self._sent = 0
 
     def feed(self, token: int) -> bool:
-        """Add a token; return True when a stop string is complete (the text then ends there)."""
+        """Add a token; return True if it completes a stop string, where the text then ends."""
         before = len(self._text)
         self._text += self._source.feed(token)
         for word in self._stop:
@@ -28,7 +28,7 @@ class DeltaText:
         return False
 
     def take(self, *, final: bool) -> str:
-        """Return what is new and safe to send; everything when the sequence has ended."""
+        """Return the new text that is safe to send; all of it if *final*."""
         end = len(self._text) if final else max(self._sent, len(self._text) - self._hold)
         piece = self._text[self._sent : end]
         self._sent = max(self._sent, end)

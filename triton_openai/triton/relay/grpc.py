@@ -1,8 +1,8 @@
 """
-Relays Triton's gRPC protocol: each call is checked and made again, message by message, without reading what is in it.
+Relays Triton's gRPC protocol: checks each call, and makes it again without parsing its messages.
 
-Every call is treated as a stream in both directions, which on the wire each call is: so messages, half-closing,
-cancellation, metadata, trailers, deadlines and statuses of all kinds of calls pass in one way.
+On the wire, every call is a stream in both directions. So one handler relays messages, half-closing, cancellation,
+metadata, trailers, deadlines and statuses of all kinds of calls.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STATUSES = {
 
 def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
     """
-    Return what to listen with; ``None`` without TLS.
+    Return the server's credentials; ``None`` without TLS.
 
     New connections get the newest certificate. Raises :class:`ConfigurationError`.
     """
@@ -48,7 +48,7 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
         return None
 
     def read() -> grpc.ServerCertificateConfiguration:
-        # gRPC would report files that do not fit only as connections that fail.
+        # gRPC would report unusable files only as failed connections.
         server_context(settings)
         chain = read_file(certificate, "--tls-certificate")
         pair = (chain if key is None else read_file(key, "--tls-key"), chain)
@@ -61,8 +61,8 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
 
 class GrpcRelay(grpc.GenericRpcHandler):
     """
-    A gRPC server in front of Triton's, which *client* connects to; the relay closes it. *guard* authorizes clients, who
-    load and unload models if they *may_load* any; *changed* is called when one has.
+    A gRPC server in front of Triton's. It owns *client*, its connection to Triton. *guard* authorizes clients.
+    *may_load* is whether they may load and unload models; *changed* is called after they did.
     """
 
     def __init__(self, client: GrpcClient, *, guard: Guard, may_load: bool, changed: Callable[[], None]) -> None:
@@ -94,7 +94,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
         await self._server.start()
 
     async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
-        """Take no new calls, give what runs *grace* seconds to finish, or until *hurried*, and close."""
+        """Accept no new calls, give running ones *grace* seconds, or until *hurried*, and close."""
         if self._server is not None:
             stopping = asyncio.ensure_future(self._server.stop(grace))
             hurry = asyncio.create_task((hurried or asyncio.Event()).wait())
@@ -129,7 +129,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
             except ServiceError as error:
                 relayed.error = error
                 code, details, trailers = _status_of(error), error.message, _refusal(relayed, error)
-            # At the end of its call, it is known whether the client has left.
+            # Only known when the call has ended.
             status = None if context.cancelled() else code.name
             if code is not grpc.StatusCode.OK:
                 await context.abort(code, details, trailers)
@@ -142,13 +142,13 @@ class GrpcRelay(grpc.GenericRpcHandler):
     async def _relay(
         self, method: str, operation: Operation, relayed: RelayedRequest, context: Any
     ) -> tuple[Any, str, Any]:
-        """Pass the call on, and return how it ended. Raises :class:`ServiceError` for one that is refused."""
+        """Relay the call, and return how it ended. Raises :class:`ServiceError` to refuse it."""
         inspected = operation.loads or relayed.names_models
         messages = self._messages(method if inspected else None, operation, relayed, context)
         # The first message is checked before the call to Triton begins.
         first = await anext(messages, None) if inspected else None
         added = (*relayed.upstream_headers.items(), *self._client.metadata)
-        # The service's own metadata replaces the client's: with both, it is not defined which one counts.
+        # The service's own metadata replaces the client's: with both, it is undefined which one counts.
         hidden = {*relayed.hidden, *(name.lower() for name, _ in added)}
         call: Any = self._client.channel.stream_stream(method)(
             timeout=context.time_remaining(), metadata=(*_custom(context.invocation_metadata(), hidden), *added)
@@ -158,11 +158,11 @@ class GrpcRelay(grpc.GenericRpcHandler):
         try:
             await asyncio.wait({sending, receiving}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                # Raises what keeps the client from sending more.
+                # Raises the error that ended the client's messages.
                 sending.result()
             return await receiving
         finally:
-            # Also when the client has cancelled, or has left.
+            # Also if the client has cancelled or disconnected.
             sending.cancel()
             receiving.cancel()
             call.cancel()
@@ -171,7 +171,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
     async def _messages(
         self, inspected: str | None, operation: Operation, relayed: RelayedRequest, context: Any
     ) -> AsyncIterator[bytes]:
-        """Yield what a client sends; that of the method *inspected* is read. Raises :class:`ServiceError`."""
+        """Yield the client's messages; those of the method *inspected* are checked. Raises :class:`ServiceError`."""
         begun = False
         while (message := await context.read()) is not grpc.aio.EOF:
             if inspected is not None:
@@ -188,7 +188,7 @@ class GrpcRelay(grpc.GenericRpcHandler):
 
 
 def _read(method: str, message: bytes) -> tuple[Any, str]:
-    """Return *message* and the model that it names, empty for all. Raises :class:`InvalidRequest`."""
+    """Return *message* parsed, and the model that it names, empty for all models. Raises :class:`InvalidRequest`."""
     service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     kind = service.methods_by_name[method.rpartition("/")[2]].input_type
     try:
@@ -199,7 +199,7 @@ def _read(method: str, message: bytes) -> tuple[Any, str]:
 
 
 async def _send(first: bytes | None, messages: AsyncIterator[bytes], call: Any) -> None:
-    """Pass on *first*, *messages* and their end. Raises :class:`ServiceError` for a message that is refused."""
+    """Send *first*, *messages* and their end. Raises :class:`ServiceError` for a refused message."""
     try:
         if first is not None:
             await call.write(first)
@@ -212,7 +212,7 @@ async def _send(first: bytes | None, messages: AsyncIterator[bytes], call: Any) 
 
 
 async def _receive(relayed: RelayedRequest, context: Any, call: Any) -> tuple[Any, str, Any]:
-    """Pass on what Triton answers; return how the call ended."""
+    """Relay Triton's answers; return how the call ended."""
     try:
         initial = await call.initial_metadata()
         await context.send_initial_metadata((*_custom(initial), *relayed.answer_headers.items()))

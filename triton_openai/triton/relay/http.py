@@ -1,4 +1,4 @@
-"""Relays Triton's HTTP protocol: each request is checked, sent on with its headers, and answered piece by piece."""
+"""Relays Triton's HTTP protocol: checks each request, sends it on, and streams the answer back."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _NOT_ADDED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_T
 
 class HttpRelay:
     """
-    An HTTP server in front of the one of the Triton at *url*. *guard* authorizes clients, who load and unload models if
-    they *may_load* any; *changed* is called when one has.
+    An HTTP server in front of the Triton at *url*. *guard* authorizes clients. *may_load* is whether they may load and
+    unload models; *changed* is called after they did.
 
-    Bodies are neither decompressed nor buffered: a client that reads slowly slows down the reading from Triton, and one
-    that leaves closes the connection to it, which cancels the work.
+    Bodies are neither decompressed nor buffered. A client that reads slowly slows down the reading from Triton. If it
+    disconnects, the relay closes the connection to Triton, which cancels the work.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HttpRelay:
             await self._server.listen(one)
 
     async def close(self, grace: float, hurried: asyncio.Event | None = None) -> None:
-        """Take no new connections, give what runs *grace* seconds to finish, or until *hurried*, and close."""
+        """Accept no new connections, give running requests *grace* seconds, or until *hurried*, and close."""
         await self._server.stop_listening()
         self._server.close_idle()
         await self._draining.drain(grace, hurried)
@@ -119,7 +119,7 @@ class HttpRelay:
         await relayed.authorize(operation)
         operation = check_operation(operation, f"endpoint {path}", names, may_load=self._may_load)
         if request.method == hdrs.METH_HEAD:
-            # Triton answers it with a body, which would be read as the next answer.
+            # Triton would send a body, which would be read as the next answer.
             raise MethodNotAllowed("Triton's endpoints do not take HEAD.")
         if relayed.names_models:
             relayed.check_models(names)
@@ -170,7 +170,7 @@ class HttpRelay:
         except (aiohttp.ClientPayloadError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and self._draining.reason() is None:
                 raise
-            # An answer that is not complete must not look as if it were.
+            # An incomplete answer must not look complete.
             relayed.error = cut_off()
             reason = str(error) or "the service is stopping"
             _log.warning("relayed answer was cut off", path=printable(request.path, 200), reason=reason)

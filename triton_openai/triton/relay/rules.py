@@ -2,8 +2,7 @@
 The operations of Triton's protocol that are relayed, in the groups in which Triton itself restricts them.
 
 Source: Triton's ``--http-restricted-api`` and ``--grpc-restricted-protocol``, its HTTP paths and
-``grpc_service.proto``. What is not listed here is not relayed: an operation that a later Triton adds may be one that
-changes the server.
+``grpc_service.proto``. No other operation is relayed, because one that a later Triton adds may change the server.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ class Operation(msgspec.Struct, frozen=True):
     """
     One operation: its *group*, and whether it *loads* or unloads a model.
 
-    *guards* are the groups of this service's own API that it belongs to, all of which have to be open; *about* is what
-    it reads, uses or changes: the model that it names, all models, or none. *readiness* is whether load balancers use
-    it.
+    *guards* are the groups of this service's own API that have to be open for it. *about* is what it reads, uses or
+    changes: the model that it names, everything, or nothing. *readiness* is whether load balancers use it.
     """
 
     group: str
@@ -42,7 +40,7 @@ _NAME = rf"(?P<model>{_ONE})"
 _MODEL = rf"/v2/models/{_NAME}(?:/versions/{_ONE})?"
 # Each operation with its path over HTTP and its calls over gRPC. The first path that matches counts.
 _OPERATIONS = (
-    # Whether a model embeds or generates is not in the request.
+    # The request does not show whether a model embeds or generates.
     (
         Operation("inference", ("inference", "embedding"), "model"),
         rf"{_MODEL}/(?:infer|generate|generate_stream)",
@@ -73,11 +71,10 @@ _RPCS = {f"/inference.GRPCInferenceService/{rpc}": operation for operation, _, r
 
 def operation_of_path(path: str) -> tuple[Operation | None, Collection[str]]:
     """
-    Return the operation of an HTTP request for *path*, as it stands in the request line, ``None`` if it is not relayed;
-    and every name that the model in it may be meant to have.
+    Return the operation of an HTTP request, and every model name that its *path* may mean.
 
-    Whether and how often a name is decoded differs between Triton's releases. One that is encoded more than once is
-    not relayed.
+    The operation is ``None`` if it is not relayed. Triton's releases differ in how often they decode a name, so a name
+    that is encoded more than once is not relayed.
     """
     for pattern, operation in _PATHS:
         match = pattern.fullmatch(path)
@@ -99,7 +96,7 @@ def check_operation(
     operation: Operation | None, what: str, names: Collection[str] = (), *, may_load: bool
 ) -> Operation:
     """
-    Return *operation*, if it is relayed; *what* is how the client called it, and *names* are the models in its path.
+    Return *operation* if clients may call it. *what* is the client's name for it, *names* are the models in its path.
 
     Raises :class:`EndpointNotFound`, :class:`ManagementDisabled` for a load without *may_load*, and
     :class:`InvalidRequest` for an impossible name of a model.
@@ -112,14 +109,14 @@ def check_operation(
         )
     for name in names:
         check_name(name)
-        # Another path to a Triton that decodes before it looks.
+        # A Triton that decodes the path first would see another path.
         if "?" in name or "#" in name:
             raise InvalidRequest("The model's name is not accepted.", param="model", code="invalid_value")
     return operation
 
 
 def check_load(parameters: Collection[str]) -> None:
-    """Raise :class:`ManagementDisabled` where the *parameters* of a load would replace the model."""
+    """Raise :class:`ManagementDisabled` if the *parameters* of a load would replace the model."""
     if not {"unload_dependents"}.issuperset(parameters):
         raise ManagementDisabled(
             "This load replaces the model's configuration or files, which are programs that Triton runs; the service "
@@ -133,10 +130,9 @@ class _LoadBody(msgspec.Struct, forbid_unknown_fields=True):
 
 def checked_load_body(body: bytes) -> bytes:
     """
-    Return the body for Triton of a load or unload over HTTP with this *body*.
+    Return *body*, that of a load or unload over HTTP, encoded again: two parsers may read one text differently.
 
-    It is encoded again, because two parsers may read one text differently. Raises :class:`InvalidRequest` and, as
-    :func:`check_load`, :class:`ManagementDisabled`.
+    Raises :class:`InvalidRequest` and, as :func:`check_load`, :class:`ManagementDisabled`.
     """
     if not body:
         return b""
