@@ -51,7 +51,7 @@ def find_model(model: str | None, weights: Path | None) -> DemoModel:
         path = Path(model)
         if not path.is_file():
             if path.suffix == ".gguf" or model.count("/") != 1:
-                raise ConfigurationError(f"--model: {model} is neither a file nor a name on the hub (ORG/NAME).")
+                raise ConfigurationError(f"--model: there is no file {model}. A name on the hub is written ORG/NAME.")
             path = _from_hub(model)
         return DemoModel(path, model.removesuffix(".gguf").rpartition("/")[2], own=False)
     if weights is not None and not weights.is_file():
