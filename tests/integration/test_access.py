@@ -16,6 +16,7 @@ import openai
 import pytest
 import structlog
 from aiohttp import web
+from msgspec.structs import replace
 
 from tests.clients.service import serving as running
 from tests.clients.service import until
@@ -28,6 +29,11 @@ from triton_openai.access.restrictions import ROUTE_GROUPS
 from triton_openai.api.routes import add_routes
 from triton_openai.cli import main
 from triton_openai.config import AccessSettings, LimitSettings, RestrictedApi, Settings, TritonSettings
+from triton_openai.config.tree import GatewaySettings
+from triton_openai.errors import InvalidRequest
+from triton_openai.triton.client import Receiver, ResponseStream
+from triton_openai.triton.endpoint import Endpoint
+from triton_openai.triton.tensors import InferRequest
 
 KEYS = """
 keys:
@@ -410,6 +416,82 @@ async def test_the_log(keys_file: Path) -> None:
     assert ("invalid_api_key", "info") == (bad["error"], bad["log_level"])
     assert "key" not in bad
     assert not re.search("sk-|Bearer", str(captured))
+
+
+# A gateway in front
+
+TENANT, OBJECTIVE, SESSION = "x-llm-d-inference-fairness-id", "x-gateway-inference-objective", "x-session-token"
+GATEWAY = GatewaySettings(objectives={"urgent": 1, "batch": 2, "beyond": 3}, requests_per_minute=1)
+
+
+async def test_tenants_of_a_gateway(keys_file: Path) -> None:
+    """Each has limits of its own: those of its key, or else the gateway's. Whoever names none has those of the key."""
+    trusting = AccessSettings(trust_gateway=True, gateway=GATEWAY)
+    asked: list[tuple[AccessSettings, str | None, list[tuple[str, int]]]] = [
+        (trusting, None, [("a", 200), ("a", 429), ("b", 200), ("", 200), ("", 200), ("\tä", 400), ("x" * 129, 400)]),
+        (AccessSettings(gateway=GATEWAY), None, [("a", 200), ("a", 200)]),
+        (replace(trusting, api_keys_file=keys_file), "sk-few", [("a", 200), ("a", 200), ("a", 429), ("b", 200)]),
+        (replace(trusting, api_keys_file=keys_file), "sk-one", [("a", 200), ("a", 429)]),
+        (replace(trusting, api_keys_file=keys_file), "sk-wrong", [("a", 401)]),
+    ]
+    with structlog.testing.capture_logs() as captured:
+        for access, key, tenants in asked:
+            async with service(access) as proxy:
+                for tenant, status in tenants:
+                    headers = {TENANT: tenant} if key is None else {TENANT: tenant, "api-key": key}
+                    answer = await proxy.post("/v1/completions", COMPLETION, **headers)
+                    assert status == answer.status, (key, tenant, answer.body)
+        secret = "sk-" + "a" * 30
+        async with service(trusting) as proxy:
+            older = TENANT.replace("llm-d", "gateway")
+            for tenant, status in ((secret, 200), (secret, 429), (f"{secret}b", 200)):
+                assert status == (await proxy.post("/v1/completions", COMPLETION, **{older: tenant})).status
+
+    logged = [line.get("key") for line in captured if line["event"] == "request"]
+    assert ["a", "a", "b"] == logged[:3]
+    assert {"few/a", "few/b", "one model/a"} <= set(logged)
+    assert secret not in str(captured)
+
+
+class _Recorder(Endpoint):
+    """Remembers the priorities of requests, and sends none."""
+
+    seen: list[int]
+
+    def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
+        self.seen.append(request.priority)
+        raise InvalidRequest("No.")
+
+
+async def test_objectives_of_a_gateway() -> None:
+    """They come before what clients ask for; a queue without that level, and an unknown objective, leave it."""
+    config = config_of("m", dynamic_batching={"priority_levels": 2})
+    cases = [("urgent", 0, 1), ("batch", 1, 2), ("beyond", 1, 1), ("other", 2, 2), ("", 0, 0)]
+    async with FakeTriton(config) as triton:
+        for trusted in (True, False):
+            access = AccessSettings(trust_gateway=trusted, gateway=GATEWAY)
+            recorder = _Recorder((triton.url,))
+            recorder.seen = []
+            settings = Settings(triton=TritonSettings(url=(triton.url,)), access=access)
+            async with serving(settings, client=recorder) as proxy:
+                await proxy.ready()
+                for objective, asked, _ in cases:
+                    body = {**COMPLETION, "priority": asked}
+                    assert 400 == (await proxy.post("/v1/completions", body, **{OBJECTIVE: objective})).status
+            assert [sent if trusted else asked for _, asked, sent in cases] == recorder.seen
+
+
+async def test_the_session_of_a_gateway() -> None:
+    """Its token comes back with any answer, and scripts of pages may read it."""
+    for trusted in (True, False):
+        access = AccessSettings(trust_gateway=trusted, cors_allow_origin=("*",))
+        async with service(access) as proxy:
+            for body in (COMPLETION, {**COMPLETION, "stream": True}, {}):
+                answer = await proxy.post("/v1/completions", body, **{SESSION: "bGxtL3BvZC0w", "Origin": ORIGIN})
+                assert ("bGxtL3BvZC0w" if trusted else None) == answer.headers.get(SESSION)
+                assert SESSION in answer.headers["Access-Control-Expose-Headers"]
+            _, headers, _ = await raw(proxy, "POST", "/v1/completions", f"{SESSION}: ä")
+            assert SESSION not in headers
 
 
 def test_as_a_process(triton: TestTriton, keys_file: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ EXPOSED = (
     "x-request-id",
     "retry-after",
     "x-should-retry",
+    "x-session-token",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 # The port of an origin, which has none where it is the default one.

@@ -9,25 +9,29 @@ counts as running until the stream ends.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, Literal
 
+import msgspec
 import structlog
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from triton_openai.access.keys import KEY_HEADERS, ApiKey, Keys, identify
-from triton_openai.access.rate_limits import LimitStore, RateLimits, Ticket
+from triton_openai.access.keys import KEY_HEADERS, ApiKey, Keys, identify, sha256
+from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Ticket
 from triton_openai.access.restrictions import Restrictions, RouteGroup
 from triton_openai.config import AccessSettings
 from triton_openai.errors import (
     InvalidApiKey,
+    InvalidRequest,
     KeyNotSufficient,
     ModelNotFound,
     RateLimited,
     ServiceError,
     UpstreamUnavailable,
+    holds_key,
     printable,
 )
 from triton_openai.models.draining import Draining
@@ -37,6 +41,14 @@ from triton_openai.telemetry.observation import request_id
 from triton_openai.triton.relay.rules import Operation
 
 _log = structlog.get_logger("triton_openai.access")
+# What gateways' headers begin with: llm-d's, and those of the Gateway API inference extension before it.
+_PREFIXES = ("x-llm-d-inference-", "x-gateway-inference-")
+_TENANT = re.compile(r"[!-~]([ -~]{0,126}[!-~])?")
+
+
+def said_by_gateway(headers: Mapping[str, str], what: Literal["objective", "fairness-id"]) -> str:
+    """Return what a trusted gateway's headers say, an empty text if nothing."""
+    return next((headers[name] for prefix in _PREFIXES if (name := prefix + what) in headers), "")
 
 
 class Guard:
@@ -54,6 +66,8 @@ class Guard:
         self.keys = Keys(settings)
         self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: LimitStore = limits or RateLimits()
+        #: ``None`` where the gateway is not trusted.
+        self.gateway = settings.gateway if settings.trust_gateway else None
 
     def authenticate(self, headers: CIMultiDictProxy[str], group: RouteGroup | None) -> ApiKey | None:
         """
@@ -65,9 +79,31 @@ class Guard:
             return None
         if group is not None:
             self.restrictions.check(group, headers)
-        ring = self.keys.ring
+        if group == "health" or (self.keys.ring is None and self.gateway is None):
+            return None
         # An unknown path needs a key too, so that clients without a key cannot find out which paths exist.
-        return None if ring is None or group == "health" else identify(headers, ring)
+        return self.identify(headers)
+
+    def identify(self, headers: CIMultiDictProxy[str]) -> ApiKey | None:
+        """
+        Return the key of a request, ``None`` where none is asked for. Each tenant of a trusted gateway has its own.
+
+        Raises :class:`InvalidApiKey`, and :class:`InvalidRequest` for a name of a tenant that cannot be logged.
+        """
+        ring, gateway = self.keys.ring, self.gateway
+        key = None if ring is None else identify(headers, ring)
+        tenant = "" if gateway is None else said_by_gateway(headers, "fairness-id")
+        if gateway is None or not tenant:
+            return key
+        if not _TENANT.fullmatch(tenant):
+            raise InvalidRequest("The gateway's fairness id must have 1 to 128 printable ASCII characters.")
+        if holds_key(tenant):
+            tenant = sha256(tenant).hex()[:16]
+        key = ApiKey(name=tenant) if key is None else msgspec.structs.replace(key, name=f"{key.name}/{tenant}")
+        if key.limit.any:
+            return key
+        limit = RateLimit(**{name: getattr(gateway, name) for name in RateLimit.__struct_fields__})
+        return msgspec.structs.replace(key, limit=limit)
 
     async def admit(self, key: ApiKey) -> Ticket:
         """Count a request of *key* as running; the ticket's ``refusal`` is set if the key's limits forbid it."""
@@ -80,6 +116,7 @@ class Guard:
         def take() -> None:
             take_keys()
             self.restrictions.replace(settings.openai_restricted_api)
+            self.gateway = settings.gateway if settings.trust_gateway else None
 
         return take
 
@@ -141,16 +178,18 @@ class RelayedRequest:
         """Check that the client may do *operation*, ``None`` for an unknown one. Raises :class:`ServiceError`."""
         self._operation = operation
         self._count_running(1)
-        restrictions, ring = self._guard.restrictions, self._guard.keys.ring
-        self.hidden = {*restrictions.header_names, *(KEY_HEADERS if ring is not None else ())}
+        restrictions = self._guard.restrictions
+        self.hidden = {*restrictions.header_names, *(KEY_HEADERS if self._guard.keys.ring is not None else ())}
         for group in operation.guards if operation is not None else ():
             restrictions.check(group, self._headers)
         if operation is not None and operation.readiness and self._guard.draining.begun:
             raise UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1)
-        if ring is None or (operation is not None and operation.group == "health" and operation.about == "nothing"):
+        if operation is not None and operation.group == "health" and operation.about == "nothing":
             return
         # An unknown operation needs a key too, see `Guard.authenticate`.
-        self._key = key = identify(self._headers, ring)
+        self._key = key = self._guard.identify(self._headers)
+        if key is None:
+            return
         self._fields["key"] = key.name
         if operation is None:
             return

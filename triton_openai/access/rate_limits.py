@@ -24,6 +24,8 @@ from triton_openai.telemetry.observation import Observation
 
 #: Seconds in which limits "per minute" are counted.
 WINDOW = 60
+# Accounts from which on those that nobody uses are dropped: tenants of a gateway have names without end.
+_MANY = 1000
 # A minute that begins within a tick ends within the one that is 60 later.
 _TICKS = WINDOW + 1
 
@@ -109,6 +111,10 @@ class _Account:
         self.requests = _Minute()
         self.tokens = _Minute()
 
+    def idle(self, now: float) -> bool:
+        """Return whether a new account would be the same."""
+        return not (self.running or self.requests.used(now) or self.tokens.used(now))
+
 
 class RateLimits:
     """Counts the requests of all keys. *clock* returns seconds."""
@@ -116,6 +122,7 @@ class RateLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self._most = _MANY
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
         """See :class:`LimitStore`."""
@@ -123,20 +130,24 @@ class RateLimits:
 
     def decide(self, name: str, limit: RateLimit) -> Decision:
         """Count a request of the key *name* in, if *limit* allows it, and say so in OpenAI's headers."""
-        account, now = self._accounts.setdefault(name, _Account()), self._clock()
+        now = self._clock()
+        if len(self._accounts) >= self._most:
+            self._accounts = {one: account for one, account in self._accounts.items() if not account.idle(now)}
+            self._most = max(_MANY, 2 * len(self._accounts))
+        account = self._accounts.setdefault(name, _Account())
         counts = (
             ("requests", limit.requests_per_minute, account.requests),
             ("tokens", limit.tokens_per_minute, account.tokens),
         )
         refusal, most = None, limit.concurrent_requests
         if most is not None and account.running >= most:
-            text = f"The key '{name}' may have {most} requests at the same time."
+            text = f"'{name}' may have {most} requests at the same time."
             refusal = Refusal(text, kind="requests", wait=1)
         for kind, most, minute in counts:
             if refusal is None and most is not None and minute.used(now) >= most:
                 wait = minute.below_in(most, now)
                 refusal = Refusal(
-                    f"Rate limit reached for the key '{name}' on {kind} per minute: limit {most}, used "
+                    f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used "
                     f"{minute.used(now)}. Please try again in {_duration(wait)}.",
                     kind=kind,
                     # The official clients wait for a minute at most, and else try again at once.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from triton_openai.access.guard import said_by_gateway
 from triton_openai.answer.logprobs import Scoring, score_prompts
 from triton_openai.answer.run import Run
 from triton_openai.answer.time_limits import TimeLimits
@@ -101,6 +102,10 @@ def task_of(
     adapter = model.adapter
     if not adapter.capabilities.generate:
         raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
+    objective = 0
+    if settings.access.trust_gateway:
+        name = said_by_gateway(context.request.headers, "objective")
+        objective = settings.access.gateway.objectives.get(name, 0)
     return Task(
         id=task_id,
         sampling=sampling(body, defaults=defaults, default_max_tokens=settings.api.default_max_tokens, adapter=adapter),
@@ -111,7 +116,7 @@ def task_of(
         open_ended=body.limit[1] is None and model.settings.default_parameters.max_tokens is None,
         most=defaults.max_tokens,
         truncation=truncation(body, keeps_special=keeps_special),
-        priority=priority(body, model.priorities),
+        priority=priority(body, model.priorities, objective),
         scored=scored,
         token_ids=token_ids(body, adapter),
         scoring=scoring(body, adapter, echoed=echoed, timeout=settings.triton.request_timeout),

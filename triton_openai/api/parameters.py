@@ -347,11 +347,12 @@ def truncation(
     )
 
 
-def priority(request: SamplingRequest, levels: int) -> int:
+def priority(request: SamplingRequest, levels: int, objective: int = 0) -> int:
     """
     Return the request's priority, 0 for the default; the model's queue has *levels* of them.
 
-    Raises :class:`UnsupportedParameter` for a queue without priorities, and :class:`InvalidRequest` above *levels*.
+    The gateway's *objective* comes before what the client asks for, if the queue has that level. Raises
+    :class:`UnsupportedParameter` for a queue without priorities, and :class:`InvalidRequest` above *levels*.
     """
     given = request.priority or 0
     if given and not levels:
@@ -361,7 +362,7 @@ def priority(request: SamplingRequest, levels: int) -> int:
             f"'priority' must be from 0 (the default) or 1 (the first) to {levels} for this model, got {given}.",
             "priority",
         )
-    return given
+    return objective if 0 < objective <= levels else given
 
 
 def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:

@@ -344,6 +344,9 @@ def _check(found: _Layer) -> None:
     restricted, origin = get("access", "openai_restricted_api", ())
     if api := _repeated([api for entry in restricted for api in entry.apis]):
         raise ConfigurationError(f"{origin}: the API {api!r} is restricted twice.")
+    gateway = next((origin for path, (_, origin) in found.items() if path[:2] == ("access", "gateway")), None)
+    if gateway is not None and not get("access", "trust_gateway")[0]:
+        raise ConfigurationError(f"{gateway} needs access.trust_gateway.")
     content, origin = get("server", "log_content")
     level, level_origin = get("server", "log_level", "info")
     if content is not None and level not in ("debug", "info"):

@@ -370,6 +370,18 @@ class RestrictedApi(_Group, frozen=True):
     value: Annotated[str, Meta(pattern=r"^[!-~]([ -~]*[!-~])?$")]
 
 
+class GatewaySettings(_Group, frozen=True):
+    """
+    What a trusted gateway's headers stand for: the priorities of *objectives*, 1 first, and the limits of each tenant
+    for which there is no API key with limits of its own.
+    """
+
+    objectives: Mapping[str, Count] = msgspec.field(default_factory=dict)
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent_requests: Count | None = None
+
+
 class AccessSettings(_Group, frozen=True):
     """Which clients may send requests, and to which APIs. Without keys, every client may."""
 
@@ -402,6 +414,14 @@ class AccessSettings(_Group, frozen=True):
             "is every origin."
         ),
     ] = ()
+    trust_gateway: Annotated[
+        bool,
+        _file_only(
+            "Let the gateway in front name a request's objective and its tenant, in headers that it must not take over "
+            "from clients. access.gateway has the priorities of objectives, and the limits of tenants."
+        ),
+    ] = False
+    gateway: GatewaySettings = GatewaySettings()
 
 
 class LimitSettings(_Group, frozen=True):

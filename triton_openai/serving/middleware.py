@@ -159,6 +159,11 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
         headers["Connection"] = "close"
     if observation.headers:
         headers.update(observation.headers)
+    if app[GUARD].gateway is not None:
+        # With it, the gateway finds the session's pod again.
+        token = request.headers.get("x-session-token", "")
+        if token and token.isascii() and token.isprintable():
+            headers["x-session-token"] = token
     app[CORS].add_headers(request, response)
 
 

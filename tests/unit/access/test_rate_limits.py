@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,6 +113,20 @@ def test_concurrent_requests(limits: RateLimits) -> None:
     assert admit(limits, "a", limit).refusal is not None
     one.close(0)
     assert admit(limits, "a", limit).refusal is None
+
+
+def test_accounts_that_nobody_uses_any_more(limits: RateLimits, clock: Clock) -> None:
+    """They take no memory, though there is no end of names; what counts stays."""
+    limit, kept = RateLimit(requests_per_minute=1), RateLimit(concurrent_requests=1)
+    running = admit(limits, "running", kept)
+    for number in range(5000):
+        clock.now += 1
+        admit(limits, str(number), limit).close(0)
+
+    assert 1001 > sum(type(one).__name__ == "_Account" for one in gc.get_objects())
+    assert admit(limits, "4999", limit).refusal is not None
+    assert admit(limits, "running", kept).refusal is not None
+    running.close(0)
 
 
 def test_limits_that_are_not_there(limits: RateLimits) -> None:

@@ -156,6 +156,14 @@ def test_workers_that_would_admit_nothing(read) -> None:
         read(None, {flag: "1"})
 
 
+def test_what_a_gateway_says_needs_trust(read) -> None:
+    """The settings for it are not passed over in silence."""
+    with pytest.raises(ConfigurationError, match=r"^access\.gateway\.objectives\.a in .* needs access\.trust_gateway"):
+        read("access: {gateway: {objectives: {a: 1}}}")
+    access = read("access: {trust_gateway: true, gateway: {objectives: {a: 1}, concurrent_requests: 2}}").access
+    assert ({"a": 1}, 2) == (access.gateway.objectives, access.gateway.concurrent_requests)
+
+
 def test_a_prompt_is_made_in_one_way(read) -> None:
     """A chat template and a history template exclude each other, but a model may differ from all others."""
     for yaml, flags in (

@@ -25,6 +25,7 @@ from tests.relays import Relays, Upstream, relayed
 from tests.tls_fixture import Authority
 from triton_openai.config import RestrictedApi, TlsSettings
 from triton_openai.config import files as watched_files
+from triton_openai.config.tree import GatewaySettings
 from triton_openai.triton.relay.rules import operation_of_path
 
 SERVICE = "/inference.GRPCInferenceService/"
@@ -296,6 +297,18 @@ async def test_requests_in_a_minute(tmp_path: Path) -> None:
         assert int(headers["Retry-After"]) >= 1
 
     assert [1] == [len(messages) for _, _, messages in triton.calls]
+
+
+async def test_tenants_of_a_gateway() -> None:
+    """They are counted one by one here too."""
+    gateway = GatewaySettings(requests_per_minute=1)
+    async with guarded(access={"trust_gateway": True, "gateway": gateway}) as (relays, _):
+        statuses = [
+            (await ask(relays, "/v2/models/m/infer", {"x-gateway-inference-fairness-id": tenant}))[0]
+            for tenant in ("a", "b", "a", "ä")
+        ]
+
+    assert [200, 200, 429, 400] == statuses
 
 
 async def test_requests_at_the_same_time(tmp_path: Path) -> None:

@@ -63,7 +63,10 @@ class SharedState:
 
     def leave(self, index: int, name: str, tokens: int) -> None:
         """Count a request of the key *name* out, and the *tokens* that it used in."""
-        self._running[index][name] -= 1
+        running = self._running[index]
+        running[name] -= 1
+        if not running[name]:
+            del running[name]
         self._limits.leave(name, tokens)
 
     def claim(self, index: int, models: Collection[str]) -> str | None:
