@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema_rs
 import msgspec
 
+from tests import openai_types
 from triton_openai.api.routes import describe
 from triton_openai.config import AccessSettings, RestrictedApi, Settings
 
@@ -49,17 +50,23 @@ def check(method: str, path: str, status: int, headers: Mapping[str, str], body:
     if kind.startswith("text/plain") or "openmetrics" in kind:
         return
     schema = _validator(f"{place}/content/{_escaped(kind)}/schema")
-    for event in _events(body) if kind == "text/event-stream" else [body]:
+    found = list(_events(body)) if kind == "text/event-stream" else [body]
+    for event in found:
         _valid(schema, event, path)
+    if status == 200 and "/responses" in path:
+        openai_types.check_events(found) if kind == "text/event-stream" else openai_types.check_object(json.loads(body))
 
 
 def find(method: str, path: str) -> str | None:
     """Return the path of the description that stands for *path*, if it has *method*."""
-    for template, operations in document()["paths"].items():
-        pattern = re.sub(r"\\{\w+\\}", ".+", re.escape(template))
-        if re.fullmatch(pattern, path.partition("?")[0]) and method.lower() in operations:
-            return str(template)
-    return None
+    found = [
+        str(template)
+        for template, operations in document()["paths"].items()
+        if method.lower() in operations
+        and re.fullmatch(re.sub(r"\\{\w+\\}", ".+", re.escape(template)), path.partition("?")[0])
+    ]
+    # The name of a model may hold slashes, so it could be the rest of any path.
+    return max(found, key=lambda template: template.count("/"), default=None)
 
 
 def _place(method: str, path: str, status: int) -> str:

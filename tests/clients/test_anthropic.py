@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx2
 import pytest
 from anthropic import Anthropic
 
 from tests.clients.service import Service, steered
-from tests.clients.test_tools import CALL
+from tests.clients.weather import CALL, SCHEMA
 
 MODEL = "vllm_model"
 TOOL: Any = {
     "name": "get_weather",
     "description": "Tell the weather.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "input_schema": SCHEMA,
 }
 
 
 @pytest.fixture
-def client(tooled: Service) -> Iterator[Anthropic]:
+def client(tooled: Service, connection: httpx2.Client) -> Anthropic:
     """The official client."""
-    with Anthropic(base_url=tooled.address, api_key="none", max_retries=0) as client:
-        yield client
+    return Anthropic(base_url=tooled.address, api_key="none", max_retries=0, http_client=connection)
 
 
 def asked(text: str, **fields: Any) -> Any:

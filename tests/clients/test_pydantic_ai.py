@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx2
 import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, PromptedOutput, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models import Model
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.clients.service import Service, steered
@@ -34,19 +35,20 @@ MODES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture
-async def provider(tooled: Service) -> AsyncIterator[OpenAIProvider]:
-    """The server, through a client that nobody else would close."""
-    async with AsyncOpenAI(base_url=tooled.base_url, api_key="none", max_retries=0) as client:
-        yield OpenAIProvider(openai_client=client)
+def provider(tooled: Service, async_connection: httpx2.AsyncClient) -> OpenAIProvider:
+    """The server."""
+    client = AsyncOpenAI(base_url=tooled.base_url, api_key="none", max_retries=0, http_client=async_connection)
+    return OpenAIProvider(openai_client=client)
 
 
 @pytest.fixture(params=["ensemble", "vllm_model"])
-def model(request: pytest.FixtureRequest, provider: OpenAIProvider) -> OpenAIChatModel:
-    """A chat model."""
-    return OpenAIChatModel(request.param, provider=provider)
+def model(request: pytest.FixtureRequest, provider: OpenAIProvider) -> Model:
+    """A chat model over each API."""
+    kind = OpenAIChatModel if request.param == "ensemble" else OpenAIResponsesModel
+    return kind(request.param, provider=provider)
 
 
-async def test_text(model: OpenAIChatModel) -> None:
+async def test_text(model: Model) -> None:
     """A run gives the text and the usage."""
     result = await Agent(model).run(steered(text=WORDS))
 
@@ -56,7 +58,7 @@ async def test_text(model: OpenAIChatModel) -> None:
     assert result.usage.input_tokens > 10
 
 
-async def test_streamed_text(model: OpenAIChatModel) -> None:
+async def test_streamed_text(model: Model) -> None:
     """A stream comes in pieces, and its usage at the end."""
     async with Agent(model).run_stream(steered(text=WORDS)) as run:
         pieces = [piece async for piece in run.stream_text(delta=True, debounce_by=None)]
@@ -67,7 +69,7 @@ async def test_streamed_text(model: OpenAIChatModel) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_extraction(model: OpenAIChatModel, mode: str) -> None:
+async def test_extraction(model: Model, mode: str) -> None:
     """The object comes by a tool call, under its schema, or because the prompt asks for it."""
     output, answer = MODES[mode]
     result = await Agent(model, output_type=output).run(steered(text=answer))
@@ -76,7 +78,7 @@ async def test_extraction(model: OpenAIChatModel, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_extraction_while_streaming(model: OpenAIChatModel, mode: str) -> None:
+async def test_extraction_while_streaming(model: Model, mode: str) -> None:
     """Parts of the object are there before the whole, and the last one is the whole."""
     output, answer = MODES[mode]
     async with Agent(model, output_type=output).run_stream(steered(text=answer)) as run:
@@ -87,7 +89,7 @@ async def test_extraction_while_streaming(model: OpenAIChatModel, mode: str) -> 
     assert run.usage.output_tokens > 3
 
 
-async def test_a_tool_is_called_and_answered(model: OpenAIChatModel) -> None:
+async def test_a_tool_is_called_and_answered(model: Model) -> None:
     """A function is called with the model's arguments, and its result goes back to the model."""
     called: list[str] = []
     agent = Agent(model)

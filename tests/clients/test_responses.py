@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
+from tests import described
 from tests.clients.service import Service, steered, until
+from tests.clients.weather import CALL, SCHEMA, City, get_weather
 
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 WEATHER: Any = {
     "type": "function",
     "name": "get_weather",
     "description": "Tell the weather.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "parameters": SCHEMA,
     "strict": False,
 }
-
-
-class City(BaseModel):
-    """What the answer has to be."""
-
-    name: str
-
-
-@tool
-def get_weather(city: str) -> str:
-    """Tell the weather."""
-    return f"fine in {city}"
-
-
-@pytest.fixture
-def client(tooled: Service) -> Iterator[OpenAI]:
-    """The official client."""
-    with OpenAI(base_url=tooled.base_url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_a_text(client: OpenAI) -> None:
@@ -160,7 +141,7 @@ def test_websockets_are_refused(tooled: Service) -> None:
     assert 405 == tooled.status("/v1/responses")
 
 
-def test_langchain(tooled: Service) -> None:
+def test_langchain(tooled: Service, connection: httpx2.Client) -> None:
     """LangChain calls a tool, sends its result, and streams."""
     chat = ChatOpenAI(
         model="vllm_model",
@@ -168,13 +149,14 @@ def test_langchain(tooled: Service) -> None:
         api_key=SecretStr("none"),
         max_retries=0,
         use_responses_api=True,
+        http_client=connection,
     )
     question = HumanMessage(steered(text=CALL))
     called = chat.bind_tools([get_weather]).invoke([question])
     (call,) = called.tool_calls
     assert ("get_weather", {"city": "Bonn"}) == (call["name"], call["args"])
 
-    result = ToolMessage(get_weather.invoke(call["args"]), tool_call_id=call["id"])
+    result = ToolMessage(get_weather(**call["args"]), tool_call_id=call["id"])
     answer = chat.invoke([question, called, result, HumanMessage(steered(text="It is fine."))])
     assert "It is fine." == answer.text
     assert "one two" == "".join(piece.text for piece in chat.stream(steered(text="one two")))
@@ -302,6 +284,7 @@ def test_what_codex_sends(tooled: Service) -> None:
         asked = [*request["input"], *again(f"<tool_call>\n{call}\n</tool_call>")]
         reply = tooled.post("/v1/responses", {**request, "model": "vllm_model", "input": asked})
         assert 200 == reply.status, reply.body
+        described.check("POST", "/v1/responses", reply.status, reply.headers, reply.body)
         events = [json.loads(block.partition("\ndata: ")[2]) for block in reply.body.decode().split("\n\n")[:-1]]
         (done,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         assert expected.items() <= done.items()

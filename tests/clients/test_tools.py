@@ -3,65 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import openai
+import httpx2
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import SecretStr
 
-from tests.clients.service import Service
+from tests.clients.service import Service, steered
+from tests.clients.weather import CALL, SCHEMA, City, get_weather
 
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 TOOLS: list[Any] = [
     {
         "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Tell the weather.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
+        "function": {"name": "get_weather", "description": "Tell the weather.", "parameters": SCHEMA},
     }
 ]
 
 
-class City(BaseModel):
-    """What the answer has to be."""
-
-    name: str
-
-
-@tool
-def get_weather(city: str) -> str:
-    """Tell the weather."""
-    return f"fine in {city}"
-
-
 @pytest.fixture
-def client(tooled: Service) -> Iterator[OpenAI]:
-    """The official client."""
-    with OpenAI(base_url=tooled.base_url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def chat(tooled: Service) -> ChatOpenAI:
+def chat(tooled: Service, connection: httpx2.Client) -> ChatOpenAI:
     """LangChain's chat model."""
-    return ChatOpenAI(model="vllm_model", base_url=tooled.base_url, api_key="none", max_retries=0)  # type: ignore[arg-type]
-
-
-def steered(text: str) -> str:
-    """Return a prompt that is answered *text*."""
-    return f"Hello <<steer {json.dumps({'text': text})}>>"
+    return ChatOpenAI(
+        model="vllm_model",
+        base_url=tooled.base_url,
+        api_key=SecretStr("none"),
+        max_retries=0,
+        http_client=connection,
+    )
 
 
 def user(text: str) -> list[Any]:
     """Return the messages of a chat that is answered *text*."""
-    return [{"role": "user", "content": steered(text)}]
+    return [{"role": "user", "content": steered(text=text)}]
 
 
 @pytest.mark.parametrize("model", ["vllm_model", "ensemble"])
@@ -101,8 +77,8 @@ def test_a_parsed_answer(client: OpenAI) -> None:
 def test_bound_tools(chat: ChatOpenAI) -> None:
     """LangChain's bound tools are called, streamed or not."""
     bound = chat.bind_tools([get_weather])
-    answer: Any = bound.invoke(steered(CALL))
-    pieces: list[Any] = list(bound.stream(steered(CALL)))
+    answer: Any = bound.invoke(steered(text=CALL))
+    pieces: list[Any] = list(bound.stream(steered(text=CALL)))
     total: Any = pieces[0]
     for piece in pieces[1:]:
         total = total + piece
@@ -117,26 +93,25 @@ def test_structured_output(chat: ChatOpenAI, method: Any) -> None:
     """LangChain's structured output is held to the schema, or to JSON."""
     structured = chat.with_structured_output(City, method=method)
 
-    assert City(name="Bonn") == structured.invoke(steered('{"name": "Bonn"}'))
+    assert City(name="Bonn") == structured.invoke(steered(text='{"name": "Bonn"}'))
 
 
 def test_structured_output_by_a_call(chat: ChatOpenAI) -> None:
     """The method with a forced call works too."""
     structured = chat.with_structured_output(City, method="function_calling")
 
-    assert City(name="Bonn") == structured.invoke(steered('{"name": "Bonn"}'))
+    assert City(name="Bonn") == structured.invoke(steered(text='{"name": "Bonn"}'))
 
 
-async def test_async(tooled: Service) -> None:
+async def test_async(tooled: Service, async_connection: httpx2.AsyncClient) -> None:
     """LangChain's async methods give the same: calls whole and streamed, and objects."""
-    async with openai.DefaultAsyncHttpxClient() as connection:
-        chat = ChatOpenAI(
-            model="vllm_model", base_url=tooled.base_url, api_key=SecretStr("none"), http_async_client=connection
-        )
-        bound = chat.bind_tools([get_weather])
-        answer = await bound.ainvoke(steered(CALL))
-        pieces: list[Any] = [piece async for piece in bound.astream(steered(CALL))]
-        city = await chat.with_structured_output(City).ainvoke(steered('{"name": "Bonn"}'))
+    chat = ChatOpenAI(
+        model="vllm_model", base_url=tooled.base_url, api_key=SecretStr("none"), http_async_client=async_connection
+    )
+    bound = chat.bind_tools([get_weather])
+    answer = await bound.ainvoke(steered(text=CALL))
+    pieces: list[Any] = [piece async for piece in bound.astream(steered(text=CALL))]
+    city = await chat.with_structured_output(City).ainvoke(steered(text='{"name": "Bonn"}'))
     total = pieces[0]
     for piece in pieces[1:]:
         total = total + piece
@@ -151,8 +126,8 @@ async def test_async(tooled: Service) -> None:
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_structured_output_while_streaming(chat: ChatOpenAI) -> None:
     """Parts of the object come before the whole, and with the raw message there is its usage."""
-    parts = list(chat.with_structured_output(City, method="json_schema").stream(steered('{"name": "Bonn"}')))
-    whole: Any = chat.with_structured_output(City, include_raw=True).invoke(steered('{"name": "Bonn"}'))
+    parts = list(chat.with_structured_output(City, method="json_schema").stream(steered(text='{"name": "Bonn"}')))
+    whole: Any = chat.with_structured_output(City, include_raw=True).invoke(steered(text='{"name": "Bonn"}'))
 
     assert City(name="Bonn") == parts[-1]
     assert (City(name="Bonn"), None) == (whole["parsed"], whole["parsing_error"])
@@ -162,19 +137,19 @@ def test_structured_output_while_streaming(chat: ChatOpenAI) -> None:
 def test_a_tool_answered(chat: ChatOpenAI) -> None:
     """The result of a call goes back in LangChain's own messages."""
     bound = chat.bind_tools([get_weather], tool_choice="auto", parallel_tool_calls=False)
-    asked = HumanMessage(steered(CALL))
+    asked = HumanMessage(steered(text=CALL))
     call: Any = bound.invoke([asked])
     result = ToolMessage("rain", tool_call_id=call.tool_calls[0]["id"])
-    answer = bound.invoke([asked, call, result, HumanMessage(steered("Take a coat."))])
+    answer = bound.invoke([asked, call, result, HumanMessage(steered(text="Take a coat."))])
 
     assert ("Take a coat.", []) == (answer.content, getattr(answer, "tool_calls", None))
 
 
 def test_log_probabilities_and_several_answers(chat: ChatOpenAI) -> None:
     """They stand where LangChain has them."""
-    answer = chat.bind(logprobs=True, top_logprobs=1).invoke(steered("one two"))
+    answer = chat.bind(logprobs=True, top_logprobs=1).invoke(steered(text="one two"))
     several = ChatOpenAI(model=chat.model_name, base_url=chat.openai_api_base, api_key=SecretStr("none"), n=3).generate(
-        [[HumanMessage(steered("one two"))]]
+        [[HumanMessage(steered(text="one two"))]]
     )
 
     tokens = answer.response_metadata["logprobs"]["content"]

@@ -1,12 +1,13 @@
-"""Two services on one store of responses, one of which is killed in the middle of a response."""
+"""Two services on one store of responses: one is killed in the middle of a response, then the disk is full."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import NotFoundError, OpenAI
+from openai import InternalServerError, NotFoundError, OpenAI
 
 from tests.clients.service import serving, steered
 from tests.triton_fixture import TestTriton
@@ -50,5 +51,18 @@ def test_two_services_and_a_kill(triton: TestTriton, tmp_path: Path) -> None:
         )
         after = mine.responses.create(model="vllm_model", input=steered(text="on"), previous_response_id=begun.id)
         assert "on" == after.output_text
+        # A disk that is full: files may not grow any more.
+        limits = resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE)
+        long = steered("word " * 400, text="full")
+        resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, (first.log.stat().st_size + 2000, limits[1]))
+        full = mine.responses.create(model="vllm_model", input=long)
+        assert ("full", "completed", False) == (full.output_text, full.status, getattr(full, "store", None))
+        with pytest.raises(InternalServerError, match="The store of responses cannot be used") as refused:
+            mine.responses.create(model="vllm_model", input=long, background=True)
+        assert (503, "store_unavailable") == (refused.value.status_code, refused.value.code)
+        assert "on" == mine.responses.retrieve(after.id).output_text
+        resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, limits)
+        again = mine.responses.create(model="vllm_model", input=long)
+        assert "full" == mine.responses.retrieve(again.id).output_text
         mine.close()
         assert [] == first.complaints()

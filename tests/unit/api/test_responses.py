@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.described import check
 from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
 from triton_openai.api.responses.events import ResponseEvents
@@ -156,14 +157,9 @@ class Scripted:
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
-    """Read events; each is named by its type."""
-    found = []
-    for block in data.decode().split("\n\n")[:-1]:
-        name, _, rest = block.partition("\n")
-        found.append(json.loads(rest.removeprefix("data: ")))
-        assert f"event: {found[-1]['type']}" == name
-    assert [each["sequence_number"] for each in found] == list(range(len(found)))
-    return found
+    """Read events, which are as they are described."""
+    check("POST", "/v1/responses", 200, {"Content-Type": "text/event-stream", "x-request-id": "r"}, data)
+    return [json.loads(block.partition("data: ")[2]) for block in data.decode().split("\n\n")[:-1]]
 
 
 def renderer(parser: Any = None, *, reason: FinishReason | None = FinishReason.STOP, **options: Any) -> ResponseEvents:

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import Answer, Proxy, serving
 from triton_openai.api.responses.state import Conversation, Record, ResponseState
-from triton_openai.api.responses.store import DefaultStore, MemoryStore, SqliteStore, Store, open_store
+from triton_openai.api.responses.store import SqliteStore, Store, open_store
 from triton_openai.api.responses.types import OutputMessage, OutputText, ResponseObject
-from triton_openai.config import ResponsesSettings
+from triton_openai.config import ModelDefaults, ResponsesSettings, Settings, TritonSettings
 from triton_openai.errors import ConversationBusy, InvalidRequest, ObjectNotFound, StoreUnavailable
+
+
+class Server:
+    """The server of a store, which *start* and *stop* start and stop on its port."""
+
+    def __init__(self, url: str, start: Callable[[], None], stop: Callable[[], None]) -> None:
+        self.url, self.start, self.stop = url, start, stop
 
 
 def _free_port() -> int:
@@ -27,7 +41,7 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def postgres() -> Iterator[str]:
+def postgresql() -> Iterator[Server]:
     """A PostgreSQL of its own."""
     pytest.importorskip("asyncpg")
     if shutil.which("pg_ctl") is None or shutil.which("initdb") is None:
@@ -40,17 +54,23 @@ def postgres() -> Iterator[str]:
             shutil.chown(folder, "nobody")
         data = f"{folder}/data"
         subprocess.run(["initdb", "-D", data, "-U", "t", "-A", "trust", "-N"], check=True, capture_output=True, **user)
-        control = ["pg_ctl", "-D", data, "-w", "-l", f"{folder}/log"]
         options = f"-p {port} -h 127.0.0.1 -k {folder} -c fsync=off"
-        subprocess.run([*control, "-o", options, "start"], check=True, stdout=subprocess.DEVNULL, **user)
+
+        def control(*what: str) -> None:
+            command = ["pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", *what]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **user)
+
+        start = partial(control, "-o", options, "start")
+        start()
         try:
-            yield f"postgresql://t@127.0.0.1:{port}/postgres"
+            stop = partial(control, "-m", "immediate", "stop")
+            yield Server(f"postgresql://t@127.0.0.1:{port}/postgres", start, stop)
         finally:
-            subprocess.run([*control, "-m", "immediate", "stop"], check=True, stdout=subprocess.DEVNULL, **user)
+            stop()
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A Redis of its own."""
     pytest.importorskip("redis")
     if shutil.which("redis-server") is None:
@@ -58,13 +78,21 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = _free_port()
     folder = str(tmp_path_factory.mktemp("redis"))
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        _until_open(port, running[-1])
+
+    def stop() -> None:
+        running[-1].kill()
+        running.pop().wait()
+
+    start()
     try:
-        _until_open(port, process)
-        yield f"redis://127.0.0.1:{port}/0"
+        yield Server(f"redis://127.0.0.1:{port}/0", start, stop)
     finally:
-        process.terminate()
-        process.wait()
+        stop()
 
 
 def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -77,22 +105,30 @@ def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError("the server has ended")
 
 
-@pytest.fixture(params=["memory", "sqlite", "postgresql", "redis"])
-async def stores(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[Store, Store]]:
+@pytest.fixture
+def file(tmp_path: Path) -> Server:
+    """A file; when it is stopped, a folder stands in its place."""
+    path = tmp_path / "state" / "file"
+
+    def stop() -> None:
+        path.unlink()
+        path.mkdir()
+
+    return Server(f"sqlite:{path}", path.rmdir, stop)
+
+
+@pytest.fixture(params=["memory", "file", "postgresql", "redis"])
+async def stores(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Store, Store]]:
     """The same store, as two processes have it."""
-    url = request.param
-    if url == "sqlite":
-        url = f"sqlite:{tmp_path / 'state' / 'file'}"
-    elif url in ("postgresql", "redis"):
-        url = request.getfixturevalue("postgres" if url == "postgresql" else "redis")
+    url = "memory" if request.param == "memory" else request.getfixturevalue(request.param).url
     settings = ResponsesSettings(store=url)
     first = open_store(settings)
     second = first if url == "memory" else open_store(settings)
     assert first is not None
     assert second is not None
     yield first, second
-    await first.close()
-    await second.close()
+    for store in {first, second}:
+        await store.close()
 
 
 async def test_values_and_versions(stores: tuple[Store, Store]) -> None:
@@ -108,22 +144,23 @@ async def test_values_and_versions(stores: tuple[Store, Store]) -> None:
     assert await first.get("a") is None
 
 
-async def test_bounds(tmp_path: Path) -> None:
+async def test_bounds() -> None:
     """What was used longest ago goes first, and what is too old is not there."""
-    for kind in (MemoryStore, lambda settings: SqliteStore(tmp_path / "sized", settings)):
-        store: Any = kind(ResponsesSettings(max_size=2048))
-        for key in "abc":
-            assert await store.put(key, bytes(1000), 0)
-            store._swept = 0.0
-        await store.put("d", b"", 0)
-        assert [None, True] == [await store.get("a"), await store.get("c") is not None]
-        await store.close()
-    for kind in (MemoryStore, lambda settings: SqliteStore(tmp_path / "aged", settings)):
-        store = kind(ResponsesSettings(max_age=1e-12))
-        await store.put("a", b"", 0)
-        await asyncio.sleep(0)
-        assert await store.get("a") is None
-        await store.close()
+    store = kept(max_size=2048)
+    for key in "abc":
+        assert await store.put(key, bytes(1000), 0)
+    await store.put("d", b"", 0)
+    assert [None, True] == [await store.get("a"), await store.get("c") is not None]
+    await store.close()
+    store = kept(max_age=1e-12)
+    await store.put("a", b"", 0)
+    assert await store.get("a") is None
+    await store.close()
+
+
+def kept(**settings: Any) -> Store:
+    """Return a store in memory."""
+    return SqliteStore(None, ResponsesSettings(**settings))
 
 
 async def test_a_file_is_kept_and_is_private(tmp_path: Path) -> None:
@@ -146,7 +183,8 @@ async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """It is a file in the state folder, or memory where there can be none."""
     for folder in (tmp_path, Path("/proc/nowhere")):
         monkeypatch.setenv("XDG_STATE_HOME", str(folder))
-        store = DefaultStore(ResponsesSettings())
+        store = open_store(ResponsesSettings())
+        assert store is not None
         assert await store.put("k", b"v", 0)
         assert (b"v", 1) == await store.get("k")
         await store.close()
@@ -171,7 +209,7 @@ def record(number: int, previous: int | None = None, **fields: Any) -> Record:
 
 async def test_what_a_response_goes_on_from() -> None:
     """Items of all responses before it, in order; only the key's own, and only those that have ended."""
-    state = ResponseState(MemoryStore(ResponsesSettings()))
+    state = ResponseState(kept())
     for each in (record(1), record(2, 1), record(3, 9), record(4, status="in_progress")):
         each.lease = 2e10
         assert await state.put(each, 0)
@@ -193,7 +231,7 @@ async def test_what_a_response_goes_on_from() -> None:
 
 async def test_a_maker_that_is_gone() -> None:
     """A response whose process has ended is incomplete."""
-    state = ResponseState(MemoryStore(ResponsesSettings()))
+    state = ResponseState(kept())
     running = record(1, status="in_progress")
     await state.put(running, 0)
     found, _ = await state.record(running.response.id, "me")
@@ -204,7 +242,7 @@ async def test_a_maker_that_is_gone() -> None:
 
 async def test_one_response_at_a_time_in_a_conversation() -> None:
     """The second one is refused while the first one is made; afterwards its turn has come."""
-    state = ResponseState(MemoryStore(ResponsesSettings()))
+    state = ResponseState(kept())
     await state.put(Conversation(owner="me", id="conv_1", created_at=1), 0)
     async with state.claimed("conv_1", "me", "resp_1"):
         with pytest.raises(ConversationBusy):
@@ -215,3 +253,125 @@ async def test_one_response_at_a_time_in_a_conversation() -> None:
     with pytest.raises(ObjectNotFound):
         async with state.claimed("conv_1", "you", "resp_3"):
             pass
+
+
+@asynccontextmanager
+async def service(store: str) -> AsyncIterator[Proxy]:
+    """Run a service with *store*, and a model that says a word."""
+    async with FakeTriton(config_of("m")) as triton:
+        triton.responses = [{"text_output": text} for text in ("a", "")]
+        settings = Settings(
+            triton=TritonSettings(url=(triton.url,)),
+            defaults=ModelDefaults(chat_template="chatml"),
+            responses=ResponsesSettings(store=store),
+        )
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            yield proxy
+
+
+async def test_a_long_conversation() -> None:
+    """A conversation of twice as many turns takes twice as many calls, however it is given."""
+    calls: Counter[str] = Counter()
+
+    async def work(path: str, body: dict[str, Any]) -> int:
+        calls.clear()
+        sys.setprofile(lambda frame, event, given: calls.update((event,)))
+        try:
+            answer = await proxy.post(path, {"model": "m", **body})
+        finally:
+            sys.setprofile(None)
+        assert 200 == answer.status, answer.body
+        previous[:] = [answer.json["id"]]
+        return calls.total()
+
+    async with service("memory") as proxy:
+        turn = [{"role": "user", "content": "in"}, {"role": "assistant", "content": "out"}]
+        previous: list[str] = []
+        for path, field, more in (("/v1/responses", "input", {}), ("/v1/messages", "messages", {"max_tokens": 9})):
+            asked = [{**more, field: [*turn * count, turn[0]]} for count in (1, 50, 100)]
+            _, half, whole = [await work(path, body) for body in asked]
+            assert whole < 2.2 * half, (path, half, whole)
+        made = (await proxy.post("/v1/responses", {"model": "m", "input": "in"})).json["id"]
+        counts = []
+        for number in range(1, 101):
+            body = {"model": "m", "input": "in", "previous_response_id": made}
+            if number % 50:
+                made = (await proxy.post("/v1/responses", body)).json["id"]
+            else:
+                counts.append(await work("/v1/responses", body))
+                made = previous[0]
+        assert counts[1] < 2.2 * counts[0], counts
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_a_store_that_is_gone(
+    kind: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers do not need it and say that they are not kept; the rest is a 503 until it is back."""
+    server: Server = request.getfixturevalue(kind)
+    async with service(server.url) as proxy:
+        ask = {"model": "m", "input": "Hi"}
+        made = (await proxy.post("/v1/responses", ask)).json
+        conversation = (await proxy.post("/v1/conversations", {})).json["id"]
+        assert made["store"]
+        server.stop()
+        try:
+            for method, path, body in (
+                ("POST", "/v1/responses", {**ask, "previous_response_id": made["id"]}),
+                ("POST", "/v1/responses", {**ask, "conversation": conversation}),
+                ("POST", "/v1/responses", {**ask, "background": True}),
+                ("POST", "/v1/responses", {**ask, "background": True, "stream": True}),
+                (
+                    "POST",
+                    "/v1/responses",
+                    {"model": "m", "input": [{"type": "item_reference", "id": made["output"][0]["id"]}]},
+                ),
+                ("GET", f"/v1/responses/{made['id']}", None),
+                ("GET", f"/v1/responses/{made['id']}/input_items", None),
+                ("POST", f"/v1/responses/{made['id']}/cancel", {}),
+                ("DELETE", f"/v1/responses/{made['id']}", None),
+                ("POST", "/v1/conversations", {}),
+                ("GET", f"/v1/conversations/{conversation}/items", None),
+                ("POST", f"/v1/conversations/{conversation}/items", {"items": []}),
+                ("DELETE", f"/v1/conversations/{conversation}", None),
+            ):
+                answer = await send(proxy, method, path, body)
+                assert (503, "store_unavailable") == (answer.status, answer.error["code"]), (path, answer.body)
+                assert "The store of responses cannot be used at the moment." == answer.error["message"]
+                assert "Retry-After" in answer.headers
+            whole = await proxy.post("/v1/responses", ask)
+            assert (200, "completed", False) == (whole.status, whole.json["status"], whole.json["store"])
+            stream = await proxy.post("/v1/responses", {**ask, "stream": True})
+            last = json.loads(stream.body.split(b"data: ")[-1])
+            assert ("response.completed", False) == (last["type"], last["response"]["store"])
+        finally:
+            server.start()
+        again = (await proxy.post("/v1/responses", ask)).json
+        assert again["store"]
+        assert 200 == (await proxy.get(f"/v1/responses/{again['id']}")).status
+    assert not [entry for entry in caplog.records if entry.exc_info]
+
+
+async def send(proxy: Proxy, method: str, path: str, body: Any) -> Answer:
+    """Send a request with any method."""
+    if method == "DELETE":
+        async with proxy.client.delete(path) as response:
+            return Answer(response.status, response.headers.copy(), await response.read())
+    return await (proxy.get(path) if body is None else proxy.post(path, body))
+
+
+async def test_a_file_that_is_deleted(tmp_path: Path) -> None:
+    """What was in it is gone; what is written from then on is in a new file, which other processes see."""
+    settings = ResponsesSettings(store=f"sqlite:{tmp_path / 'file'}")
+    first, second = open_store(settings), open_store(settings)
+    assert first is not None
+    assert second is not None
+    await first.put("a", b"1", 0)
+    for name in ("file", "file-wal", "file-shm"):
+        (tmp_path / name).unlink()
+    assert await first.get("a") is None
+    assert await first.put("b", b"2", 0)
+    assert (b"2", 1) == await second.get("b")
+    await first.close()
+    await second.close()

@@ -13,11 +13,11 @@ import os
 import sqlite3
 import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import structlog
 
@@ -28,10 +28,34 @@ from triton_openai.errors import ConfigurationError, ServiceError, StoreUnavaila
 _log = structlog.get_logger(__name__)
 # Longest time for one operation.
 _TIMEOUT = 5.0
-# How often old and surplus values are dropped.
+# Old and surplus values are dropped this often, and whenever this part of the size was written since.
 _SWEEP_SECONDS = 300.0
+_SWEEP_PART = 16
 # A value that is read becomes a used one at most this often.
 _TOUCH_SECONDS = 3600.0
+
+_Given = ParamSpec("_Given")
+_Found = TypeVar("_Found")
+
+
+def _unless_gone(work: Callable[_Given, Coroutine[Any, Any, _Found]]) -> Callable[_Given, Coroutine[Any, Any, _Found]]:
+    """Make *work* raise :class:`StoreUnavailable` for whatever a driver raises, and when it takes too long."""
+
+    @wraps(work)
+    async def guarded(*given: _Given.args, **named: _Given.kwargs) -> _Found:
+        try:
+            async with asyncio.timeout(_TIMEOUT):
+                return await work(*given, **named)
+        except ServiceError:
+            raise
+        except Exception as error:
+            raise StoreUnavailable(
+                "The store of responses cannot be used at the moment.",
+                detail=f"{type(error).__name__}: {error}",
+                retry_after=2,
+            ) from error
+
+    return guarded
 
 
 class Store(ABC):
@@ -49,48 +73,9 @@ class Store(ABC):
     async def delete(self, key: str) -> bool:
         """Drop *key*; return whether there was one."""
 
-    async def close(self) -> None:  # noqa: B027 - most have nothing to do
+    @abstractmethod
+    async def close(self) -> None:
         """Disconnect."""
-
-
-class MemoryStore(Store):
-    """Keeps values in this process, to its end."""
-
-    def __init__(self, settings: ResponsesSettings) -> None:
-        self._values: OrderedDict[str, tuple[bytes, int, float]] = OrderedDict()
-        self._size = 0
-        self._settings = settings
-
-    async def get(self, key: str) -> tuple[bytes, int] | None:
-        """See :class:`Store`."""
-        found = self._values.get(key)
-        if found is None or found[2] < time.time() - self._settings.max_age_seconds:
-            return None
-        self._values[key] = (found[0], found[1], time.time())
-        self._values.move_to_end(key)
-        return found[:2]
-
-    async def put(self, key: str, value: bytes, version: int) -> bool:
-        """See :class:`Store`."""
-        before = self._values.get(key, (b"", 0, 0.0))
-        if before[1] != version:
-            return False
-        self._values[key] = (value, version + 1, time.time())
-        self._values.move_to_end(key)
-        self._size += len(value) - len(before[0])
-        oldest = time.time() - self._settings.max_age_seconds
-        while self._size > self._settings.max_size or next(iter(self._values.values()))[2] < oldest:
-            _, (dropped, _, _) = self._values.popitem(last=False)
-            self._size -= len(dropped)
-            if not self._values:
-                break
-        return True
-
-    async def delete(self, key: str) -> bool:
-        """See :class:`Store`."""
-        found = self._values.pop(key, None)
-        self._size -= 0 if found is None else len(found[0])
-        return found is not None
 
 
 # Each entry is a version of the schema; what is here is never changed, only added to.
@@ -112,36 +97,17 @@ class SqlStore(Store):
 
     def __init__(self, settings: ResponsesSettings) -> None:
         self._settings = settings
-        self._connecting = asyncio.Lock()
-        self._connected = False
         self._swept = 0.0
-
-    @abstractmethod
-    async def _connect(self) -> None:
-        """Connect, and bring the schema up to date."""
+        self._written = 0
 
     @abstractmethod
     async def _execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         """Return the rows of a statement, whose parameters are ``$1`` and so on."""
 
-    async def _run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
-        try:
-            async with asyncio.timeout(_TIMEOUT):
-                if not self._connected:
-                    async with self._connecting:
-                        if not self._connected:
-                            await self._connect()
-                            self._connected = True
-                return await self._execute(statement, *values)
-        except ServiceError:
-            raise
-        except Exception as error:
-            raise _unavailable(error) from error
-
     async def get(self, key: str) -> tuple[bytes, int] | None:
         """See :class:`Store`."""
         now = time.time()
-        rows = await self._run(
+        rows = await self._execute(
             "SELECT value, version, used FROM triton_openai_state WHERE key = $1 AND used >= $2",
             key,
             now - self._settings.max_age_seconds,
@@ -150,23 +116,24 @@ class SqlStore(Store):
             return None
         value, version, used = rows[0]
         if used < now - _TOUCH_SECONDS:
-            await self._run("UPDATE triton_openai_state SET used = $2 WHERE key = $1", key, now)
+            await self._execute("UPDATE triton_openai_state SET used = $2 WHERE key = $1", key, now)
         return bytes(value), version
 
     async def put(self, key: str, value: bytes, version: int) -> bool:
         """See :class:`Store`."""
-        now = time.time()
-        if now - self._swept > _SWEEP_SECONDS:
-            self._swept = now
-            await self._run(_SWEEP, now - self._settings.max_age_seconds, self._settings.max_size)
+        now, most = time.time(), self._settings.max_size
+        self._written += len(value)
+        if now - self._swept > _SWEEP_SECONDS or self._written > most / _SWEEP_PART:
+            self._swept, self._written = now, len(value)
+            await self._execute(_SWEEP, now - self._settings.max_age_seconds, most)
         if version:
-            rows = await self._run(
+            rows = await self._execute(
                 "UPDATE triton_openai_state SET version = version + 1, used = $2, value = $3"
                 " WHERE key = $1 AND version = $4 RETURNING version",
                 *(key, now, value, version),
             )
         else:
-            rows = await self._run(
+            rows = await self._execute(
                 "INSERT INTO triton_openai_state (key, version, used, value) VALUES ($1, 1, $2, $3)"
                 " ON CONFLICT (key) DO NOTHING RETURNING version",
                 *(key, now, value),
@@ -175,7 +142,7 @@ class SqlStore(Store):
 
     async def delete(self, key: str) -> bool:
         """See :class:`Store`."""
-        return bool(await self._run("DELETE FROM triton_openai_state WHERE key = $1 RETURNING version", key))
+        return bool(await self._execute("DELETE FROM triton_openai_state WHERE key = $1 RETURNING version", key))
 
 
 def _pending(version: int) -> Sequence[tuple[int, Sequence[str]]]:
@@ -186,45 +153,78 @@ def _pending(version: int) -> Sequence[tuple[int, Sequence[str]]]:
 
 
 class SqliteStore(SqlStore):
-    """Keeps values in a file, which several processes of one machine may share."""
+    """
+    Keeps values in a file, which several processes of one machine may share; without a *path*, in memory.
 
-    def __init__(self, path: Path, settings: ResponsesSettings) -> None:
+    With *or_memory*, a file that cannot be opened is replaced by memory.
+    """
+
+    def __init__(self, path: Path | None, settings: ResponsesSettings, *, or_memory: bool = False) -> None:
         super().__init__(settings)
         self._path = path
+        self._or_memory = or_memory
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses-store")
         self._connection: sqlite3.Connection | None = None
+        self._opened: tuple[int, int] | None = None
 
-    async def _connect(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._open)
+    def _connected(self) -> sqlite3.Connection:
+        # What is written to a file that was deleted is lost, and no other process sees it.
+        if self._connection is None or self._opened != self._file():
+            self._disconnect()
+            try:
+                self._connection = self._connect()
+            except (OSError, sqlite3.Error) as error:
+                if not self._or_memory:
+                    raise
+                _log.warning("responses are kept in memory only: the state folder cannot be used", reason=str(error))
+                self._path = None
+                self._connection = self._connect()
+            self._opened = self._file()
+        return self._connection
 
-    def _open(self) -> None:
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # For nobody else to read: it holds prompts and answers.
-        os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-        connection = sqlite3.connect(self._path, timeout=_TIMEOUT, isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = NORMAL")
-        connection.execute("BEGIN IMMEDIATE")
-        for number, statements in _pending(connection.execute("PRAGMA user_version").fetchone()[0]):
-            for statement in statements:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {number}")
-        connection.execute("COMMIT")
-        self._connection = connection
+    def _file(self) -> tuple[int, int] | None:
+        try:
+            found = None if self._path is None else self._path.stat()
+        except FileNotFoundError:
+            found = None
+        return None if found is None else (found.st_dev, found.st_ino)
 
+    def _connect(self) -> sqlite3.Connection:
+        if self._path is not None:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # For nobody else to read: it holds prompts and answers.
+            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+        connection = sqlite3.connect(self._path or ":memory:", timeout=_TIMEOUT, isolation_level=None)
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("BEGIN IMMEDIATE")
+            for number, statements in _pending(connection.execute("PRAGMA user_version").fetchone()[0]):
+                for statement in statements:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {number}")
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    @_unless_gone
     async def _execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
-        connection = self._connection
-        assert connection is not None
         # To SQLite, $1 is a parameter with the name 1.
         named = {str(number): value for number, value in enumerate(values, 1)}
         return await asyncio.get_running_loop().run_in_executor(
-            self._thread, lambda: connection.execute(statement, named).fetchall()
+            self._thread, lambda: self._connected().execute(statement, named).fetchall()
         )
 
     async def close(self) -> None:
         """See :class:`Store`."""
-        if self._connection is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
         self._thread.shutdown(wait=False)
 
 
@@ -235,10 +235,11 @@ class PostgresStore(SqlStore):
         super().__init__(settings)
         self._asyncpg = _driver("asyncpg", "postgresql")
         self._url = url
+        self._connecting = asyncio.Lock()
         self._pool: Any = None
 
-    async def _connect(self) -> None:
-        pool = await self._asyncpg.create_pool(self._url, min_size=1, max_size=4, command_timeout=_TIMEOUT)
+    async def _connect(self) -> Any:
+        pool = await self._asyncpg.create_pool(self._url, min_size=0, max_size=4, command_timeout=_TIMEOUT)
         try:
             async with pool.acquire() as connection, connection.transaction():
                 # One process at a time.
@@ -252,9 +253,12 @@ class PostgresStore(SqlStore):
         except BaseException:
             pool.terminate()
             raise
-        self._pool = pool
+        return pool
 
+    @_unless_gone
     async def _execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+        async with self._connecting:
+            self._pool = self._pool or await self._connect()
         rows: Sequence[Sequence[Any]] = await self._pool.fetch(statement, *values)
         return rows
 
@@ -277,84 +281,46 @@ class RedisStore(Store):
     """Keeps values in Redis, which several machines may share."""
 
     def __init__(self, url: str, settings: ResponsesSettings) -> None:
-        redis = _driver("redis.asyncio", "redis")
-        self._client = redis.from_url(url, socket_timeout=_TIMEOUT, socket_connect_timeout=_TIMEOUT)
+        redis, retry = _driver("redis.asyncio", "redis"), _driver("redis.asyncio.retry", "redis").Retry
+        # Once more, for a connection that the server has closed. By default it tries for a minute.
+        again = retry(_driver("redis.backoff", "redis").NoBackoff(), 1)
+        self._client = redis.from_url(url, retry=again)
         self._put = self._client.register_script(_PUT)
         self._age = int(settings.max_age_seconds)
 
+    @_unless_gone
     async def get(self, key: str) -> tuple[bytes, int] | None:
         """See :class:`Store`."""
-        try:
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.hmget(_redis_key(key), "value", "version").expire(_redis_key(key), self._age)
-                (value, version), _ = await pipe.execute()
-        except Exception as error:
-            raise _unavailable(error) from error
+        async with self._client.pipeline(transaction=False) as pipe:
+            pipe.hmget(_redis_key(key), "value", "version").expire(_redis_key(key), self._age)
+            (value, version), _ = await pipe.execute()
         return None if value is None else (value, int(version))
 
+    @_unless_gone
     async def put(self, key: str, value: bytes, version: int) -> bool:
         """See :class:`Store`."""
-        try:
-            return bool(await self._put(keys=[_redis_key(key)], args=[version, value, self._age]))
-        except Exception as error:
-            raise _unavailable(error) from error
+        return bool(await self._put(keys=[_redis_key(key)], args=[version, value, self._age]))
 
+    @_unless_gone
     async def delete(self, key: str) -> bool:
         """See :class:`Store`."""
-        try:
-            return bool(await self._client.delete(_redis_key(key)))
-        except Exception as error:
-            raise _unavailable(error) from error
+        return bool(await self._client.delete(_redis_key(key)))
 
     async def close(self) -> None:
         """See :class:`Store`."""
         await self._client.aclose()
 
 
-class DefaultStore(Store):
-    """SQLite in the state folder; where nothing can be written there, memory."""
-
-    def __init__(self, settings: ResponsesSettings) -> None:
-        self._store: Store = SqliteStore(state_folder() / "responses.sqlite", settings)
-        self._memory = MemoryStore(settings)
-        self._checked = False
-
-    async def _checked_store(self) -> Store:
-        if not self._checked:
-            try:
-                await self._store.get("")
-            except StoreUnavailable as error:
-                _log.warning("responses are kept in memory only: the state folder cannot be used", reason=error.reason)
-                self._store = self._memory
-            self._checked = True
-        return self._store
-
-    async def get(self, key: str) -> tuple[bytes, int] | None:
-        """See :class:`Store`."""
-        return await (await self._checked_store()).get(key)
-
-    async def put(self, key: str, value: bytes, version: int) -> bool:
-        """See :class:`Store`."""
-        return await (await self._checked_store()).put(key, value, version)
-
-    async def delete(self, key: str) -> bool:
-        """See :class:`Store`."""
-        return await (await self._checked_store()).delete(key)
-
-    async def close(self) -> None:
-        """See :class:`Store`."""
-        await self._store.close()
-
-
 def open_store(settings: ResponsesSettings) -> Store | None:
     """Return the store of *settings*, not yet connected; ``None`` for none. Raises :class:`ConfigurationError`."""
     kind, _, rest = settings.store.partition(":")
-    if settings.store == "none":
+    if kind == "none":
         return None
-    if settings.store == "memory":
-        return MemoryStore(settings)
+    if kind == "memory":
+        return SqliteStore(None, settings)
     if kind == "sqlite":
-        return SqliteStore(Path(rest), settings) if rest else DefaultStore(settings)
+        default = state_folder() / "responses.sqlite"
+        return SqliteStore(Path(rest) if rest else default, settings, or_memory=not rest)
     if kind in ("redis", "rediss", "unix"):
         return RedisStore(settings.store, settings)
     return PostgresStore(settings.store, settings)
@@ -362,14 +328,6 @@ def open_store(settings: ResponsesSettings) -> Store | None:
 
 def _redis_key(key: str) -> str:
     return f"triton-openai:{key}"
-
-
-def _unavailable(error: Exception) -> StoreUnavailable:
-    return StoreUnavailable(
-        "The store of responses cannot be used at the moment.",
-        detail=f"{type(error).__name__}: {error}",
-        retry_after=2,
-    )
 
 
 def _driver(module: str, extra: str) -> Any:
