@@ -17,8 +17,18 @@ from typing import Literal
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
-from triton_openai.errors import ConfigurationError, ContextLengthExceeded, UpstreamError
-from triton_openai.generation import ScoreJob, ScoreResult, TokenPair
+from triton_openai.adapters._common.interface import (
+    FLOATS,
+    FREE_BATCH,
+    batch_size,
+    id_batch,
+    id_inputs,
+    id_tensors,
+    required_inputs,
+    row_dims,
+)
+from triton_openai.errors import ConfigurationError, UpstreamError
+from triton_openai.generation import ScoreJob, ScoreResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 # In lower case. What a model calls the two texts; plural where one request may hold several documents.
@@ -31,11 +41,6 @@ _DOCUMENTS = frozenset(
 )
 # Where a model has several floating outputs, the first of these that it has is the score.
 _SCORES = ("score", "scores", "relevance_score", "relevance_scores", "similarity", "logit", "logits")
-_FLOATS = ("FP32", "FP16", "FP64")
-_INTEGERS = ("INT64", "INT32")
-_IDS, _MASK, _SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
-# How many pairs go into one request of a model that takes a free number of them.
-_FREE_BATCH = 64
 # Beside the scores, where a model has them: the place of each in the request, if it has sorted them (as the NIM does),
 # and its tokens.
 _INDEX, _TOKENS = "index", "token_count"
@@ -48,7 +53,7 @@ class _Interface(msgspec.Struct, frozen=True, kw_only=True):
     - ``texts``: a query for each pair, and a document for each,
     - ``documents``: one query, and its documents,
     - ``joint``: both texts of a pair in one input,
-    - ``ids``: those of :data:`_IDS`, :data:`_MASK` and :data:`_SEGMENTS` that the model has.
+    - ``ids``: those of :func:`id_inputs`.
     """
 
     kind: Literal["texts", "documents", "joint", "ids"]
@@ -66,39 +71,28 @@ class _Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 def _interface(config: ModelConfig, *, any_output: bool) -> _Interface | None:
     """Return how *config* takes pairs; *any_output* is whether its output may have any name."""
-    required = [spec for spec in config.inputs.values() if not spec.optional]
+    required = required_inputs(config)
     texts = all(spec.datatype == "BYTES" for spec in required)
     output = _score_output(config, any_output=any_output, any_width=texts)
     if output is None or not required:
         return None
     if not texts:
-        return _ids_interface(config, {spec.name for spec in required}, output)
-    first, batch = required[0], _batch(config, required[0])
+        ids = tuple(id_inputs(config).values())
+        return _Interface(kind="ids", inputs=ids, output=output, batch=batch_size(config, ids[0])) if ids else None
+    first, batch = required[0], batch_size(config, required[0])
     if len(required) == 1:
-        joint = _row(config, first) == (2,)
+        joint = row_dims(config, first) == (2,)
         return _Interface(kind="joint", inputs=(first,), output=output, batch=batch) if joint else None
     by_role = {_role(spec): spec for spec in required}
     if len(required) != 2 or by_role.keys() != {"query", "document"}:
         return None
     inputs = query, document = by_role["query"], by_role["document"]
     one_query = config.batching or query.dims in ((1,), ())
-    if one_query and (_row(config, document) if config.batching else document.dims) == (-1,):
-        return _Interface(kind="documents", inputs=inputs, output=output, batch=_FREE_BATCH)
-    if _row(config, query) == _row(config, document) and _row(config, document) in ((), (1,)):
-        return _Interface(kind="texts", inputs=inputs, output=output, batch=_batch(config, document))
+    if one_query and (row_dims(config, document) if config.batching else document.dims) == (-1,):
+        return _Interface(kind="documents", inputs=inputs, output=output, batch=FREE_BATCH)
+    if row_dims(config, query) == row_dims(config, document) and row_dims(config, document) in ((), (1,)):
+        return _Interface(kind="texts", inputs=inputs, output=output, batch=batch_size(config, document))
     return None
-
-
-def _ids_interface(config: ModelConfig, required: set[str], output: str) -> _Interface | None:
-    if not ({_IDS, _MASK} <= required <= {_IDS, _MASK, _SEGMENTS}):
-        return None
-    # One that is optional is given too.
-    specs = tuple(config.inputs[name] for name in (_IDS, _MASK, _SEGMENTS) if name in config.inputs)
-    if any(spec.datatype not in _INTEGERS or spec.dims != specs[0].dims for spec in specs):
-        return None
-    if len(_row(config, specs[0])) != 1:
-        return None
-    return _Interface(kind="ids", inputs=specs, output=output, batch=_batch(config, specs[0]))
 
 
 def _score_output(config: ModelConfig, *, any_output: bool, any_width: bool) -> str | None:
@@ -111,25 +105,12 @@ def _score_output(config: ModelConfig, *, any_output: bool, any_width: bool) -> 
     found = {
         spec.name.lower(): spec.name
         for spec in config.outputs.values()
-        if spec.datatype in _FLOATS and _row(config, spec) in widths
+        if spec.datatype in FLOATS and row_dims(config, spec) in widths
     }
     named = [found[name] for name in _SCORES if name in found]
     if not named and any_output and len(found) == 1:
         named = list(found.values())
     return named[0] if named else None
-
-
-def _row(config: ModelConfig, spec: TensorSpec) -> tuple[int, ...]:
-    """Return the dims of one row of *spec*."""
-    return spec.dims if config.batching else spec.dims[1:]
-
-
-def _batch(config: ModelConfig, spec: TensorSpec) -> int:
-    """Return how many rows of *spec* a request takes."""
-    if config.batching:
-        return config.max_batch_size
-    rows = spec.dims[0] if spec.dims else 1
-    return _FREE_BATCH if rows < 0 else rows
 
 
 def _role(spec: TensorSpec) -> str:
@@ -152,10 +133,7 @@ class CrossEncoder(Adapter):
             )
         self._interface = interface
         self._ids = interface.kind == "ids"
-        # The length of every sequence of ids, where the model has a fixed one.
-        width = interface.inputs[0].dims[-1] if self._ids else -1
-        self._width = width if width > 0 else None
-        self.capabilities = Capabilities(score=True, token_pairs=self._ids)
+        self.capabilities = Capabilities(score=True, encoded=self._ids)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -198,8 +176,8 @@ class CrossEncoder(Adapter):
 
     def _batches(self, job: ScoreJob) -> Iterator[range]:
         """Yield the places of the pairs that share a request."""
-        alone = self._ids and job.pad_id is None and self._width is None
-        batch = 1 if alone else self._interface.batch
+        specs = self._interface.inputs
+        batch = id_batch(self.config, specs[0], job.pad_id) if self._ids else self._interface.batch
         start = 0
         for _, group in groupby(job.pairs, key=lambda pair: self._interface.kind == "documents" and pair[0]):
             end = start + sum(1 for _ in group)
@@ -210,7 +188,8 @@ class CrossEncoder(Adapter):
     def _inputs(self, job: ScoreJob, places: range) -> Iterator[Tensor]:
         kind, specs, rows = self._interface.kind, self._interface.inputs, len(places)
         if kind == "ids":
-            yield from self._id_tensors(job, [job.encoded[place] for place in places])
+            by_use = {spec.name: spec for spec in specs}
+            yield from id_tensors(self.config, by_use, [job.encoded[place] for place in places], job.pad_id)
             return
         pairs = [job.pairs[place] for place in places]
         if kind == "joint":
@@ -218,27 +197,7 @@ class CrossEncoder(Adapter):
             return
         for spec, texts in zip(specs, zip(*pairs, strict=True), strict=True):
             if kind == "texts":
-                yield Tensor(spec.name, "BYTES", (rows, *_row(self.config, spec)), texts)
+                yield Tensor(spec.name, "BYTES", (rows, *row_dims(self.config, spec)), texts)
             else:
                 given = texts[:1] if spec is specs[0] else texts
                 yield Tensor(spec.name, "BYTES", self.config.wire_shape(spec, len(given)), given)
-
-    def _id_tensors(self, job: ScoreJob, encoded: Sequence[TokenPair]) -> Iterator[Tensor]:
-        longest = max(len(pair.ids) for pair in encoded)
-        width = self._width or longest
-        if longest > width:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {width} tokens. However, a query and its document have "
-                f"{longest} tokens together."
-            )
-        if job.pad_id is None and any(len(pair.ids) < width for pair in encoded):
-            raise ConfigurationError(
-                f"The model '{self.config.name}' takes sequences of {width} tokens, and its tokenizer has no pad token."
-            )
-        for spec in self._interface.inputs:
-            values: list[int] = []
-            for pair in encoded:
-                row = {_IDS: pair.ids, _MASK: [1] * len(pair.ids), _SEGMENTS: pair.segments}[spec.name]
-                fill = (job.pad_id or 0) if spec.name == _IDS else 0
-                values += [*row, *[fill] * (width - len(row))]
-            yield Tensor(spec.name, spec.datatype, (len(encoded), width), values)

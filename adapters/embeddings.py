@@ -11,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
-from triton_openai.adapters._common.interface import check_named, constants
+from triton_openai.adapters._common.interface import (
+    FLOATS,
+    batch_size,
+    check_named,
+    constant_tensors,
+    constants,
+    text_input,
+    text_tensor,
+)
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, Interface
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -21,24 +29,12 @@ _PREFERRED = (
     *("embedding", "embeddings", "sentence_embedding", "sentence_embeddings", "text_embedding"),
     *("pooled_output", "pooler_output", "output"),
 )
-_FLOATS = ("FP32", "FP16", "FP64")
-# How many texts go into one request of a model that takes a free number of them.
-_FREE_BATCH = 64
-
-
-def _text_input(config: ModelConfig) -> TensorSpec | None:
-    required = [spec for spec in config.inputs.values() if not spec.optional]
-    if len(required) != 1 or required[0].datatype != "BYTES":
-        return None
-    dims = required[0].dims
-    free = dims[1:] if not config.batching and dims[:1] == (-1,) else dims
-    return required[0] if all(dim in (1, -1) for dim in free) else None
 
 
 def _vector_output(config: ModelConfig) -> TensorSpec | None:
     rank = 1 if config.batching else 2
     candidates = {
-        spec.name: spec for spec in config.outputs.values() if spec.datatype in _FLOATS and len(spec.dims) in (rank, 1)
+        spec.name: spec for spec in config.outputs.values() if spec.datatype in FLOATS and len(spec.dims) in (rank, 1)
     }
     for name in _PREFERRED:
         if name in candidates:
@@ -60,21 +56,21 @@ class Embeddings(Adapter):
         self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
     ) -> None:
         super().__init__(config, repository)
-        text, vector = _text_input(config), _vector_output(config)
-        self._constants: Mapping[str, Sequence[Any]] = {}
+        text, vector = text_input(config), _vector_output(config)
+        given: Mapping[str, Any] = {}
         if interface is not None:
             check_named(config, "inputs", interface.inputs, {"text": "text"}, required="text")
             check_named(config, "outputs", interface.outputs, {"embedding": "number"}, required="embedding")
             text, vector = config.inputs[interface.inputs["text"]], config.outputs[interface.outputs["embedding"]]
-            self._constants = constants(config, interface.constants, filled=[text.name])
+            given = interface.constants
         if text is None or vector is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single BYTES input and floating output, which the adapter "
                 "'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._input, self._output = text, vector
-        free = _FREE_BATCH if text.dims[:1] == (-1,) and len(vector.dims) == 2 else 1
-        self._batch = config.max_batch_size if config.batching else free
+        self._constants = constants(config, given, filled=[text.name])
+        self._batch = batch_size(config, text) if config.batching or len(vector.dims) == 2 else 1
 
     @classmethod
     def described(
@@ -86,7 +82,7 @@ class Embeddings(Adapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with one required BYTES input and a floating output of one vector per text."""
-        text, vector = _text_input(config), _vector_output(config)
+        text, vector = text_input(config), _vector_output(config)
         if text is None or vector is None or "text_output" in config.outputs:
             return None
         return f"one required BYTES input ({text.name}) and a vector per text out ({vector.name})"
@@ -107,14 +103,8 @@ class Embeddings(Adapter):
         return [self.request(f"{job.id}-{number}", batch, [self._output.name]) for number, batch in enumerate(batches)]
 
     def _tensors(self, texts: Sequence[Any]) -> list[Tensor]:
-        ones = (1,) * (len(self._input.dims) - (0 if self.config.batching else 1))
-        tensors = [Tensor(self._input.name, self._input.datatype, (len(texts), *ones), texts)]
-        for name, values in self._constants.items():
-            one = self.tensor(name, *values)
-            rows = len(texts) if self.config.batching else 1
-            shape = (rows, *one.shape[1:]) if self.config.batching else one.shape
-            tensors.append(Tensor(name, one.datatype, shape, [*values] * rows))
-        return tensors
+        constant = constant_tensors(self.config, self._constants, len(texts))
+        return [text_tensor(self.config, self._input, texts), *constant]
 
     def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
         """Return one vector per input."""

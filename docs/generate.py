@@ -236,7 +236,7 @@ _ATTRIBUTES = {
     "server.port": "Its port.",
     "user_agent.original": "The `User-Agent` header.",
     "error.type": "The [error code](errors.md), or `cancelled` when the client left.",
-    "gen_ai.operation.name": "`chat`, `text_completion`, `embeddings`, `rerank` or `score`.",
+    "gen_ai.operation.name": "`chat`, `text_completion`, `embeddings`, `rerank`, `score` or `classify`.",
     "gen_ai.provider.name": "`triton`.",
     "gen_ai.request.model": "The model name that the client sent.",
     "gen_ai.request.stream": "True for a stream.",

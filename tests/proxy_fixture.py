@@ -127,10 +127,11 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     """
     urls = {"http": (triton.http_url,), "grpc": (triton.grpc_url,), "both": (triton.http_url, triton.grpc_url)}
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
+    told = ("tensorrt_llm_llmapi", "vllm_model", "text_embedding", "text_rerank_ids", "text_classification_ids")
     return Settings(
         triton=TritonSettings(url=urls[transport], **{"prefer_token_level": "never", **overrides}),
         models={
-            **dict.fromkeys(("tensorrt_llm_llmapi", "vllm_model", "text_embedding", "text_rerank_ids"), tokenizer),
+            **dict.fromkeys(told, tokenizer),
             "tensorrt_llm": ModelSettings(adapter="trtllm"),
         },
     )

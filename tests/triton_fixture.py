@@ -168,6 +168,8 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
         "tensorrt_llm_bls_legacy",
         "text_rerank_pairs",
         "text_rerank_ids",
+        "text_classification",
+        "text_classification_ids",
     ]
     repository = build_repository(folder / "repository", models=models, record=record)
     server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)

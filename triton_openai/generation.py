@@ -266,6 +266,21 @@ class EmbeddingResult(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int | None = None
 
 
+class ClassificationJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts, or token ids, to classify. Without ``pad_id``, ids of different lengths cannot share a request."""
+
+    id: str
+    inputs: Sequence[str] | Sequence[Sequence[int]]
+    pad_id: int | None = None
+
+
+class ClassificationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model gives for each class of each input, and the labels of the classes that the backend has."""
+
+    values: Sequence[Sequence[float]]
+    labels: Mapping[int, str]
+
+
 class TokenPair(msgspec.Struct, frozen=True):
     """A query and a document as one sequence of a cross-encoder: the ids, and for each which of the two it is of."""
 

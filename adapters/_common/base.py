@@ -16,6 +16,8 @@ import msgspec
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import (
+    ClassificationJob,
+    ClassificationResult,
     Delta,
     EmbeddingJob,
     EmbeddingResult,
@@ -145,7 +147,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     - ``stop``: the backend keeps stop strings out of the text; where not, this service does. ``stop_shown``: it leaves
       them in where :attr:`Sampling.stop_showable` is, to show which one ended the answer, and they are cut off here.
     - ``usage``, ``finish_reason``: the backend reports them.
-    - ``dimensions``, ``token_inputs``: embeddings of a length of choice, and of token ids.
+    - ``dimensions``, ``token_inputs``: embeddings of a length of choice, and inputs as token ids.
     - ``tokens``: the model takes token ids and answers in them; the text is made here.
     - ``guides``: the kinds of :class:`Guide` that it follows.
     - ``logprobs``: tokens come with their log probabilities, and with up to ``top_logprobs`` alternatives;
@@ -156,7 +158,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
       ``lora_paths``: it reads them itself, from the path in the request.
     - ``images``: a prompt can come with images, ``max_images`` of them where the model's tensors show a limit;
       ``images_as_turn``: such a prompt is the text of one user message, which the model's own template wraps.
-    - ``score``: it scores pairs of texts; ``token_pairs``: as token ids.
+    - ``score``: it scores pairs of texts; ``classify``: it classifies texts, ``logits``: with logits and not with
+      probabilities, ``labels``: it has the labels of its classes. ``encoded``: all texts reach it as token ids.
     - ``samples``: a request without temperature, top_p and top_k gets OpenAI's defaults; where not, the backend's own.
       ``fixed_seed``: the backend uses one seed for all requests that bring none.
     - ``prefers_grpc``: the backend notices over gRPC alone, or there first, that a client has left.
@@ -188,7 +191,10 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     images_as_turn: bool = False
     max_images: int | None = None
     score: bool = False
-    token_pairs: bool = False
+    classify: bool = False
+    logits: bool = False
+    labels: bool = False
+    encoded: bool = False
     samples: bool = True
     fixed_seed: bool = False
     prefers_grpc: bool = False
@@ -350,6 +356,14 @@ class Adapter:
         """Return the scores of all the responses to :meth:`encode_scores`'s requests."""
         raise NotImplementedError
 
+    def encode_classes(self, job: ClassificationJob) -> Sequence[InferRequest]:
+        """Return the requests that classify *job*'s inputs, together covering them in order."""
+        raise InvalidRequest(f"The model '{self.config.name}' does not classify texts.", param="model")
+
+    def decode_classes(self, job: ClassificationJob, responses: Sequence[InferResponse]) -> ClassificationResult:
+        """Return the classes of all the responses to :meth:`encode_classes`'s requests."""
+        raise NotImplementedError
+
     # Helpers for subclasses.
 
     def tensor(self, name: str, *values: Any) -> Tensor:
@@ -383,7 +397,13 @@ class Adapter:
         ]
 
     def request(
-        self, generation_id: str, inputs: Sequence[Tensor], outputs: Sequence[str], *, cancellable: bool = True
+        self,
+        generation_id: str,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[str],
+        *,
+        cancellable: bool = True,
+        classification: int = 0,
     ) -> InferRequest:
         """Return the request to the adapter's own model, asking for those of *outputs* that it declares."""
         return InferRequest(
@@ -393,6 +413,7 @@ class Adapter:
             outputs=tuple(name for name in outputs if name in self.config.outputs),
             stream=self.config.decoupled,
             cancellable=cancellable,
+            classification=classification,
             prefers_grpc=self.capabilities.prefers_grpc,
             json_expressible=all(
                 tensor.datatype not in ("FP16", "BF16") and not isinstance(tensor.values, bytes) for tensor in inputs

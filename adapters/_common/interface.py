@@ -1,18 +1,109 @@
-"""Checks what an operator's settings say of a model's tensors (:class:`Interface`) against the model's config."""
+"""
+The tensors of models for which there is no standard: what their shapes show, what they are sent, and the checks of what
+an operator's settings say of them (:class:`Interface`).
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from triton_openai.errors import ConfigurationError
-from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, TensorSpec
+from triton_openai.errors import ConfigurationError, ContextLengthExceeded
+from triton_openai.generation import TokenPair
+from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, Tensor, TensorSpec
+
+FLOATS = ("FP32", "FP16", "FP64")
+_INTEGERS = ("INT64", "INT32")
+#: The inputs of an exported Hugging Face model.
+IDS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
+#: How many rows go into one request of a model that takes a free number of them.
+FREE_BATCH = 64
+
+
+def row_dims(config: ModelConfig, spec: TensorSpec) -> tuple[int, ...]:
+    """Return the dims of one row of *spec*: a model without batching writes the dimension of the rows out."""
+    return spec.dims if config.batching else spec.dims[1:]
+
+
+def batch_size(config: ModelConfig, spec: TensorSpec) -> int:
+    """Return how many rows of *spec* a request takes."""
+    if config.batching:
+        return config.max_batch_size
+    rows = spec.dims[0] if spec.dims else 1
+    return FREE_BATCH if rows < 0 else rows
+
+
+def required_inputs(config: ModelConfig) -> list[TensorSpec]:
+    """Return the inputs that every request needs."""
+    return [spec for spec in config.inputs.values() if not spec.optional]
+
+
+def text_input(config: ModelConfig) -> TensorSpec | None:
+    """Return the one required input, if it is of BYTES with one text in a row."""
+    required = required_inputs(config)
+    if len(required) != 1 or required[0].datatype != "BYTES":
+        return None
+    dims = required[0].dims
+    free = dims[1:] if not config.batching and dims[:1] == (-1,) else dims
+    return required[0] if all(dim in (1, -1) for dim in free) else None
+
+
+def text_tensor(config: ModelConfig, spec: TensorSpec, texts: Sequence[str]) -> Tensor:
+    """Return the input *spec* with a row for each of *texts*."""
+    ones = (1,) * (len(spec.dims) - (0 if config.batching else 1))
+    return Tensor(spec.name, spec.datatype, (len(texts), *ones), texts)
+
+
+def id_inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
+    """Return the inputs of an exported Hugging Face model; none where the required ones are others."""
+    required = {spec.name for spec in required_inputs(config)}
+    if not ({IDS, MASK} <= required <= {IDS, MASK, SEGMENTS}):
+        return {}
+    # One that is optional is given too.
+    specs = {name: config.inputs[name] for name in (IDS, MASK, SEGMENTS) if name in config.inputs}
+    if any(spec.datatype not in _INTEGERS or spec.dims != specs[IDS].dims for spec in specs.values()):
+        return {}
+    return specs if len(row_dims(config, specs[IDS])) == 1 else {}
+
+
+def id_batch(config: ModelConfig, spec: TensorSpec, pad_id: int | None) -> int:
+    """Return how many sequences of *spec*, token ids, share a request: one where they are free and cannot be padded."""
+    return 1 if pad_id is None and spec.dims[-1] < 0 else batch_size(config, spec)
+
+
+def id_tensors(
+    config: ModelConfig, specs: Mapping[str, TensorSpec], sequences: Sequence[TokenPair], pad_id: int | None
+) -> Iterator[Tensor]:
+    """
+    Yield *specs*, see :func:`id_inputs`, with a row for each of *sequences*.
+
+    Raises :class:`ContextLengthExceeded` for what is longer than the model's fixed length, if it has one, and
+    :class:`ConfigurationError` where *pad_id* is needed and not known.
+    """
+    longest = max(len(each.ids) for each in sequences)
+    width = specs[IDS].dims[-1] if specs[IDS].dims[-1] > 0 else longest
+    if longest > width:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {width} tokens. However, the longest sequence of the request has "
+            f"{longest} tokens."
+        )
+    if pad_id is None and any(len(each.ids) < width for each in sequences):
+        raise ConfigurationError(
+            f"The model '{config.name}' takes sequences of {width} tokens, and its tokenizer has no pad token."
+        )
+    for use, spec in specs.items():
+        values: list[int] = []
+        for each in sequences:
+            row = {IDS: each.ids, MASK: [1] * len(each.ids), SEGMENTS: each.segments}[use]
+            fill = (pad_id or 0) if use == IDS else 0
+            values += [*row, *[fill] * (width - len(row))]
+        yield Tensor(spec.name, spec.datatype, (len(sequences), width), values)
+
 
 #: The kind of values that an input or an output has.
 Kind = Literal["text", "flag", "integer", "number"]
 _WORDS: Mapping[Kind, str] = {"text": "BYTES", "flag": "BOOL", "integer": "an integer type", "number": "FP32 or FP16"}
-_FLOATS = ("FP32", "FP16", "FP64")
 
 
 def fits(kind: Kind, datatype: str) -> bool:
@@ -21,7 +112,7 @@ def fits(kind: Kind, datatype: str) -> bool:
         return datatype == "BYTES"
     if kind == "flag":
         return datatype == "BOOL"
-    return datatype in _FLOATS or (kind == "integer" and datatype in INTEGER_RANGES)
+    return datatype in FLOATS or (kind == "integer" and datatype in INTEGER_RANGES)
 
 
 def check_named(
@@ -84,6 +175,17 @@ def constants(config: ModelConfig, given: Mapping[str, Any], *, filled: Collecti
     return values
 
 
+def constant_tensors(config: ModelConfig, values: Mapping[str, Sequence[Any]], rows: int) -> Iterator[Tensor]:
+    """Yield the inputs that :func:`constants` returned, for a request of *rows* rows."""
+    for name, value in values.items():
+        spec = config.inputs[name]
+        shape = config.wire_shape(spec, len(value))
+        if config.batching:
+            yield Tensor(name, spec.datatype, (rows, *shape[1:]), [*value] * rows)
+        else:
+            yield Tensor(name, spec.datatype, shape, value)
+
+
 def _holds(spec: TensorSpec, value: Any) -> bool:
     if spec.datatype == "BYTES":
         return isinstance(value, str)
@@ -92,7 +194,7 @@ def _holds(spec: TensorSpec, value: Any) -> bool:
     if spec.datatype in INTEGER_RANGES:
         low, high = INTEGER_RANGES[spec.datatype]
         return isinstance(value, int) and low <= value <= high
-    return spec.datatype in _FLOATS and isinstance(value, int | float)
+    return spec.datatype in FLOATS and isinstance(value, int | float)
 
 
 def _similar(name: str, known: Collection[str]) -> str:

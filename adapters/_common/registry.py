@@ -25,6 +25,7 @@ BUILT_IN: Mapping[str, str] = {
     "trtllm": "triton_openai.adapters.trtllm:Trtllm",
     "trtllm-llmapi": "triton_openai.adapters.trtllm_llmapi:TrtllmLlmapi",
     "trtllm-bls": "triton_openai.adapters.trtllm_bls:TrtllmBls",
+    "classifier": "triton_openai.adapters.classifier:Classifier",
     "embeddings": "triton_openai.adapters.embeddings:Embeddings",
     "cross-encoder": "triton_openai.adapters.cross_encoder:CrossEncoder",
     "text": "triton_openai.adapters.text:Text",

@@ -115,6 +115,16 @@ async def inputs_of(triton: TestTriton, model: str, request_id: str) -> Mapping[
     return dict(event["inputs"])
 
 
+async def inputs_asked(triton: TestTriton, model: str, request_id: str, count: int) -> list[dict[str, Any]]:
+    """Return the inputs of the *count* requests that came of one call, in their order."""
+
+    def ours(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [event for event in events if event["id"].startswith(request_id)]
+
+    events = await recorded(triton, lambda found: len(ours(found)) >= count, model=model, event="request")
+    return [event["inputs"] for event in sorted(ours(events), key=lambda event: int(event["id"].rpartition("-")[2]))]
+
+
 async def end_of(triton: TestTriton, model: str, request_id: str) -> tuple[str, int]:
     """Wait until *model* has ended a request, and return how and after how many tokens."""
 

@@ -257,5 +257,5 @@ async def test_every_adapter_takes_part(service: Service) -> None:
     adapters = {adapter.name: adapter for adapter in map(service.adapter, TABLED)}
 
     # The parameters of `text` are those that a model's settings name.
-    assert BUILT_IN.keys() - {"embeddings", "cross-encoder", "text"} == adapters.keys()
+    assert BUILT_IN.keys() - {"embeddings", "cross-encoder", "classifier", "text"} == adapters.keys()
     assert {row.name for adapter in adapters.values() for row in adapter.parameters} <= CASES.keys()

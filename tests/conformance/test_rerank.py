@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.conformance.calls import in_session_loop, recorded
+from tests.conformance.calls import in_session_loop, inputs_asked
 from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.config import ModelSettings
@@ -47,16 +47,6 @@ def expected(model: str, query: str, document: str) -> float:
 def sigmoid(value: float) -> float:
     """Return the logistic function."""
     return 1 / (1 + math.exp(-value))
-
-
-async def inputs_asked(triton: TestTriton, model: str, request_id: str, count: int) -> list[dict[str, Any]]:
-    """Return the inputs of the *count* requests that came of one call, in the order of its pairs."""
-
-    def ours(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [event for event in events if event["id"].startswith(request_id)]
-
-    events = await recorded(triton, lambda found: len(ours(found)) >= count, model=model, event="request")
-    return [event["inputs"] for event in sorted(ours(events), key=lambda event: int(event["id"].rpartition("-")[2]))]
 
 
 @pytest.mark.parametrize("model", MODELS)

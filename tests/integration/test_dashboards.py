@@ -39,7 +39,7 @@ FROM_A_GPU = {
 # What labels can say, where that is a list: a word that none of them says would match nothing, and alert nobody.
 VALUES = {
     "outcome": set(get_args(Outcome)),
-    "operation": {OTHER, "chat", "text_completion", "embeddings", "rerank", "score"},
+    "operation": {OTHER, "chat", "text_completion", "embeddings", "rerank", "score", "classify"},
     "type": {"input", "output"},
     "state": {"ready", "not_ready", "unloaded"},
 }

@@ -392,7 +392,7 @@ async def test_an_adapter_that_nobody_has():
     assert None is by_name["a"].adapter
     assert (
         "There is no adapter 'vlm'. Known adapters: vllm, trtllm-ensemble, trtllm, trtllm-llmapi, trtllm-bls, "
-        "embeddings, cross-encoder, text." == by_name["a"].reason
+        "classifier, embeddings, cross-encoder, text." == by_name["a"].reason
     )
 
 

@@ -150,6 +150,7 @@ USUAL: Mapping[str, Callable[[], tuple[str, bytes]]] = {
     "2,048 documents to score": lambda: other(
         "/v1/score", "text_rerank_ids", queries="hi", documents=[WORDS * 5] * 2048
     ),
+    "2,048 texts to classify": lambda: other("/v1/classify", "text_classification_ids", input=[WORDS * 5] * 2048),
     "1 MB to tokenize, with texts": lambda: other(
         "/tokenize", "vllm_model", prompt=WORDS * 22_000, return_token_strs=True
     ),

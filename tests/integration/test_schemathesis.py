@@ -28,6 +28,7 @@ MODELS = {
     "/v1/embeddings": ("text_embedding", "text_embedding", "ensemble"),
     "/v1/rerank": ("text_embedding", "text_rerank_pairs", "text_rerank_ids"),
     "/v1/score": ("text_embedding", "text_rerank_pairs", "text_rerank_ids"),
+    "/v1/classify": ("text_classification", "text_classification_ids"),
 }
 #: Requests that are made up for an operation; one for those that are another one under another path.
 EXAMPLES = {"/v1/chat/completions": 50, "/v1/completions": 50}

@@ -60,22 +60,28 @@ _INLINE_VECTORS = 16
 _LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.)"
 
 
-class EmbeddingsRequest(TruncatedRequest, kw_only=True):
-    """The request; ``input`` is a text, texts, token ids, or lists of token ids."""
+class InputRequest(TruncatedRequest, kw_only=True):
+    """Base of the requests with ``input``: a text, texts, token ids, or lists of token ids."""
 
     input: str | list[str | int | list[int]]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Meta(ge=1)] | None = None
     user: Accepted = ABSENT
     # Names of vLLM's server, about how it works and not about what it answers.
     cache_salt: Accepted = ABSENT
     priority: Accepted = ABSENT
     request_id: Accepted = ABSENT
-    # Names of vLLM's server that would change the vectors, and are not honoured.
+    # Names of vLLM's server that would change the answer, and are not honoured.
     add_special_tokens: Annotated[Any, unused(True)] = None
+    mm_processor_kwargs: Annotated[Any, unused({})] = None
+
+
+class EmbeddingsRequest(InputRequest, kw_only=True):
+    """The request; ``input`` is a text, texts, token ids, or lists of token ids."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    # Names of vLLM's server, as above.
     embed_dtype: Annotated[Any, unused("float32")] = None
     endianness: Annotated[Any, unused("native", "little")] = None
-    mm_processor_kwargs: Annotated[Any, unused({})] = None
     # Embedding models normalize by themselves, or vLLM does it for them.
     normalize: Annotated[Any, unused(True)] = None
     use_activation: Annotated[Any, unused(True)] = None
@@ -116,13 +122,13 @@ async def handle(request: web.Request) -> web.StreamResponse:
     body, model, observation = context.body, context.model, context.observation
     if not model.adapter.capabilities.embed:
         raise InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
-    inputs = await _as_taken(model, _inputs(body.input), truncation(body, side="right"))
+    inputs = await as_taken(model, inputs_of(body), truncation(body, side="right"))
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     observation.response_id = job.id
     result = await context.admitted(
         lambda: embed(context.service, model, job, timeout=context.limits.total), param="input"
     )
-    tokens = observation.input_tokens = await count_inputs(model, job, result)
+    tokens = observation.input_tokens = await count_inputs(model, inputs, result.prompt_tokens)
     as_text = body.encoding_format == "base64"
 
     def answer() -> bytes:
@@ -133,9 +139,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
     return web.Response(body=content, content_type="application/json")
 
 
-def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:
+def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
     """Return the inputs one by one. Raises :class:`InvalidRequest` for empty and for mixed ones."""
-    items = separated(value, "input")
+    items = separated(body.input, "input")
     if not all(items):
         raise InvalidValue("'input' must not hold an empty item.", "input")
     if len(set(map(type, items))) > 1:
@@ -145,17 +151,18 @@ def _inputs(value: str | list[str | int | list[int]]) -> list[str] | list[list[i
     return items
 
 
-async def _as_taken(
+async def as_taken(
     model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None
 ) -> Sequence[str] | Sequence[Sequence[int]]:
     """
-    Return *inputs* truncated as *cut* says, and as text for a model that takes no token ids.
+    Return *inputs* truncated as *cut* says, as text for a model that takes no token ids, and as ids for one that takes
+    nothing else.
 
     Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` if that needs a tokenizer and there is none.
     """
-    takes_ids = model.adapter.capabilities.token_inputs
-    decodes = not takes_ids and not isinstance(inputs[0], str)
-    if cut is None and not decodes:
+    takes_ids, texts = model.adapter.capabilities.token_inputs, isinstance(inputs[0], str)
+    encodes, decodes = model.adapter.capabilities.encoded and texts, not takes_ids and not texts
+    if cut is None and not decodes and not encodes:
         return inputs
     tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None:
@@ -171,8 +178,9 @@ async def _as_taken(
     taken: list[Any] = []
     for item in inputs:
         if isinstance(item, str):
-            assert cut is not None
-            if takes_ids:
+            if cut is None:
+                taken.append(await tokenizer.encode_async(item, True))
+            elif takes_ids:
                 taken.append(await cut_encoded(tokenizer, item, cut))
             else:
                 taken.append(await cut_text(tokenizer, item, cut, special=True))
@@ -188,6 +196,13 @@ async def _as_taken(
         # Thousands of short inputs are as much work as a long one.
         await asyncio.sleep(0)
     return taken
+
+
+def no_tokenizer(model: ServedModel) -> ConfigurationError:
+    """Return the error for texts where the model takes token ids and its tokenizer is not known."""
+    return ConfigurationError(
+        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.owner}=SOURCE."
+    )
 
 
 async def answers_of(
@@ -224,15 +239,20 @@ async def answers_of(
             task.cancel()
 
 
-async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, timeout: float | None) -> EmbeddingResult:
-    """Return the vectors of *job*. Raises :class:`ServiceError`, also after *timeout* seconds."""
+async def check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]]) -> None:
+    """Raise :class:`ContextLengthExceeded` for texts that are longer than the context whatever their tokens are."""
     limit = model.settings.max_model_len
     tokenizer = None if limit is None else (await model.prompter()).tokenizer
     if limit is not None and tokenizer is not None:
         # The tokenizer's own limit does not count here: models that make embeddings often cut what is longer.
-        for item in job.inputs:
+        for item in inputs:
             if isinstance(item, str):
                 check_size(item, tokenizer, limit)
+
+
+async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, timeout: float | None) -> EmbeddingResult:
+    """Return the vectors of *job*. Raises :class:`ServiceError`, also after *timeout* seconds."""
+    await check_sizes(model, job.inputs)
     adapter, size = model.adapter, sum(map(len, job.inputs))
     requests = await offload.run(lambda: adapter.encode_embeddings(job), size=size, threshold=_INLINE_BYTES)
     answers = await answers_of(service, model, requests, timeout=timeout)
@@ -241,12 +261,17 @@ async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, time
     )
 
 
-async def count_inputs(model: ServedModel, job: EmbeddingJob, result: EmbeddingResult) -> int | None:
-    """Return the tokens of the inputs: from the backend, else from the tokenizer that is configured, else ``None``."""
-    if result.prompt_tokens is not None:
-        return result.prompt_tokens
-    texts = [item for item in job.inputs if isinstance(item, str)]
-    ids = sum(len(item) for item in job.inputs if not isinstance(item, str))
+async def count_inputs(
+    model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], counted: int | None
+) -> int | None:
+    """
+    Return the tokens of *inputs*: as the backend *counted* them, else from the tokenizer that is configured, else
+    ``None``.
+    """
+    if counted is not None:
+        return counted
+    texts = [item for item in inputs if isinstance(item, str)]
+    ids = sum(len(item) for item in inputs if not isinstance(item, str))
     tokenizer = (await model.prompter()).tokenizer if texts else None
     if tokenizer is None:
         return None if texts else ids
@@ -324,7 +349,7 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
     capabilities = model.adapter.capabilities
     if not (capabilities.score or capabilities.embed):
         raise InvalidRequest(f"The model '{request.model}' scores no texts and makes no embeddings.", param="model")
-    if request.truncate_prompt_tokens is not None and not capabilities.token_pairs:
+    if request.truncate_prompt_tokens is not None and not capabilities.encoded:
         raise UnsupportedParameter(
             "'truncate_prompt_tokens' is not supported with this model, because it takes texts.",
             param="truncate_prompt_tokens",
@@ -356,18 +381,16 @@ async def _crossed(context: RequestContext[_Request], job_id: str, pairs: Pairs)
     adapter = model.adapter
     job = ScoreJob(id=job_id, pairs=pairs)
     tokenizer = (await model.prompter()).tokenizer
-    if adapter.capabilities.token_pairs:
+    if adapter.capabilities.encoded:
         if tokenizer is None:
-            raise ConfigurationError(
-                f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.owner}=SOURCE."
-            )
+            raise no_tokenizer(model)
         job = await _encoded(model, tokenizer, request, job)
     requests = adapter.encode_scores(job)
     answers = await answers_of(context.service, model, requests, timeout=context.limits.total)
     result = adapter.decode_scores(job, answers)
     scores, tokens = result.scores, result.prompt_tokens
     if activated and request.use_activation is not False:
-        scores = [_sigmoid(score) for score in scores]
+        scores = [sigmoid(score) for score in scores]
     if tokens is None and tokenizer is not None:
         tokens = sum(len(pair.ids) for pair in job.encoded or await tokenizer.encode_pairs_async(pairs))
     return ScoreResult(scores=scores, prompt_tokens=tokens)
@@ -402,7 +425,7 @@ async def _compared(context: RequestContext[_Request], job_id: str, pairs: Pairs
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(pairs) * len(result.vectors[0]) // 4
     scores = await offload.run(lambda: _cosines(vectors, pairs), size=size, threshold=_INLINE_PRODUCTS)
-    return ScoreResult(scores=scores, prompt_tokens=await count_inputs(context.model, job, result))
+    return ScoreResult(scores=scores, prompt_tokens=await count_inputs(context.model, texts, result.prompt_tokens))
 
 
 def _cosines(vectors: Mapping[str, bytes], pairs: Pairs) -> list[float]:
@@ -417,7 +440,7 @@ def _unit(vector: bytes) -> Sequence[float]:
     return values if length == 0 else array("d", [value / length for value in values])
 
 
-def _sigmoid(value: float) -> float:
+def sigmoid(value: float) -> float:
     """Return the logistic function of *value*, computed so that nothing overflows."""
     return math.exp(min(value, 0.0)) / (1 + math.exp(-abs(value)))
 

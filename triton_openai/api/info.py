@@ -15,6 +15,7 @@ from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response, read_json
+from triton_openai.api.classify import job_of
 from triton_openai.api.embeddings import answers_of
 from triton_openai.api.generate import Task, prepare, run_of
 from triton_openai.api.messages import handlers as messages
@@ -211,7 +212,7 @@ _TEXT = "Hi"
 
 async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
     """
-    Ask *model* for one token, or for one vector or score.
+    Ask *model* for one token, vector, score or class.
 
     Raises :class:`ServiceError`, also when it takes more than *timeout* seconds; limits of this service do not apply.
     """
@@ -226,6 +227,8 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
         return
     if capabilities.embed:
         requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))
+    elif capabilities.classify:
+        requests = model.adapter.encode_classes(await job_of(model, number, (_TEXT,)))
     else:
         pairs = [(_TEXT, _TEXT)]
         encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()

@@ -21,7 +21,7 @@ from aiohttp.typedefs import Handler
 
 from triton_openai import __version__, errors
 from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS, Restrictions
-from triton_openai.api import chat, completions, embeddings, info, tokenize
+from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.completion_response import Completion
@@ -458,6 +458,10 @@ OPERATIONS = (
     Operation(
         embeddings.handle_score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
         embeddings.ScoreList, infers=True,
+    ),
+    Operation(
+        classify.handle, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
+        classify.ClassificationList, infers=True,
     ),
     Operation(
         tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,

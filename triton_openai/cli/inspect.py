@@ -9,6 +9,7 @@ import msgspec
 
 from triton_openai.adapters._common.base import Capabilities, Rule
 from triton_openai.api.chat import ChatRequest
+from triton_openai.api.classify import activation_of
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.parameters import neutral_values
 from triton_openai.cli.arguments import Parsed
@@ -72,6 +73,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     suffix: str | None = None
     scores: str | None = None
+    classes: str | None = None
     guides: Sequence[str] = ()
     loras: Sequence[str] = ()
     images: str = ""
@@ -145,7 +147,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     problem = model.lazy_prompter.problem
     lora_problems = models.lora_problems.get(model.owner, ())
     capabilities = model.adapter.capabilities
-    tokenizer = template = suffix = None
+    tokenizer = template = suffix = classes = None
     parsers = Parsers()
     images, sampling = "none", ""
     try:
@@ -156,6 +158,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         sampling = _sampling(model, await model.default_parameters(), provenance.generation_config)
         parsers = await model.parsers()
         suffix = _suffix(model, prompter.tokenizer)
+        classes = _classes(model, prompter.tokenizer) if capabilities.classify else None
     except ConfigurationError as error:
         notes = [error.message]
     if capabilities.splits_characters:
@@ -165,7 +168,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         notes.append(_NO_GRPC)
     if not capabilities.generate:
         # Only the note about the tokenizer, which comes first, for a model that takes token ids.
-        notes = notes[:1] if capabilities.token_pairs and not tokenizer else []
+        notes = notes[:1] if capabilities.encoded and not tokenizer else []
     counted = "from the responses and the tokenizer" if tokenizer else "left out (not counted)"
     counts = "from the token counts" if capabilities.usage else "from the number of responses"
     refused = {*neutral_values(ChatRequest), *neutral_values(CompletionRequest)} if capabilities.generate else ()
@@ -193,6 +196,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
         suffix=suffix if capabilities.generate else None,
         scores=scores if capabilities.score else None,
+        classes=classes,
         guides=sorted(capabilities.guides),
         loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
         images=images,
@@ -239,6 +243,14 @@ def _logprobs(capabilities: Capabilities) -> str:
     if capabilities.top_logprobs:
         text += f", with up to {capabilities.top_logprobs} alternatives"
     return f"{text}, and of the prompt's" if capabilities.prompt_logprobs else text
+
+
+def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:
+    """Return what the probabilities are, and where the labels come from."""
+    activation, capabilities = activation_of(model, tokenizer), model.adapter.capabilities
+    what = "as the model gives them" if activation == "none" else f"the {activation} of logits (problem_type)"
+    labelled = tokenizer is not None and tokenizer.labels
+    return f"{what}; labels {'of the model' if capabilities.labels else 'of the tokenizer' if labelled else 'unknown'}"
 
 
 def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
@@ -308,6 +320,8 @@ def _render(item: ModelReport) -> str:
         ]
     if item.scores is not None:
         rows += [("scores", item.scores), ("tokenizer", item.tokenizer or "none"), *notes]
+    if item.classes is not None:
+        rows += [("classes", item.classes), ("tokenizer", item.tokenizer or "none"), *notes]
     lines = [item.name, *(f"  {name:<14} {text}" for name, text in rows)]
     if "generate" in item.tasks:
         width = max((len(each.name) for each in item.parameters), default=0)

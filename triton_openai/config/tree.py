@@ -519,6 +519,13 @@ class ModelDefaults(_Group, frozen=True):
             "model that returns logits."
         ),
     ] = None
+    problem_type: Annotated[
+        Literal["single_label_classification", "multi_label_classification", "regression"] | None,
+        _file_only(
+            "What a classifier's logits become: probabilities of which one class is true (softmax) or any number of "
+            "them (sigmoid), or what they are. By default from the config.json beside the tokenizer."
+        ),
+    ] = None
     tool_call_parser: Annotated[
         str | None,
         _flag("Format of tool calls; 'auto' (the default) detects it by the chat template, 'none' turns parsing off."),

@@ -1,9 +1,9 @@
 """
 config.pbtxt files of the stand-ins, made from the contracts of the real backends.
 
-``contracts.json`` holds the tensors as the backends declare them, one string each: ``name[?] TYPE [dims] [r] [g]``
-(``?`` optional, ``r`` reshaped to a scalar per row, ``g`` ragged), the wiring of the ensembles and the names of the
-parameters.
+``contracts.json`` holds the tensors as the backends declare them, one string each: ``name[?] TYPE [dims] [r] [g] [l]``
+(``?`` optional, ``r`` reshaped to a scalar per row, ``g`` ragged, ``l`` with a file of labels), the wiring of the
+ensembles and the names of the parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
-_TENSOR = re.compile(r"(?P<name>\w+)(?P<optional>\??) (?P<type>\w+) \[(?P<dims>[-\d,]*)\](?P<marks>( [rg])*)")
+_TENSOR = re.compile(r"(?P<name>\w+)(?P<optional>\??) (?P<type>\w+) \[(?P<dims>[-\d,]*)\](?P<marks>( [rgl])*)")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ def _tensor(side: str, text: str) -> str:
         parts.append("reshape: { shape: [ ] }")
     if "g" in match["marks"]:
         parts.append("allow_ragged_batch: true")
+    if "l" in match["marks"]:
+        parts.append('label_filename: "labels.txt"')
     if match["optional"]:
         parts.append("optional: true")
     return f"{side} {{ {' '.join(parts)} }}"

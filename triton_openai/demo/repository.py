@@ -249,6 +249,13 @@ def _text_rerank(site: _Site, name: str) -> None:
     site.write(name, text, "text_rerank")
 
 
+def _text_classification(site: _Site, name: str) -> None:
+    interface, batch = _CLASSIFIERS[name]
+    text = render(name, interface, backend="python", max_batch_size=batch, dynamic_batching=batch > 0, instances=1)
+    folder = site.write(name, text, "text_classification")
+    (folder.parent / "labels.txt").write_text("\n".join(CLASSES) + "\n")
+
+
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
@@ -262,6 +269,8 @@ _ON_DEMAND = (
     "tensorrt_llm_bls_legacy",
     "text_rerank_pairs",
     "text_rerank_ids",
+    "text_classification",
+    "text_classification_ids",
 )
 
 # Cross-encoders that take two texts, pairs, and token ids, each with its batch size.
@@ -278,6 +287,17 @@ _RERANKERS = {
             ["input_ids INT64 [-1,-1]", "attention_mask INT64 [-1,-1]", "token_type_ids INT64 [-1,-1]"],
             ["logits FP32 [-1,1]"],
         ),
+        0,
+    ),
+}
+
+#: What the classifiers tell apart.
+CLASSES = ("a question", "an answer", "a greeting")
+# Text and token ids, with and without labels of Triton's.
+_CLASSIFIERS = {
+    "text_classification": (Contract(["text STRING [1]"], [f"logits FP32 [{len(CLASSES)}] l"]), 16),
+    "text_classification_ids": (
+        Contract(["input_ids INT64 [-1,-1]", "attention_mask INT64 [-1,-1]"], ["probabilities FP32 [-1,-1]"]),
         0,
     ),
 }
@@ -311,4 +331,6 @@ _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
     "text_rerank": (_text_rerank, ()),
     "text_rerank_pairs": (_text_rerank, ()),
     "text_rerank_ids": (_text_rerank, ()),
+    "text_classification": (_text_classification, ()),
+    "text_classification_ids": (_text_classification, ()),
 }

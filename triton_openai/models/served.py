@@ -73,10 +73,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What the model is for: ``generate``, ``embed``, ``rerank``."""
+        """What the model is for: ``generate``, ``embed``, ``rerank``, ``classify``."""
         able = self.adapter.capabilities
         generates = able.generate and self.hints.generates
-        every = (("generate", generates), ("embed", able.embed), ("rerank", able.score or able.embed))
+        ranks = able.score or able.embed
+        every = (("generate", generates), ("embed", able.embed), ("rerank", ranks), ("classify", able.classify))
         return tuple(task for task, can in every if can)
 
     @property
@@ -132,7 +133,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         """Load its tokenizer and template, and warn of what its requests lack."""
         # Another adapter stands in where the tokenizer turns out to be missing.
         capabilities = (self.text_level or self.adapter).capabilities
-        needs_tokenizer = capabilities.tokens or capabilities.token_pairs
+        needs_tokenizer = capabilities.tokens or capabilities.encoded
         await self.lazy_prompter.check(self.owner, chats="generate" in self.tasks, needs_tokenizer=needs_tokenizer)
 
 

@@ -45,6 +45,10 @@ class Tokenizer:
         self.chat_templates = files.chat_templates
         #: The contents of ``generation_config.json``; empty where there is none.
         self.generation_config = files.generation_config
+        #: The labels of a classifier's classes.
+        self.labels = _labels(files.model_config.get("id2label"))
+        #: What a classifier's logits are for (``multi_label_classification``), where ``config.json`` says so.
+        self.problem_type: Any = files.model_config.get("problem_type")
         #: The ids that end a generation: ``eos_token`` first, then those of ``generation_config.json``.
         self.eos_token_ids = self._find_eos(files)
         #: The longest prompt in tokens, if the tokenizer declares it.
@@ -245,6 +249,12 @@ def _longest_prompt(told: int | None, model: Mapping[str, Any]) -> int | None:
     if positions is not None and isinstance(factor, int | float) and 1 < factor < _LONGEST_CONTEXT:
         positions = int(positions * factor)
     return max((length for length in (told, positions) if length is not None), default=None)
+
+
+def _labels(value: Any) -> dict[int, str]:
+    """Return what ``id2label`` of config.json says, as far as it has numbers and texts."""
+    labels = value.items() if isinstance(value, dict) else ()
+    return {int(number): label for number, label in labels if number.isdecimal() and isinstance(label, str)}
 
 
 def _max_length(value: Any) -> int | None:

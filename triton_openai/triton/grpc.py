@@ -79,7 +79,9 @@ def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
     if request.priority:
         message.parameters["priority"].int64_param = request.priority
     for name in request.outputs:
-        message.outputs.add().name = name
+        output = message.outputs.add(name=name)
+        if request.classification:
+            output.parameters["classification"].int64_param = request.classification
     return message
 
 

@@ -94,7 +94,8 @@ def infer_body(request: InferRequest) -> tuple[bytes, int]:
     header: dict[str, Any] = {"id": request.id, "inputs": inputs}
     parameters: dict[str, Any] = {"priority": request.priority} if request.priority else {}
     if request.outputs:
-        header["outputs"] = [{"name": name, "parameters": {"binary_data": True}} for name in request.outputs]
+        form = {"binary_data": True, **({"classification": request.classification} if request.classification else {})}
+        header["outputs"] = [{"name": name, "parameters": form} for name in request.outputs]
     else:
         parameters["binary_data_output"] = True
     if parameters:

@@ -32,12 +32,16 @@ _LENGTH = struct.Struct("<I")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One declared input or output: ``dims`` exclude the batch dimension, ``-1`` is a dynamic one."""
+    """
+    One declared input or output: ``dims`` exclude the batch dimension, ``-1`` is a dynamic one. ``label_filename`` is
+    the file with the labels of its classes.
+    """
 
     name: str
     datatype: str
     dims: tuple[int, ...]
     optional: bool = False
+    label_filename: str = ""
 
 
 class EnsembleStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +152,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``outputs`` are the requested outputs (HTTP's generate extension ignores them and sends all). ``stream`` is whether
     the model is decoupled: it answers step by step, and the request can be cancelled in between. ``cancellable`` is
     whether cancelling stops the backend; if not, a transport may read the rest and drop it. ``priority`` is for
-    Triton's queues, 1 first and 0 for the default; the generate extension has none. ``json_expressible`` is whether the
+    Triton's queues, 1 first and 0 for the default; the generate extension has none. With ``classification`` the outputs
+    are texts ``value:index:label``, as many of each row with the highest values. ``json_expressible`` is whether the
     generate extension's JSON can express the request and its answers; if not, *needed_for* names the parameter that
     prevents it, if one does. ``headers`` are sent as HTTP headers or gRPC metadata: names in lower case, values
     printable ASCII. Adapters do not set them. ``prefers_grpc`` is whether the backend notices a cancellation only over
@@ -164,6 +169,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     json_expressible: bool = True
     prefers_grpc: bool = False
     priority: int = 0
+    classification: int = 0
     needed_for: str | None = None
     headers: Mapping[str, str] = {}
 

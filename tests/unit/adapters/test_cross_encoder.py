@@ -61,7 +61,7 @@ def test_claimed(model: ModelConfig, reason: str) -> None:
     assert reason in claim.reason
     capabilities = CrossEncoder(model, {}).capabilities
     assert capabilities.score
-    assert ("token ids" in claim.reason) == capabilities.token_pairs
+    assert ("token ids" in claim.reason) == capabilities.encoded
     assert not capabilities.generate
     assert not capabilities.embed
 

@@ -16,10 +16,10 @@ from triton_openai.api.embeddings import (
     RerankRequest,
     ScoreRequest,
     _cosines,
-    _inputs,
     _pairs,
-    _sigmoid,
     _texts,
+    inputs_of,
+    sigmoid,
 )
 from triton_openai.errors import InvalidRequest
 
@@ -74,9 +74,9 @@ def test_documents_may_have_other_fields() -> None:
 
 def test_activation() -> None:
     """The logistic function, at both ends too."""
-    assert [0.0, 0.5, 1.0] == [_sigmoid(value) for value in (-1e6, 0.0, 1e6)]
-    assert math.isclose(1 / (1 + math.exp(2.5)), _sigmoid(-2.5))
-    assert math.isclose(1, _sigmoid(2.5) + _sigmoid(-2.5))
+    assert [0.0, 0.5, 1.0] == [sigmoid(value) for value in (-1e6, 0.0, 1e6)]
+    assert math.isclose(1 / (1 + math.exp(2.5)), sigmoid(-2.5))
+    assert math.isclose(1, sigmoid(2.5) + sigmoid(-2.5))
 
 
 def test_cosines() -> None:
@@ -108,8 +108,8 @@ def test_inputs(given: Any, expected: Any) -> None:
     """Texts, or lists of token ids, of which none is empty."""
     body = parse_json(msgspec.json.encode({"input": given}), EmbeddingsRequest)
     if isinstance(expected, list):
-        assert expected == _inputs(body.input)
+        assert expected == inputs_of(body)
         return
     with pytest.raises(InvalidRequest) as caught:
-        _inputs(body.input)
+        inputs_of(body)
     assert ("input", expected) == (caught.value.param, caught.value.code)

@@ -1,0 +1,171 @@
+"""
+``POST /v1/classify``: the class of each text, and the probabilities of all classes.
+
+Source of the wire format: ``/classify`` of vLLM's server, which Dynamo's frontend has too. What becomes of logits is
+what both vLLM's server and the pipelines of transformers do, by ``problem_type``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+
+from triton_openai.api.embeddings import (
+    InputRequest,
+    InputUsage,
+    answers_of,
+    as_taken,
+    check_sizes,
+    count_inputs,
+    inputs_of,
+    no_tokenizer,
+    sigmoid,
+    usage_of,
+)
+from triton_openai.api.parameters import truncation, unused
+from triton_openai.api.prompts import check_ids
+from triton_openai.api.service import RequestContext, begin, new_id, now
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter, UpstreamError
+from triton_openai.generation import ClassificationJob, ClassificationResult
+from triton_openai.models.served import ServedModel
+from triton_openai.prompts import offload
+from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.truncation import Truncation
+
+_encode = msgspec.json.Encoder().encode
+# Requests of more characters or tokens, and answers of more numbers, are made and read in a thread.
+_INLINE_SIZE = 64 * 1024
+_INLINE_VALUES = 4096
+
+Activation = Literal["softmax", "sigmoid", "none"]
+
+
+class ClassifyRequest(InputRequest, kw_only=True):
+    """The request; ``use_activation`` false asks for logits in the place of probabilities."""
+
+    use_activation: bool | None = None
+    # Names of vLLM's server that would change the answer, and are not honoured.
+    messages: Annotated[Any, unused()] = None
+    activation: Annotated[Any, unused()] = None
+    softmax: Annotated[Any, unused()] = None
+    padding: Annotated[Any, unused("do_not_pad")] = None
+
+
+class Classification(msgspec.Struct, frozen=True, kw_only=True):
+    """The classes of one input; ``label`` is that of the most probable one, null if it is not known."""
+
+    index: int
+    label: str | None
+    probs: Sequence[float]
+    num_classes: int
+
+
+class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer; ``usage`` is left out if the tokens are not known."""
+
+    id: str
+    object: Literal["list"] = msgspec.field(name="object", default="list")
+    created: int
+    model: str
+    data: Sequence[Classification]
+    usage: InputUsage | msgspec.UnsetType = msgspec.UNSET
+
+
+async def handle(request: web.Request) -> web.StreamResponse:
+    """Classify texts."""
+    context = await begin(request, ClassifyRequest, "classify")
+    body, model, observation = context.body, context.model, context.observation
+    if not model.adapter.capabilities.classify:
+        raise InvalidRequest(f"The model '{body.model}' does not classify texts.", param="model")
+    if body.use_activation is False and not model.adapter.capabilities.logits:
+        raise UnsupportedParameter(
+            "This model gives probabilities, and 'use_activation' cannot turn them into logits.", param="use_activation"
+        )
+    inputs, cut = inputs_of(body), truncation(body, side="right")
+    job, result = await context.admitted(lambda: _classified(context, inputs, cut), param="input")
+    observation.response_id = job.id
+    tokens = observation.input_tokens = await count_inputs(model, job.inputs, None)
+    tokenizer = (await model.prompter()).tokenizer
+    activation = "none" if body.use_activation is False else activation_of(model, tokenizer)
+    labels = result.labels or (tokenizer.labels if tokenizer is not None else {})
+
+    def answer() -> bytes:
+        data = [_rendered(index, values, activation, labels) for index, values in enumerate(result.values)]
+        return _encode(
+            ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage_of(tokens))
+        )
+
+    content = await offload.run(answer, size=sum(map(len, result.values)), threshold=_INLINE_VALUES)
+    return web.Response(body=content, content_type="application/json")
+
+
+async def job_of(
+    model: ServedModel, job_id: str, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None = None
+) -> ClassificationJob:
+    """
+    Return the job for *inputs*, truncated as *cut* says, in the form that *model* takes.
+
+    Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for texts if the model takes token ids and has no
+    tokenizer.
+    """
+    tokenizer, encoded = (await model.prompter()).tokenizer, model.adapter.capabilities.encoded
+    if encoded and tokenizer is None:
+        raise no_tokenizer(model)
+    if cut is None:
+        await check_sizes(model, inputs)
+    taken, limit = await as_taken(model, inputs, cut), model.settings.max_model_len
+    for item in taken:
+        if encoded and tokenizer is not None and not isinstance(item, str):
+            check_ids(item, tokenizer, "input")
+            if limit is not None and len(item) > limit:
+                raise ContextLengthExceeded(
+                    f"This model's maximum context length is {limit} tokens. However, your input has {len(item)}.",
+                    tokens=len(item),
+                    limit=limit,
+                )
+    pad_id = None if tokenizer is None else tokenizer.special_id("pad_token")
+    return ClassificationJob(id=job_id, inputs=taken, pad_id=pad_id)
+
+
+async def _classified(
+    context: RequestContext[ClassifyRequest], inputs: list[str] | list[list[int]], cut: Truncation | None
+) -> tuple[ClassificationJob, ClassificationResult]:
+    job, adapter = await job_of(context.model, new_id("classify"), inputs, cut), context.model.adapter
+    size = sum(map(len, job.inputs))
+    requests = await offload.run(lambda: adapter.encode_classes(job), size=size, threshold=_INLINE_SIZE)
+    answers = await answers_of(context.service, context.model, requests, timeout=context.limits.total)
+    result = await offload.run(lambda: adapter.decode_classes(job, answers), size=len(job.inputs), threshold=16)
+    return job, result
+
+
+def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation:
+    """Return what makes probabilities of what *model* gives; a softmax over one class is a sigmoid."""
+    kind = model.settings.problem_type or (tokenizer.problem_type if tokenizer is not None else None)
+    if not model.adapter.capabilities.logits or kind == "regression":
+        return "none"
+    return "sigmoid" if kind == "multi_label_classification" else "softmax"
+
+
+def activated(values: Sequence[float], activation: Activation) -> Sequence[float]:
+    """Return the probabilities of logits. Raises :class:`UpstreamError` where they are none."""
+    highest = max(values)
+    if activation == "sigmoid" or (activation == "softmax" and len(values) == 1):
+        values = [sigmoid(value) for value in values]
+    elif activation == "softmax":
+        powers = [math.exp(value - highest) for value in values]
+        total = sum(powers)
+        values = [power / total for power in powers]
+    if not all(map(math.isfinite, values)):
+        raise UpstreamError("The model sent a value of a class that is not a number.")
+    return values
+
+
+def _rendered(index: int, values: Sequence[float], activation: Activation, labels: Mapping[int, str]) -> Any:
+    """Return one input's classes as JSON: all at once would keep the interpreter lock for long."""
+    probs = activated(values, activation)
+    label = labels.get(max(range(len(probs)), key=probs.__getitem__))
+    return msgspec.Raw(_encode(Classification(index=index, label=label, probs=probs, num_classes=len(probs))))
