@@ -352,7 +352,7 @@ def test_the_schema_takes_what_the_service_takes() -> None:
         "server": {"workers": 2},
         "triton": {"request_timeout": 60, "load_model": "*"},
         "triton_access": {"headers": ["x-tenant: a"]},
-        "access": {"cors_allow_origin": "https://chat.example.com"},
+        "access": {"cors_allow_origin": "https://chat.example.com", "gateway": {"objectives": {"batch": 2}}},
         "models": {"m": model},
     }
     files.render({"settings": settings})
@@ -361,7 +361,8 @@ def test_the_schema_takes_what_the_service_takes() -> None:
     described = {(group, name) for group, kind in groups.items() if kind for name in types[kind]["properties"]}
 
     assert {option.path for option in options() if option.section != "models"} == described - {
-        ("defaults", "default_parameters")
+        ("access", "gateway"),
+        ("defaults", "default_parameters"),
     }
 
 
