@@ -52,6 +52,7 @@ _SAMPLING: Mapping[str, str | None] = {
     "ignore_eos": None,
     "min_p": None,
     "bad_words": None,
+    "allowed_token_ids": None,
     "skip_special_tokens": None,
     "logprobs": "INT32",
 }

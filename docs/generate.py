@@ -46,8 +46,9 @@ _SHAPES = {
     "stop": "a string, or up to 4",
     "stop_token_ids": "token ids",
     "bad_words": "strings",
+    "allowed_token_ids": "token ids",
     "logit_bias": "token ids with -100 to 100",
-    "logprobs": "true and `top_logprobs` up to 20 in chats, up to 5 in completions",
+    "logprobs": "up to 20 alternatives: in chats true and `top_logprobs`, in completions their number",
     "include_stop_str_in_output": "boolean",
     "ignore_eos": "boolean",
     "skip_special_tokens": "boolean",
@@ -59,9 +60,9 @@ _FRAME = {"model", "messages", "prompt", "stream", "stream_options", "max_comple
 _DONE_HERE = {
     "n", "best_of", "echo", "suffix", "add_special_tokens", "top_logprobs", "prompt_logprobs", "return_token_ids",
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
-    "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "documents", "truncate_prompt_tokens",
-    "truncation_side", "priority",
+    "tool_choice", "parallel_tool_calls", "functions", "function_call", "reasoning_effort",
+    "include_reasoning", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+    "documents", "truncate_prompt_tokens", "truncation_side", "priority",
 }  # fmt: skip
 
 

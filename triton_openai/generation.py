@@ -95,6 +95,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     length_penalty: float | None = None
     bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool | None = None
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()

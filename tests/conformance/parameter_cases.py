@@ -178,7 +178,7 @@ CASES: Mapping[str, Case] = {
     # Would change the answer, and cannot be honoured on any model.
     "suffix": Case("end", **REFUSED),
     "logits_processors": Case(["x"], **REFUSED),
-    "allowed_token_ids": Case([1], **REFUSED),
+    "allowed_token_ids": Case([5, 6]),
     "logprob_token_ids": Case([1], **REFUSED),
     "prompt_embeds": Case("AAAA", **REFUSED),
     "repetition_detection": Case({"max_pattern_size": 4}, **REFUSED),
@@ -190,7 +190,7 @@ CASES: Mapping[str, Case] = {
     "spaces_between_special_tokens": Case(False, **REFUSED),
     "return_tokens_as_token_ids": Case(True, **REFUSED),
     "thinking_token_budget": Case(5, **REFUSED),
-    "include_reasoning": Case(False, **REFUSED),
+    "include_reasoning": Case(False, **CHAT, **HARMLESS),
     "priority": Case(1, **REFUSED),
     "modalities": Case(["text", "audio"], **CHAT, **REFUSED),
     "audio": Case({"voice": "x", "format": "wav"}, **CHAT, **REFUSED),

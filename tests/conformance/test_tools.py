@@ -262,6 +262,25 @@ async def test_reasoning_under_its_other_name(triton):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_left_out(tooled, stream):
+    """A client that does not want the thinking gets the rest, and its count."""
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    said = "<think>one two three</think>yes"
+    answer = await chat(tooled, "vllm_model", said, include_reasoning=False, stream=stream, **options)
+    usage = answer.chunks[-1]["usage"] if stream else answer.json["usage"]
+    texts = (
+        [choice["delta"] for chunk in answer.chunks for choice in chunk["choices"]]
+        if stream
+        else [answer.json["choices"][0]["message"]]
+    )
+
+    assert "yes" == "".join(text.get("content") or "" for text in texts)
+    assert not any(name.startswith("reasoning") for text in texts for name in text)
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+    assert all(texts[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_counted(tooled, stream):
     """The tokens of the thinking are told, streamed or not, and are the same."""
     options = {"stream_options": {"include_usage": True}} if stream else {}

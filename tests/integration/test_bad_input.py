@@ -254,7 +254,7 @@ def test_duplicate_keys(service: Service) -> None:
         (CHAT, {"stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
         (COMPLETIONS, {"prompt": []}, "invalid_value", "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 2049}, "array_above_max_length", "prompt"),
-        (COMPLETIONS, {"logprobs": 6}, "invalid_value", "logprobs"),
+        (COMPLETIONS, {"logprobs": 21}, "invalid_value", "logprobs"),
         (EMBEDDINGS, {"input": ""}, "invalid_value", "input"),
         (EMBEDDINGS, {"input": []}, "invalid_value", "input"),
         (EMBEDDINGS, {"input": ["a", ""]}, "invalid_value", "input"),

@@ -18,7 +18,14 @@ from triton_openai.adapters._common.base import Rule
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
-from triton_openai.api.chat_response import ChatChoice, ChatChunks, ChatCompletion, chat_choice, reasoning_tokens
+from triton_openai.api.chat_response import (
+    ChatChoice,
+    ChatChunks,
+    ChatCompletion,
+    chat_choice,
+    reasoning_fields,
+    reasoning_tokens,
+)
 from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.logprobs import prompt_logprobs
 from triton_openai.api.parameters import ABSENT, Accepted, SamplingRequest, unused
@@ -53,6 +60,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
@@ -169,9 +177,10 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     service, model, body = context.service, context.model, context.body
     turn = await prepare(context, new_id("chatcmpl"))
     task, plan, runs = turn.task, turn.plan, turn.runs
-    field, timeout = service.settings.api.reasoning_field, context.limits.total
+    timeout = context.limits.total
+    fields = () if body.include_reasoning is False else reasoning_fields(service.settings.api.reasoning_field)
     if body.stream:
-        chunks = ChatChunks(context, task, runs, parsers=turn.parsers, plan=plan)
+        chunks = ChatChunks(context, task, runs, parsers=turn.parsers, plan=plan, fields=fields)
         heartbeat = service.settings.server.heartbeat_interval
         return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=timeout)
     answers = await collect(runs, timeout=timeout)
@@ -179,7 +188,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
 
     def rendered() -> list[ChatChoice]:
         pairs = enumerate(zip(answers, turn.parsers, strict=True))
-        return [chat_choice(index, answer, parser, plan, field, **wanted) for index, (answer, parser) in pairs]
+        return [chat_choice(index, answer, parser, plan, fields, **wanted) for index, (answer, parser) in pairs]
 
     if any(turn.parsers):
         size = sum(len(delta.text) for answer in answers for delta in answer.deltas)

@@ -103,8 +103,13 @@ def reasoning_tokens(parsers: Sequence[AnswerParser | None]) -> int | None:
     return sum(parser.reasoning_tokens for parser in parsers if parser is not None) or None
 
 
-def message_of(events: Sequence[Event], plan: ToolPlan, field: ReasoningField) -> AnswerMessage:
-    """Return the message that *events* make together."""
+def reasoning_fields(setting: ReasoningField) -> tuple[str, ...]:
+    """Return the names of the fields that the reasoning is shown in."""
+    return ("reasoning_content", "reasoning") if setting == "both" else (setting,)
+
+
+def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -> AnswerMessage:
+    """Return the message that *events* make together, with the reasoning in *fields*."""
     content: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
@@ -127,8 +132,7 @@ def message_of(events: Sequence[Event], plan: ToolPlan, field: ReasoningField) -
         role="assistant",
         content=text if text or not calls else None,
         refusal=None,
-        reasoning_content=msgspec.UNSET if field == "reasoning" else reasoning,
-        reasoning=msgspec.UNSET if field == "reasoning_content" else reasoning,
+        **dict.fromkeys(fields, reasoning),
         tool_calls=calls if calls and not plan.legacy else msgspec.UNSET,
         function_call=calls[0].function if calls and plan.legacy else msgspec.UNSET,
     )
@@ -139,7 +143,7 @@ def chat_choice(
     answer: Collected,
     parser: AnswerParser | None,
     plan: ToolPlan,
-    field: ReasoningField,
+    fields: Sequence[str],
     *,
     logprobs: bool,
     token_ids: bool,
@@ -151,7 +155,7 @@ def chat_choice(
         events += parser.flush()
     return ChatChoice(
         index=index,
-        message=message_of(events, plan, field),
+        message=message_of(events, plan, fields),
         logprobs=chat_logprobs(answer.logprobs) if logprobs else None,
         finish_reason=finish_reason(answer.run.progress, parser, plan),
         stop_reason=answer.run.progress.stop_reason,
@@ -224,12 +228,12 @@ class ChatChunks(Chunks):
         *,
         parsers: Sequence[AnswerParser | None],
         plan: ToolPlan,
+        fields: Sequence[str],
     ) -> None:
         super().__init__("chat.completion.chunk", context, task, runs)
         self._parsers = parsers
         self._plan = plan
-        field = context.service.settings.api.reasoning_field
-        self._reasoning_fields = ("reasoning_content", "reasoning") if field == "both" else (field,)
+        self._reasoning_fields = fields
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
         self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % choice for choice in range(len(parsers))]
 
@@ -265,6 +269,8 @@ class ChatChunks(Chunks):
         """
         Return a chunk for each of *events*; the first carries the log probabilities and ids that came with them.
         """
+        if not self._reasoning_fields:
+            events = [event for event in events if not isinstance(event, Reasoning)]
         logprobs = _encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
         ids = b',"token_ids":' + _encode(list(delta.token_ids)) if self._ids else b""
         if not events and (delta.logprobs or (ids and delta.token_ids)):

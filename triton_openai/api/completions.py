@@ -35,7 +35,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
     # Null beside vLLM's prompt_embeds, which are refused by their own name.
     prompt: str | list[str | int | list[int]] | None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=20)] | None = None
     suffix: str | None = None

@@ -153,6 +153,7 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
     stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
+    allowed_token_ids: list[_TokenId] | None = None
     skip_special_tokens: bool | None = None
     logit_bias: _LogitBias | None = None
     stream: bool | None = None
@@ -188,7 +189,6 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
     vllm_xargs: Accepted = ABSENT
     # Documented or in common use, and not honoured.
     logits_processors: Annotated[Any, unused([])] = None
-    allowed_token_ids: Annotated[Any, unused([])] = None
     logprob_token_ids: Annotated[Any, unused([])] = None
     prompt_embeds: Annotated[Any, unused([])] = None
     repetition_detection: Annotated[Any, unused(False)] = None
@@ -200,7 +200,6 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
     spaces_between_special_tokens: Annotated[Any, unused(True)] = None
     return_tokens_as_token_ids: Annotated[Any, unused(False)] = None
     thinking_token_budget: Annotated[Any, unused()] = None
-    include_reasoning: Annotated[Any, unused(True)] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -220,7 +219,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
 }  # fmt: skip
 # Every field of a sampling that an adapter has to carry, in one way or another.
-_MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "logprobs", "logit_bias")
+_MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "allowed_token_ids", "logprobs", "logit_bias")
 
 
 class _Biases(msgspec.Struct):
@@ -297,6 +296,7 @@ def sampling(
         stop=stop_strings(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
         bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=logprobs,
         logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
         **values,
