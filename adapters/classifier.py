@@ -1,9 +1,9 @@
 """
 Classifiers, as people deploy them from ONNX, PyTorch or Python: a text in, a number for each class out.
 
-There is no standard for their tensor names. The text is the one required input of BYTES, or comes as the token ids of
-an exported Hugging Face model, which are made here. The output shows by its name whether it has logits or
-probabilities, which nothing else tells; where it does not, the operator says it in the model's settings.
+There is no standard for their tensor names. The text is the only required input of BYTES, or its token ids are the
+inputs of an exported Hugging Face model. The name of the output says whether it has logits or probabilities; otherwise
+the operator says it in the settings.
 """
 
 from __future__ import annotations
@@ -11,71 +11,54 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from triton_openai.adapters._common import interface as tensors
 from triton_openai.adapters._common.base import Adapter, Capabilities
-from triton_openai.adapters._common.interface import (
-    FLOATS,
-    IDS,
-    MASK,
-    SEGMENTS,
-    Kind,
-    batch_size,
-    check_named,
-    constant_tensors,
-    constants,
-    id_batch,
-    id_inputs,
-    id_tensors,
-    row_dims,
-    text_input,
-    text_tensor,
-)
+from triton_openai.adapters._common.interface import IDS, MASK, SEGMENTS, Kind
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import ClassificationJob, ClassificationResult, Interface, TokenPair
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
 
 _TEXT, _LOGITS, _PROBABILITIES = "text", "logits", "probabilities"
-# In lower case: what models call their output.
+# Names of outputs, in lower case.
 _NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("logits", "logit", "class_logits", "output_logits"), _LOGITS),
-    **dict.fromkeys(
-        ("probabilities", "probability", "probs", "prob", "class_probabilities", "class_probs", "output_probability"),
-        _PROBABILITIES,
-    ),
+    **dict.fromkeys((_LOGITS, "logit", "class_logits", "output_logits"), _LOGITS),
+    **dict.fromkeys((_PROBABILITIES, "probability", "probs", "prob", "output_probability"), _PROBABILITIES),
+    **dict.fromkeys(("class_probabilities", "class_probs"), _PROBABILITIES),
 }
-# What the settings can name, by what they have to; two kinds of output exclude one another.
-_KINDS: Mapping[str, Mapping[str, Kind]] = {
+# What the settings can name beside each of these. An output is either of the two.
+_BESIDE: Mapping[str, Mapping[str, Kind]] = {
     _TEXT: {_TEXT: "text"},
     IDS: {IDS: "integer", MASK: "integer", SEGMENTS: "integer"},
     _LOGITS: {_LOGITS: "number", _PROBABILITIES: "number"},
     _PROBABILITIES: {_PROBABILITIES: "number"},
 }
-# More classes than any model has: Triton gives those that there are.
+# More classes than any model has.
 _ALL_CLASSES = 1 << 20
 
 
 def _inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Return the inputs by their uses; none where the model needs others."""
-    text = text_input(config)
-    return id_inputs(config) if text is None else {_TEXT: text}
+    """Return the inputs by their uses; empty if the model requires other inputs."""
+    text = tensors.text_input(config)
+    return tensors.id_inputs(config) if text is None else {_TEXT: text}
 
 
 def _output(config: ModelConfig) -> TensorSpec | None:
-    """Return the output with a number for each class, which has labels or a name that tells."""
+    """Return the output with a number for each class: it has labels or a known name."""
 
     def fits(spec: TensorSpec) -> bool:
-        # Without a dimension of the rows it is that of one text.
-        alone = not config.batching and len(spec.dims) == 1 and (spec.dims[0] > 1 or bool(spec.label_filename))
-        known = spec.label_filename or spec.name.lower() in _NAMES
-        return bool(known) and spec.datatype in FLOATS and (alone or len(row_dims(config, spec)) == 1)
+        # The output of a model that takes one text at a time may have no dimension for the rows.
+        single = not config.batching and len(spec.dims) == 1 and (spec.dims[0] > 1 or spec.label_filename != "")
+        known = spec.label_filename != "" or spec.name.lower() in _NAMES
+        return known and spec.datatype in tensors.FLOATS and (single or len(config.row_dims(spec)) == 1)
 
-    return max(filter(fits, config.outputs.values()), key=lambda spec: bool(spec.label_filename), default=None)
+    return max(filter(fits, config.outputs.values()), key=lambda spec: spec.label_filename != "", default=None)
 
 
 def _has_labels(config: ModelConfig, repository: Mapping[str, ModelConfig], output: TensorSpec) -> bool:
-    """Return whether Triton has labels for *output*; those of an ensemble are its step's."""
+    """Return whether Triton has labels for *output*; an ensemble has those of its steps."""
     steps = [(repository[step.model], step.output_map) for step in config.steps if step.model in repository]
     inner = [model.outputs.get(name) for model, names in steps for name in names if names[name] == output.name]
-    # It gives none for FP16, nor in a stream.
+    # Triton has none for FP16, nor in streams.
     readable = output.datatype != "FP16" and not config.decoupled
     return readable and any(spec is not None and spec.label_filename for spec in (output, *inner))
 
@@ -92,10 +75,10 @@ class Classifier(Adapter):
         inputs, output, given = _inputs(config), _output(config), interface.constants if interface is not None else {}
         use = None if output is None else _NAMES.get(output.name.lower())
         if interface is not None:
-            kinds = _KINDS[IDS if IDS in interface.inputs else _TEXT]
-            check_named(config, "inputs", interface.inputs, kinds, required=next(iter(kinds)))
+            first = IDS if IDS in interface.inputs else _TEXT
+            tensors.check_named(config, "inputs", interface.inputs, _BESIDE[first], required=first)
             use = _PROBABILITIES if _PROBABILITIES in interface.outputs else _LOGITS
-            check_named(config, "outputs", interface.outputs, _KINDS[use], required=use)
+            tensors.check_named(config, "outputs", interface.outputs, _BESIDE[use], required=use)
             inputs = {each: config.inputs[name] for each, name in interface.inputs.items()}
             output = config.outputs[interface.outputs[use]]
         if not inputs or output is None or use is None:
@@ -104,13 +87,12 @@ class Classifier(Adapter):
                 "or probabilities: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._inputs, self._output = inputs, output
-        self._constants = constants(config, given, filled=[spec.name for spec in inputs.values()])
-        self._labelled = _has_labels(config, repository, output)
-        # Triton numbers the classes of all texts through where the model does not batch.
-        self._alone = not config.batching and (self._labelled or len(output.dims) == 1)
-        ids = _TEXT not in inputs
+        self._constants = tensors.constants(config, given, filled=[spec.name for spec in inputs.values()])
+        labels, ids = _has_labels(config, repository, output), _TEXT not in inputs
+        # Without batching, Triton numbers the classes of all rows in sequence.
+        self._single = not config.batching and (labels or len(output.dims) == 1)
         self.capabilities = Capabilities(
-            classify=True, logits=use == _LOGITS, labels=self._labelled, encoded=ids, token_inputs=ids
+            classify=True, logits=use == _LOGITS, labels=labels, encoded=ids, token_inputs=ids
         )
 
     @classmethod
@@ -122,67 +104,63 @@ class Classifier(Adapter):
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
-        """Claim models of one text, or of its token ids, with an output of classes."""
+        """Claim models that take one text, or its token ids, and return numbers for classes."""
         inputs, output = _inputs(config), _output(config)
         texts = [name for name, spec in config.outputs.items() if spec.datatype == "BYTES"]
         if not inputs or output is None or any("label" not in name.lower() for name in texts):
             return None
-        kind, width = _NAMES.get(output.name.lower(), "classes"), output.dims[-1]
-        if _TEXT not in inputs and kind == _LOGITS and width == 1 and not output.label_filename:
-            # That is how cross-encoders look.
+        kind, width, labels = _NAMES.get(output.name.lower(), "classes"), output.dims[-1], output.label_filename
+        if _TEXT not in inputs and kind == _LOGITS and width == 1 and not labels:
+            # Cross-encoders look like this.
             return None
         what = "one required BYTES input" if _TEXT in inputs else "token ids"
         names = ", ".join(spec.name for spec in inputs.values())
-        labels = f", with labels in {output.label_filename}" if output.label_filename else ""
-        return f"{what} ({names}) and {kind} out ({output.name}{f' [{width}]' if width > 0 else ''}{labels})"
+        shape, file = f" [{width}]" if width > 0 else "", f", with labels in {labels}" if labels else ""
+        return f"{what} ({names}) and {kind} out ({output.name}{shape}{file})"
 
     def encode_classes(self, job: ClassificationJob) -> Sequence[InferRequest]:
         """
         Return the inputs in batches.
 
-        Raises :class:`ContextLengthExceeded` for what is longer than the model's fixed length, if it has one.
+        Raises :class:`ContextLengthExceeded` for inputs longer than the model's fixed length.
         """
-        classes = max(self._output.dims[-1], 0) or _ALL_CLASSES
+        classes = (max(self._output.dims[-1], 0) or _ALL_CLASSES) if self.capabilities.labels else 0
         return [
-            self.request(
-                f"{job.id}-{number}",
-                self._tensors(job, job.inputs[places.start : places.stop]),
-                [self._output.name],
-                classification=classes if self._labelled else 0,
-            )
-            for number, places in enumerate(self._batches(job))
+            self.request(f"{job.id}-{number}", batch, [self._output.name], classification=classes)
+            for number, batch in enumerate(self._tensors(part, job.pad_id) for part in self._batches(job))
         ]
 
-    def _batches(self, job: ClassificationJob) -> Sequence[range]:
-        """Return the places of the inputs that share a request."""
-        spec, count = next(iter(self._inputs.values())), len(job.inputs)
-        size = batch_size(self.config, spec) if _TEXT in self._inputs else id_batch(self.config, spec, job.pad_id)
-        size = 1 if self._alone else size
-        return [range(start, min(start + size, count)) for start in range(0, count, size)]
+    def _batches(self, job: ClassificationJob) -> Sequence[Sequence[Any]]:
+        """Return the inputs that share a request."""
+        spec = next(iter(self._inputs.values()))
+        size = 1 if self._single else self.config.batch_size(spec)
+        if self.capabilities.encoded:
+            size = min(size, tensors.id_batch(self.config, spec, job.pad_id))
+        return [job.inputs[start : start + size] for start in range(0, len(job.inputs), size)]
 
-    def _tensors(self, job: ClassificationJob, given: Sequence[Any]) -> list[Tensor]:
-        tensors = list(constant_tensors(self.config, self._constants, len(given)))
-        if _TEXT in self._inputs:
-            return [text_tensor(self.config, self._inputs[_TEXT], given), *tensors]
-        sequences = [TokenPair(ids, ()) for ids in given]
-        return [*id_tensors(self.config, self._inputs, sequences, job.pad_id), *tensors]
+    def _tensors(self, part: Sequence[Any], pad_id: int | None) -> list[Tensor]:
+        constant = tensors.constant_tensors(self.config, self._constants, len(part))
+        if not self.capabilities.encoded:
+            return [tensors.text_tensor(self.config, self._inputs[_TEXT], part), *constant]
+        return [*tensors.id_tensors(self.config, self._inputs, [TokenPair(ids, ()) for ids in part], pad_id), *constant]
 
     def decode_classes(self, job: ClassificationJob, responses: Sequence[InferResponse]) -> ClassificationResult:
         """Return the numbers of each input, and the labels."""
         values: list[Sequence[float]] = []
         labels: dict[int, str] = {}
-        for places, response in zip(self._batches(job), responses, strict=True):
-            found = (response.texts if self._labelled else response.numbers)(self._output.name)
-            width, rest = divmod(len(found), len(places))
+        for part, response in zip(self._batches(job), responses, strict=True):
+            labelled = self.capabilities.labels
+            found = (response.texts if labelled else response.numbers)(self._output.name)
+            width, rest = divmod(len(found), len(part))
             if rest or not width:
-                raise UpstreamError(f"The model sent {len(found)} values for {len(places)} inputs.")
+                raise UpstreamError(f"The model sent {len(found)} values for {len(part)} inputs.")
             rows = [found[start : start + width] for start in range(0, len(found), width)]
-            values += [_in_order(row, labels) for row in rows] if self._labelled else map(list, rows)
+            values += [_in_order(row, labels) for row in rows] if labelled else map(list, rows)
         return ClassificationResult(values=values, labels=labels)
 
 
 def _in_order(found: Sequence[str], labels: dict[int, str]) -> Sequence[float]:
-    """Return the values of texts ``value:index:label`` by their indices, and add their labels to *labels*."""
+    """Return the values of texts ``value:index:label`` in the order of the indices, and add the labels to *labels*."""
     values = [0.0] * len(found)
     try:
         for text in found:

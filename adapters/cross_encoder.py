@@ -17,16 +17,7 @@ from typing import Literal
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Capabilities
-from triton_openai.adapters._common.interface import (
-    FLOATS,
-    FREE_BATCH,
-    batch_size,
-    id_batch,
-    id_inputs,
-    id_tensors,
-    required_inputs,
-    row_dims,
-)
+from triton_openai.adapters._common.interface import FLOATS, id_batch, id_inputs, id_tensors
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import ScoreJob, ScoreResult
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -41,6 +32,8 @@ _DOCUMENTS = frozenset(
 )
 # Where a model has several floating outputs, the first of these that it has is the score.
 _SCORES = ("score", "scores", "relevance_score", "relevance_scores", "similarity", "logit", "logits")
+# Documents in a request of a model that takes any number of them for a query.
+_FREE_BATCH = 64
 # Beside the scores, where a model has them: the place of each in the request, if it has sorted them (as the NIM does),
 # and its tokens.
 _INDEX, _TOKENS = "index", "token_count"
@@ -71,27 +64,27 @@ class _Interface(msgspec.Struct, frozen=True, kw_only=True):
 
 def _interface(config: ModelConfig, *, any_output: bool) -> _Interface | None:
     """Return how *config* takes pairs; *any_output* is whether its output may have any name."""
-    required = required_inputs(config)
+    required = config.required
     texts = all(spec.datatype == "BYTES" for spec in required)
     output = _score_output(config, any_output=any_output, any_width=texts)
     if output is None or not required:
         return None
     if not texts:
         ids = tuple(id_inputs(config).values())
-        return _Interface(kind="ids", inputs=ids, output=output, batch=batch_size(config, ids[0])) if ids else None
-    first, batch = required[0], batch_size(config, required[0])
+        return _Interface(kind="ids", inputs=ids, output=output, batch=config.batch_size(ids[0])) if ids else None
+    first, batch = required[0], config.batch_size(required[0])
     if len(required) == 1:
-        joint = row_dims(config, first) == (2,)
+        joint = config.row_dims(first) == (2,)
         return _Interface(kind="joint", inputs=(first,), output=output, batch=batch) if joint else None
     by_role = {_role(spec): spec for spec in required}
     if len(required) != 2 or by_role.keys() != {"query", "document"}:
         return None
     inputs = query, document = by_role["query"], by_role["document"]
     one_query = config.batching or query.dims in ((1,), ())
-    if one_query and (row_dims(config, document) if config.batching else document.dims) == (-1,):
-        return _Interface(kind="documents", inputs=inputs, output=output, batch=FREE_BATCH)
-    if row_dims(config, query) == row_dims(config, document) and row_dims(config, document) in ((), (1,)):
-        return _Interface(kind="texts", inputs=inputs, output=output, batch=batch_size(config, document))
+    if one_query and (config.row_dims(document) if config.batching else document.dims) == (-1,):
+        return _Interface(kind="documents", inputs=inputs, output=output, batch=_FREE_BATCH)
+    if config.row_dims(query) == config.row_dims(document) and config.row_dims(document) in ((), (1,)):
+        return _Interface(kind="texts", inputs=inputs, output=output, batch=config.batch_size(document))
     return None
 
 
@@ -105,7 +98,7 @@ def _score_output(config: ModelConfig, *, any_output: bool, any_width: bool) -> 
     found = {
         spec.name.lower(): spec.name
         for spec in config.outputs.values()
-        if spec.datatype in FLOATS and row_dims(config, spec) in widths
+        if spec.datatype in FLOATS and config.row_dims(spec) in widths
     }
     named = [found[name] for name in _SCORES if name in found]
     if not named and any_output and len(found) == 1:
@@ -197,7 +190,7 @@ class CrossEncoder(Adapter):
             return
         for spec, texts in zip(specs, zip(*pairs, strict=True), strict=True):
             if kind == "texts":
-                yield Tensor(spec.name, "BYTES", (rows, *row_dims(self.config, spec)), texts)
+                yield Tensor(spec.name, "BYTES", (rows, *self.config.row_dims(spec)), texts)
             else:
                 given = texts[:1] if spec is specs[0] else texts
                 yield Tensor(spec.name, "BYTES", self.config.wire_shape(spec, len(given)), given)

@@ -13,7 +13,6 @@ from typing import Any
 from triton_openai.adapters._common.base import Adapter, Capabilities
 from triton_openai.adapters._common.interface import (
     FLOATS,
-    batch_size,
     check_named,
     constant_tensors,
     constants,
@@ -70,7 +69,7 @@ class Embeddings(Adapter):
             )
         self._input, self._output = text, vector
         self._constants = constants(config, given, filled=[text.name])
-        self._batch = batch_size(config, text) if config.batching or len(vector.dims) == 2 else 1
+        self._batch = config.batch_size(text) if config.batching or len(vector.dims) == 2 else 1
 
     @classmethod
     def described(

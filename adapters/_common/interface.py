@@ -1,6 +1,6 @@
 """
-The tensors of models for which there is no standard: what their shapes show, what they are sent, and the checks of what
-an operator's settings say of them (:class:`Interface`).
+Tensors of models whose names follow no standard: finds and fills their inputs, and checks an operator's description of
+them (:class:`Interface`) against the model's config.
 """
 
 from __future__ import annotations
@@ -17,69 +17,46 @@ FLOATS = ("FP32", "FP16", "FP64")
 _INTEGERS = ("INT64", "INT32")
 #: The inputs of an exported Hugging Face model.
 IDS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
-#: How many rows go into one request of a model that takes a free number of them.
-FREE_BATCH = 64
-
-
-def row_dims(config: ModelConfig, spec: TensorSpec) -> tuple[int, ...]:
-    """Return the dims of one row of *spec*: a model without batching writes the dimension of the rows out."""
-    return spec.dims if config.batching else spec.dims[1:]
-
-
-def batch_size(config: ModelConfig, spec: TensorSpec) -> int:
-    """Return how many rows of *spec* a request takes."""
-    if config.batching:
-        return config.max_batch_size
-    rows = spec.dims[0] if spec.dims else 1
-    return FREE_BATCH if rows < 0 else rows
-
-
-def required_inputs(config: ModelConfig) -> list[TensorSpec]:
-    """Return the inputs that every request needs."""
-    return [spec for spec in config.inputs.values() if not spec.optional]
 
 
 def text_input(config: ModelConfig) -> TensorSpec | None:
-    """Return the one required input, if it is of BYTES with one text in a row."""
-    required = required_inputs(config)
-    if len(required) != 1 or required[0].datatype != "BYTES":
+    """Return the only required input if it is a BYTES input with one text in each row."""
+    if len(config.required) != 1 or config.required[0].datatype != "BYTES":
         return None
-    dims = required[0].dims
+    dims = config.required[0].dims
     free = dims[1:] if not config.batching and dims[:1] == (-1,) else dims
-    return required[0] if all(dim in (1, -1) for dim in free) else None
+    return config.required[0] if all(dim in (1, -1) for dim in free) else None
 
 
 def text_tensor(config: ModelConfig, spec: TensorSpec, texts: Sequence[str]) -> Tensor:
-    """Return the input *spec* with a row for each of *texts*."""
+    """Return the input *spec* with one text in each row."""
     ones = (1,) * (len(spec.dims) - (0 if config.batching else 1))
     return Tensor(spec.name, spec.datatype, (len(texts), *ones), texts)
 
 
 def id_inputs(config: ModelConfig) -> Mapping[str, TensorSpec]:
-    """Return the inputs of an exported Hugging Face model; none where the required ones are others."""
-    required = {spec.name for spec in required_inputs(config)}
-    if not ({IDS, MASK} <= required <= {IDS, MASK, SEGMENTS}):
-        return {}
-    # One that is optional is given too.
+    """Return the inputs of an exported Hugging Face model; empty if the model requires other inputs."""
+    # Optional ones are filled too.
     specs = {name: config.inputs[name] for name in (IDS, MASK, SEGMENTS) if name in config.inputs}
-    if any(spec.datatype not in _INTEGERS or spec.dims != specs[IDS].dims for spec in specs.values()):
-        return {}
-    return specs if len(row_dims(config, specs[IDS])) == 1 else {}
+    required = {spec.name for spec in config.required}
+    fit = all(spec.datatype in _INTEGERS and spec.dims == specs[IDS].dims for spec in specs.values() if IDS in specs)
+    known = {IDS, MASK} <= required <= specs.keys()
+    return specs if known and fit and len(config.row_dims(specs[IDS])) == 1 else {}
 
 
 def id_batch(config: ModelConfig, spec: TensorSpec, pad_id: int | None) -> int:
-    """Return how many sequences of *spec*, token ids, share a request: one where they are free and cannot be padded."""
-    return 1 if pad_id is None and spec.dims[-1] < 0 else batch_size(config, spec)
+    """Return how many sequences of token ids share a request: one if they can be of any length and not be padded."""
+    return 1 if pad_id is None and spec.dims[-1] < 0 else config.batch_size(spec)
 
 
 def id_tensors(
     config: ModelConfig, specs: Mapping[str, TensorSpec], sequences: Sequence[TokenPair], pad_id: int | None
 ) -> Iterator[Tensor]:
     """
-    Yield *specs*, see :func:`id_inputs`, with a row for each of *sequences*.
+    Yield the inputs *specs* (see :func:`id_inputs`) with one of *sequences* in each row.
 
-    Raises :class:`ContextLengthExceeded` for what is longer than the model's fixed length, if it has one, and
-    :class:`ConfigurationError` where *pad_id* is needed and not known.
+    Raises :class:`ContextLengthExceeded` for a sequence longer than the model's fixed length, and
+    :class:`ConfigurationError` if padding is needed and *pad_id* is not known.
     """
     longest = max(len(each.ids) for each in sequences)
     width = specs[IDS].dims[-1] if specs[IDS].dims[-1] > 0 else longest
@@ -176,7 +153,7 @@ def constants(config: ModelConfig, given: Mapping[str, Any], *, filled: Collecti
 
 
 def constant_tensors(config: ModelConfig, values: Mapping[str, Sequence[Any]], rows: int) -> Iterator[Tensor]:
-    """Yield the inputs that :func:`constants` returned, for a request of *rows* rows."""
+    """Yield the inputs in *values* (see :func:`constants`) for a request with *rows* rows."""
     for name, value in values.items():
         spec = config.inputs[name]
         shape = config.wire_shape(spec, len(value))

@@ -1,8 +1,8 @@
 """
 ``POST /v1/classify``: the class of each text, and the probabilities of all classes.
 
-Source of the wire format: ``/classify`` of vLLM's server, which Dynamo's frontend has too. What becomes of logits is
-what both vLLM's server and the pipelines of transformers do, by ``problem_type``.
+Source of the wire format: ``/classify`` of vLLM's server, which Dynamo's frontend also has. Logits become probabilities
+as in vLLM's server and in the pipelines of transformers: ``problem_type`` decides.
 """
 
 from __future__ import annotations
@@ -14,22 +14,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from aiohttp import web
 
-from triton_openai.api.embeddings import (
-    InputRequest,
-    InputUsage,
-    answers_of,
-    as_taken,
-    check_sizes,
-    count_inputs,
-    inputs_of,
-    no_tokenizer,
-    sigmoid,
-    usage_of,
-)
+from triton_openai.api import embeddings
+from triton_openai.api.embeddings import InputRequest, InputUsage
 from triton_openai.api.parameters import truncation, unused
-from triton_openai.api.prompts import check_ids
-from triton_openai.api.service import RequestContext, begin, new_id, now
-from triton_openai.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter, UpstreamError
+from triton_openai.api.service import Service, begin, new_id, now
+from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import ClassificationJob, ClassificationResult
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
@@ -37,9 +26,8 @@ from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
 
 _encode = msgspec.json.Encoder().encode
-# Requests of more characters or tokens, and answers of more numbers, are made and read in a thread.
-_INLINE_SIZE = 64 * 1024
-_INLINE_VALUES = 4096
+# Larger requests and answers, in characters or tokens and in numbers, are made and read in a thread.
+_INLINE_SIZE, _INLINE_VALUES = 64 * 1024, 4096
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -85,65 +73,47 @@ async def handle(request: web.Request) -> web.StreamResponse:
         raise UnsupportedParameter(
             "This model gives probabilities, and 'use_activation' cannot turn them into logits.", param="use_activation"
         )
-    inputs, cut = inputs_of(body), truncation(body, side="right")
-    job, result = await context.admitted(lambda: _classified(context, inputs, cut), param="input")
+    inputs, cut = embeddings.inputs_of(body), truncation(body, side="right")
+    job, result = await context.admitted(
+        lambda: classify(context.service, model, inputs, cut, timeout=context.limits.total), param="input"
+    )
     observation.response_id = job.id
-    tokens = observation.input_tokens = await count_inputs(model, job.inputs, None)
+    tokens = observation.input_tokens = await embeddings.count_inputs(model, job.inputs, None)
     tokenizer = (await model.prompter()).tokenizer
     activation = "none" if body.use_activation is False else activation_of(model, tokenizer)
     labels = result.labels or (tokenizer.labels if tokenizer is not None else {})
 
     def answer() -> bytes:
         data = [_rendered(index, values, activation, labels) for index, values in enumerate(result.values)]
-        return _encode(
-            ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage_of(tokens))
-        )
+        usage = embeddings.usage_of(tokens)
+        return _encode(ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage))
 
     content = await offload.run(answer, size=sum(map(len, result.values)), threshold=_INLINE_VALUES)
     return web.Response(body=content, content_type="application/json")
 
 
-async def job_of(
-    model: ServedModel, job_id: str, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None = None
-) -> ClassificationJob:
-    """
-    Return the job for *inputs*, truncated as *cut* says, in the form that *model* takes.
-
-    Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for texts if the model takes token ids and has no
-    tokenizer.
-    """
-    tokenizer, encoded = (await model.prompter()).tokenizer, model.adapter.capabilities.encoded
-    if encoded and tokenizer is None:
-        raise no_tokenizer(model)
-    if cut is None:
-        await check_sizes(model, inputs)
-    taken, limit = await as_taken(model, inputs, cut), model.settings.max_model_len
-    for item in taken:
-        if encoded and tokenizer is not None and not isinstance(item, str):
-            check_ids(item, tokenizer, "input")
-            if limit is not None and len(item) > limit:
-                raise ContextLengthExceeded(
-                    f"This model's maximum context length is {limit} tokens. However, your input has {len(item)}.",
-                    tokens=len(item),
-                    limit=limit,
-                )
-    pad_id = None if tokenizer is None else tokenizer.special_id("pad_token")
-    return ClassificationJob(id=job_id, inputs=taken, pad_id=pad_id)
-
-
-async def _classified(
-    context: RequestContext[ClassifyRequest], inputs: list[str] | list[list[int]], cut: Truncation | None
+async def classify(
+    service: Service,
+    model: ServedModel,
+    inputs: Sequence[str] | Sequence[Sequence[int]],
+    cut: Truncation | None = None,
+    *,
+    timeout: float | None,
 ) -> tuple[ClassificationJob, ClassificationResult]:
-    job, adapter = await job_of(context.model, new_id("classify"), inputs, cut), context.model.adapter
-    size = sum(map(len, job.inputs))
+    """Return the job for *inputs*, truncated as *cut* says, and its result. Raises :class:`ServiceError`."""
+    taken = await embeddings.as_taken(model, inputs, cut)
+    await embeddings.check_sizes(model, taken)
+    tokenizer, adapter, size = (await model.prompter()).tokenizer, model.adapter, sum(map(len, taken))
+    pad_id = None if tokenizer is None else tokenizer.special_id("pad_token")
+    job = ClassificationJob(id=new_id("classify"), inputs=taken, pad_id=pad_id)
     requests = await offload.run(lambda: adapter.encode_classes(job), size=size, threshold=_INLINE_SIZE)
-    answers = await answers_of(context.service, context.model, requests, timeout=context.limits.total)
-    result = await offload.run(lambda: adapter.decode_classes(job, answers), size=len(job.inputs), threshold=16)
+    answers = await embeddings.answers_of(service, model, requests, timeout=timeout)
+    result = await offload.run(lambda: adapter.decode_classes(job, answers), size=len(taken), threshold=16)
     return job, result
 
 
 def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation:
-    """Return what makes probabilities of what *model* gives; a softmax over one class is a sigmoid."""
+    """Return how the numbers of *model* become probabilities."""
     kind = model.settings.problem_type or (tokenizer.problem_type if tokenizer is not None else None)
     if not model.adapter.capabilities.logits or kind == "regression":
         return "none"
@@ -151,16 +121,20 @@ def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation
 
 
 def activated(values: Sequence[float], activation: Activation) -> Sequence[float]:
-    """Return the probabilities of logits. Raises :class:`UpstreamError` where they are none."""
+    """
+    Return the probabilities for logits; the softmax of one class alone is its sigmoid.
+
+    Raises :class:`UpstreamError` for values that are not finite.
+    """
     highest = max(values)
     if activation == "sigmoid" or (activation == "softmax" and len(values) == 1):
-        values = [sigmoid(value) for value in values]
+        values = [embeddings.sigmoid(value) for value in values]
     elif activation == "softmax":
         powers = [math.exp(value - highest) for value in values]
         total = sum(powers)
         values = [power / total for power in powers]
     if not all(map(math.isfinite, values)):
-        raise UpstreamError("The model sent a value of a class that is not a number.")
+        raise UpstreamError("The model sent a value that is not a number.")
     return values
 
 

@@ -156,15 +156,18 @@ async def as_taken(
 ) -> Sequence[str] | Sequence[Sequence[int]]:
     """
     Return *inputs* truncated as *cut* says, as text for a model that takes no token ids, and as ids for one that takes
-    nothing else.
+    only ids.
 
-    Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` if that needs a tokenizer and there is none.
+    Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` or :class:`ConfigurationError` if that needs a
+    tokenizer and there is none.
     """
-    takes_ids, texts = model.adapter.capabilities.token_inputs, isinstance(inputs[0], str)
-    encodes, decodes = model.adapter.capabilities.encoded and texts, not takes_ids and not texts
+    takes_ids, encodes = model.adapter.capabilities.token_inputs, model.adapter.capabilities.encoded
+    decodes = not takes_ids and not isinstance(inputs[0], str)
     if cut is None and not decodes and not encodes:
         return inputs
     tokenizer = (await model.prompter()).tokenizer
+    if tokenizer is None and encodes:
+        raise no_tokenizer(model)
     if tokenizer is None:
         raise UnsupportedParameter(
             f"The model '{model.name}' takes text, not token ids, and its tokenizer is not configured (--tokenizer)."
@@ -175,6 +178,8 @@ async def as_taken(
         )
     longest = model.settings.max_model_len or tokenizer.model_max_length
     cut = cut if cut is None else cut.within(longest).checked(longest)
+    if cut is None:
+        await check_sizes(model, inputs)
     taken: list[Any] = []
     for item in inputs:
         if isinstance(item, str):
@@ -186,8 +191,9 @@ async def as_taken(
                 taken.append(await cut_text(tokenizer, item, cut, special=True))
         else:
             value: Any = item if cut is None else cut_ids(item, cut)
+            if decodes or encodes:
+                check_ids(value, tokenizer, "input", _LANGCHAIN if decodes else "")
             if decodes:
-                check_ids(value, tokenizer, "input", _LANGCHAIN)
                 # Without special tokens, which the backend adds.
                 value = await tokenizer.decode_async(value)
                 if not value:
@@ -240,14 +246,21 @@ async def answers_of(
 
 
 async def check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]]) -> None:
-    """Raise :class:`ContextLengthExceeded` for texts that are longer than the context whatever their tokens are."""
+    """Raise :class:`ContextLengthExceeded` for token ids, and texts with any tokens, that exceed the context length."""
+    # The tokenizer's own limit does not count here: models that make embeddings often cut what is longer.
     limit = model.settings.max_model_len
     tokenizer = None if limit is None else (await model.prompter()).tokenizer
-    if limit is not None and tokenizer is not None:
-        # The tokenizer's own limit does not count here: models that make embeddings often cut what is longer.
-        for item in inputs:
-            if isinstance(item, str):
-                check_size(item, tokenizer, limit)
+    if limit is None or tokenizer is None:
+        return
+    for item in inputs:
+        if isinstance(item, str):
+            check_size(item, tokenizer, limit)
+        elif len(item) > limit:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, your input has {len(item)} tokens.",
+                tokens=len(item),
+                limit=limit,
+            )
 
 
 async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, timeout: float | None) -> EmbeddingResult:

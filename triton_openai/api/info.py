@@ -15,7 +15,7 @@ from triton_openai.access.keys import ApiKey
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response, read_json
-from triton_openai.api.classify import job_of
+from triton_openai.api.classify import classify
 from triton_openai.api.embeddings import answers_of
 from triton_openai.api.generate import Task, prepare, run_of
 from triton_openai.api.messages import handlers as messages
@@ -225,10 +225,11 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
         run = run_of(service, model, generation, tokenizer, limits)
         await collect([run], timeout=None)
         return
+    if capabilities.classify:
+        await classify(service, model, (_TEXT,), timeout=timeout)
+        return
     if capabilities.embed:
         requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))
-    elif capabilities.classify:
-        requests = model.adapter.encode_classes(await job_of(model, number, (_TEXT,)))
     else:
         pairs = [(_TEXT, _TEXT)]
         encoded = await tokenizer.encode_pairs_async(pairs) if tokenizer is not None else ()

@@ -18,6 +18,8 @@ import msgspec
 
 from triton_openai.errors import UpstreamError
 
+# Rows in a request to a model that takes any number of them.
+_FREE_BATCH = 64
 # numpy is not needed for this: arrays of these item codes have exactly the protocol's sizes on every platform we serve.
 _ARRAY_CODES = {
     "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q",
@@ -91,6 +93,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         value = self.parameters.get(name, "").strip()
         return None if not value or value.startswith("${") else value
+
+    @property
+    def required(self) -> Sequence[TensorSpec]:
+        """The inputs that every request needs."""
+        return [spec for spec in self.inputs.values() if not spec.optional]
+
+    def row_dims(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Return the dims of one row of *spec*: without batching, its first dim is the number of rows."""
+        return spec.dims if self.batching else spec.dims[1:]
+
+    def batch_size(self, spec: TensorSpec) -> int:
+        """Return how many rows of *spec* a request takes."""
+        rows = self.max_batch_size or next(iter(spec.dims), 1)
+        return _FREE_BATCH if rows < 0 else rows
 
     def wire_shape(self, spec: TensorSpec, count: int) -> tuple[int, ...]:
         """
