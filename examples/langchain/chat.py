@@ -45,7 +45,8 @@ def main() -> None:
     capital = chat.with_structured_output(Capital, method="json_schema").invoke(question)
     print("structured output:", capital)
 
-    message = chat.bind_tools([get_weather], tool_choice="required").invoke("What is the weather in Paris?")
+    bound = chat.bind_tools([get_weather], tool_choice="required", parallel_tool_calls=False)
+    message = bound.invoke("What is the weather in Paris?")
     for call in message.tool_calls:
         print("tool call:", call["name"], call["args"], "->", get_weather.invoke(call["args"]))
 

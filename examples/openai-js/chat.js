@@ -30,6 +30,7 @@ const answer = await client.chat.completions.create({
         },
     ],
     tool_choice: "required",
+    parallel_tool_calls: false,
     temperature: 0,
     max_completion_tokens: 64,
 });

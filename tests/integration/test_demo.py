@@ -1,9 +1,14 @@
-"""The demo with its language model: what it answers is what was asked for."""
+"""The demo with its language model: its answers fit the requests, and the documents' examples print what they show."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -14,6 +19,9 @@ from pydantic import BaseModel, SecretStr
 
 from tests.clients.service import Service, exchange
 
+ROOT = Path(__file__).resolve().parents[2]
+#: A block of code, and the block directly after it that shows the output.
+EXAMPLE = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
 MODELS = ("ensemble", "vllm_model")
@@ -163,14 +171,61 @@ def test_embeddings(client: openai.OpenAI) -> None:
     assert cosine(bread, loaf) > cosine(bread, shares) + 0.05
 
 
-@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain(demo: Service, method: Literal["json_schema", "function_calling"]) -> None:
-    """``with_structured_output`` returns the object."""
+def test_langchain(demo: Service) -> None:
+    """``with_structured_output`` by function calling returns the object; the examples do it by JSON schema."""
     with openai.DefaultHttpxClient() as connection:
         chat = ChatOpenAI(
             model="ensemble", base_url=demo.base_url, api_key=SecretStr("none"), temperature=0, http_client=connection
         )
-        found = chat.with_structured_output(City, method=method).invoke("Tell me about Paris.")
+        found = chat.with_structured_output(City, method="function_calling").invoke("Tell me about Paris.")
 
     assert isinstance(found, City)
     assert found.name
+
+
+def examples(kind: str, *documents: str) -> list[tuple[str, str]]:
+    """Return the blocks of code of a *kind*, each with the output that its document shows."""
+    found = [each for name in documents for each in EXAMPLE.findall((ROOT / name).read_text(encoding="utf-8"))]
+    return [(code, shown) for language, code, shown in found if language == kind]
+
+
+def run(demo: Service, *command: str) -> str:
+    """Run a *command* of a document in the top folder and return what it prints."""
+    line = [part.replace("http://localhost:9000", demo.address) for part in command]
+    result = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert 0 == result.returncode, result.stderr
+    return result.stdout
+
+
+def test_examples_in_python(demo: Service) -> None:
+    """Each one prints what its document shows."""
+    tutorials = ("docs/tutorials/first-steps.md", "docs/tutorials/langchain.md", "docs/guides/tools-and-reasoning.md")
+    expected = [(code, shown or ANSWER) for code, shown in examples("python", "README.md", *tutorials)]
+    ((_, program),) = [each for each in examples("sh", "examples/langchain/README.md") if each[1]]
+    expected.append(
+        (
+            "import runpy, sys\n"
+            "sys.argv[1:] = ['--base-url', 'http://localhost:9000/v1']\n"
+            "runpy.run_path('examples/langchain/chat.py', run_name='__main__')",
+            program,
+        )
+    )
+    # One process for all, because the imports take most of the time.
+    code = "".join(f"exec({code!r}, {{'__name__': '__main__'}})\nprint('\\f')\n" for code, _ in expected)
+    printed = run(demo, sys.executable, "-W", "error", "-c", code).split("\f\n")
+
+    assert 13 == len(expected)
+    assert [shown.strip() for _, shown in expected] == [each.strip() for each in printed[:-1]]
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_examples_with_curl(demo: Service) -> None:
+    """Each one prints what its document shows, but for ids and times."""
+    documents = ("README.md", "docs/tutorials/first-steps.md", "docs/reference/endpoints.md")
+    for code, shown in examples("sh", *documents):
+        if code.startswith("curl"):
+            printed = json.loads(run(demo, "sh", "-ec", code.replace("curl ", "curl -sS --fail -m 60 ", 1)))
+            assert {"object", "results"} & printed.keys(), code
+            if shown:
+                changing = dict.fromkeys(("id", "created", "system_fingerprint"))
+                assert {**json.loads(shown), **changing} == {**printed, **changing}

@@ -167,13 +167,15 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(template.message, detail=template.detail)
             if template is not None:
                 return template
+        remedy = f"--chat-template (a file, or one of {', '.join(NAMES)})"
         if self.templates:
             why = f"The model's tokenizer has no default chat template (it has {', '.join(sorted(self.templates))})"
         elif self.tokenizer is None:
-            why = "No chat template is known for this model, and no tokenizer that may have one (--tokenizer)"
+            why = "The model's tokenizer is not known"
+            remedy = f"--tokenizer (a folder, or a name on the Hugging Face hub), or a chat template with {remedy}"
         else:
             why = "The model's tokenizer has no chat template"
-        raise ConfigurationError(f"{why}: give one with --chat-template (a file, or one of {', '.join(NAMES)}).")
+        raise ConfigurationError(f"{why}: give one with {remedy}.")
 
     def render(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
         """

@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from triton_openai.cli.arguments import Parsed
@@ -70,6 +71,20 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError) as caught:
             write_tokenizer(model, tmp_path)
         assert message in caught.value.message
+
+
+def test_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of several files, the usual quantization is downloaded; a repository without one is an error."""
+    files = {"org/tiny-GGUF": ["README.md", "tiny.Q8_0.gguf", "tiny.Q4_K_M.gguf"], "org/tiny": ["model.safetensors"]}
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, name: files[name])
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file: tmp_path / name / file)
+
+    found = find_model("org/tiny-GGUF", None)
+
+    assert DemoModel(tmp_path / "org/tiny-GGUF/tiny.Q4_K_M.gguf", "tiny-GGUF", own=False) == found
+    for name, message in (("org/tiny", "has no GGUF file"), ("org/none", "cannot be downloaded")):
+        with pytest.raises(ConfigurationError, match=f"--model: '{name}' {message}"):
+            find_model(name, None)
 
 
 def test_models_that_are_not_there(tmp_path: Path) -> None:
