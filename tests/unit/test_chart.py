@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 
@@ -15,6 +16,7 @@ from docs import generate as docs_generate
 from tests import deploy_files as files
 from tests.deploy_files import CHART, DEPLOY, FORMS
 from triton_openai.config import options
+from triton_openai.telemetry.exposition import LOOKED_UP_RENAMED, RENAMED
 
 VALUES: dict[str, Any] = files.load(CHART / "values.yaml")
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -24,13 +26,27 @@ KUBERNETES = (re.search(r"1\.\d+", files.load(CHART / "Chart.yaml")["kubeVersion
 # The least that this mode needs.
 SIDECAR = {"mode": "sidecar", "triton": {"modelRepository": {"volume": {"hostPath": {"path": "/models"}}}}}
 # Kinds that Kubernetes itself does not know; what pods they have inside is checked as a pod.
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute", "ScaledObject", "ServingRuntime", "InferenceService"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject", "ServingRuntime", "InferenceService"}
+
+
+CRDS: dict[str, Any] = json.loads((files.ROOT / "tests/fixtures/gateway_crds.json").read_text(encoding="utf-8"))
+
+
+def closed(schema: Any) -> Any:
+    """Return *schema* without room for fields that it does not name; that of metadata names none."""
+    if not isinstance(schema, dict):
+        return [closed(one) for one in schema] if isinstance(schema, list) else schema
+    made = {name: closed(one) for name, one in schema.items()}
+    return {"additionalProperties": False, **made} if isinstance(made.get("properties"), dict) else made
 
 
 def valid(manifest: Mapping[str, Any], version: str) -> None:
-    """Assert that Kubernetes of *version* knows every field of *manifest*."""
+    """Assert that Kubernetes of *version*, or the custom resource's definition, knows every field of *manifest*."""
     validate = pytest.importorskip("kubernetes_validate")
-    if manifest["kind"] not in CUSTOM:
+    schema = CRDS.get(f"{manifest['apiVersion']}/{manifest['kind']}")
+    if schema is not None:
+        jsonschema_rs.validate(closed(schema), manifest)
+    elif manifest["kind"] not in CUSTOM:
         validate.validate(manifest, validate.latest_version() if version == "latest" else version, strict=True)
 
 
@@ -61,9 +77,58 @@ def test_a_mistake_is_noticed() -> None:
     """The schemas are strict: a field that Kubernetes does not know fails."""
     manifest = files.only(files.plain_documents("standalone"), "Deployment")
     manifest["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    pool = files.only(inference_pool(), "InferencePool")
+    pool["spec"]["endpointPickerRef"]["ports"] = []
 
-    with pytest.raises(Exception, match="livenesProbe"):
-        valid(manifest, "latest")
+    for one, field in ((manifest, "livenesProbe"), (pool, "ports")):
+        with pytest.raises(Exception, match=field):
+            valid(one, "latest")
+
+
+def inference_pool() -> list[Any]:
+    """Return what `deploy/` has for a gateway."""
+    return files.documents((DEPLOY / "kubernetes/inference-pool.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_a_gateway_finds_the_pods(version: str) -> None:
+    """The pool selects the pods of the guide, and the picker knows their label and reads metrics that there are."""
+    manifests = inference_pool()
+    for manifest in manifests:
+        valid(manifest, version)
+    pool, route, picker = (files.only(manifests, kind) for kind in ("InferencePool", "HTTPRoute", "Deployment"))
+    guide = (files.ROOT / "docs/guides/kubernetes-gateway.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yml\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    made = files.render(yaml.safe_load(block), name="triton-openai")
+    pods = files.only([one for path, text in made.items() if path.endswith(".yaml") for one in files.documents(text)],
+                      "Deployment")["spec"]["template"]  # fmt: skip
+    labels = pods["metadata"]["labels"]
+    spec = pool["spec"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    served = [port["containerPort"] for port in files.service_container(pods["spec"])["ports"]]
+    assert [port["number"] for port in spec["targetPorts"]] == served
+    assert pool["metadata"]["name"] == route["spec"]["rules"][0]["backendRefs"][0]["name"]
+    service = files.only(manifests, "Service")
+    reference = spec["endpointPickerRef"]
+    assert (service["metadata"]["name"], service["spec"]["ports"][0]["port"]) == (
+        reference["name"],
+        reference["port"]["number"],
+    )
+    assert service["spec"]["selector"] == picker["spec"]["template"]["metadata"]["labels"]
+    container = picker["spec"]["template"]["spec"]["containers"][0]
+    assert f"--pool-name={pool['metadata']['name']}" in container["args"]
+
+    config = yaml.safe_load(files.only(manifests, "ConfigMap")["data"]["config.yaml"])
+    assert {"apiVersion", "kind", "plugins", "schedulingProfiles"} == config.keys()
+    plugins = {plugin["type"]: plugin.get("parameters") for plugin in config["plugins"]}
+    assert {one["pluginRef"] for one in config["schedulingProfiles"][0]["plugins"]} <= plugins.keys()
+    (engine,) = plugins["core-metrics-extractor"]["engineConfigs"]
+    assert engine.pop("name") == labels["llm-d.ai/engine-type"]
+    exported = {*RENAMED, *(one.name for one in LOOKED_UP_RENAMED)}
+    assert {"queuedRequestsSpec", "runningRequestsSpec", "loraSpec"} == engine.keys()
+    assert set(engine.values()) <= exported
+    objectives = [one["metadata"]["name"] for one in manifests if one["kind"] == "InferenceObjective"]
+    assert all(f"{name}: " in guide for name in objectives)
 
 
 def test_plain_manifests_are_current() -> None:

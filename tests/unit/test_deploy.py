@@ -153,6 +153,8 @@ def test_flags_that_are_named() -> None:
         *("--from", "--install", "--mount", "--chown", "--port-forward"),
         *("--no-cache-dir", "--no-deps", "--wheel-dir", "--without-pip", "--python", "--now"),
         *("--require-hashes", "--requirement", "--hash", "--strict"),
+        # llm-d's endpoint picker
+        *("--pool-name", "--pool-group", "--config-file", "--grpc-health-port", "--refresh-metrics-interval"),
         *("--interval", "--timeout", "--start-period", "--gid", "--uid", "--system", "--no-create-home"),
         *("--config.file", "--storage.tsdb.path", "--fail", "--silent", "--output", "--url"),
         *files.triton_flags(),

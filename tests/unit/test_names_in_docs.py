@@ -46,6 +46,7 @@ _KUBERNETES = {
 FOREIGN = {
     "docs/guides/deployment.md": {*_DOCKER, "--format", "--include", "--network", "--strict", "--variant"},
     "docs/guides/kubernetes.md": _KUBERNETES,
+    "docs/guides/kubernetes-gateway.md": {*_KUBERNETES, "--refresh-metrics-interval"},
     "docs/guides/migrating.md": {
         *(flag for flags in (*ALIASES.values(), *REFUSED.values()) for flag in flags),
         *("--lora-modules", "--tensor-parallel-size"),
