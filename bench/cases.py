@@ -12,8 +12,8 @@ from bench.parsers import QUICK_SIZES, SIZES
 from bench.repository import FLOOD, FLOOD_CALL, PACED, PACED_CALL, SLOW, TOKEN
 
 CASES = (
-    "paced", "flood", "latency", "short", "burst", "crowd", "tools", "choices", "responses", "long", "traces", "path",
-    "footprint", "parsers", "demo",
+    "paced", "flood", "latency", "short", "burst", "crowd", "tools", "choices", "responses", "messages", "agents",
+    "long", "traces", "path", "footprint", "parsers", "demo",
 )  # fmt: skip
 
 # More than any measured window has time for.
@@ -29,6 +29,8 @@ _TRACED = ("ours-http", "ours-traced")
 _SHORT_CLIENTS = 4
 # Where a case is compared with text, it is at this number of streams.
 COMPARED = 128
+_SHORT_FORMS: tuple[Form, ...] = ("text", "whole")
+AGENTS: tuple[Form, ...] = ("agent-responses", "agent-messages")
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,7 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
         elif case == "latency":
             yield Plan(case, FLOOD, 1, 1, answers=20 if quick else 100, rounds=2 * rounds)
         elif case == "short":
-            forms: tuple[Form, ...] = ("text", "whole")
-            for form in forms:
+            for form in _SHORT_FORMS:
                 yield Plan(
                     case,
                     FLOOD,
@@ -121,8 +122,15 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
             yield _compared(case, PACED_CALL, COMPARED, seconds, rounds, form="tools", subjects=("nginx", *_OURS))
         elif case == "choices":
             yield _compared(case, PACED, COMPARED // CHOICES, seconds, rounds, form="choices", subjects=_OURS)
-        elif case == "responses":
-            yield _compared(case, PACED, COMPARED, seconds, rounds, form="responses", subjects=_OURS)
+        elif case in ("responses", "messages"):
+            form = "responses" if case == "responses" else "messages"
+            yield _compared(case, PACED, COMPARED, seconds, rounds, form=form, subjects=_OURS)
+        elif case == "agents":
+            for form in AGENTS:
+                answers = 100 if quick else 500
+                yield Plan(
+                    case, FLOOD_CALL, _SHORT_CLIENTS, 1, answers=answers, rounds=rounds, form=form, subjects=_OURS
+                )
         elif case == "long":
             for size in QUICK_SIZES if quick else SIZES:
                 tokens = size // len(TOKEN)

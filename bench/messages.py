@@ -7,9 +7,11 @@ from typing import Literal
 import msgspec
 
 Protocol = Literal["generate", "chat", "grpc"]
-#: What a chat asks for: a stream of text, of a tool call, of several answers, or an answer that is not streamed; or the
-#: text as the stream of a response; or an embedding.
-Form = Literal["text", "tools", "choices", "whole", "responses", "embeddings"]
+#: What is asked for: a stream of text, of a tool call, of several answers, a whole chat, an embedding;
+#: or the text as the stream of another API, asked for in a word or as agents do, with long instructions and many tools.
+Form = Literal[
+    "text", "tools", "choices", "whole", "embeddings", "responses", "messages", "agent-responses", "agent-messages"
+]
 #: Answers of a request of the form ``choices``.
 CHOICES = 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.cases import COMPARED, Row
+from bench.cases import AGENTS, COMPARED, Row
 from bench.demo import Demo
 from bench.figures import ratio, table, written
 from bench.footprint import STREAMS, Footprint
@@ -21,6 +21,8 @@ _SAME = 1.1
 _MIB = 1024 * 1024
 # Times a handler that does nothing.
 _SHORT = 3.0
+# Of CPU time, for a request of an agent.
+_AGENT_MS = 5.0
 # Above this share of its core the load generator may be what limits the numbers.
 _CLIENT_LIMIT = 0.9
 
@@ -47,10 +49,11 @@ _OF_ANSWERS = {"tokens", "first_max_ms", "stalls", "cpu_us_per_answer"}
 _OF_TOKENS = {"tokens", "tokens_per_second", "cpu_us_per_token", "triton_us_per_token", *_GAPS}
 # Where an answer is a token or four, only whole answers are of interest; where streams go on, the first max is not.
 _NOT_SHOWN = {
-    **dict.fromkeys(("paced", "flood", "crowd", "tools", "choices", "responses"), _OF_ANSWERS),
+    **dict.fromkeys(("paced", "flood", "crowd", "tools", "choices", "responses", "messages"), _OF_ANSWERS),
     "long": {"first_p50_ms", "first_p99_ms", "first_max_ms", "stalls", *_GAPS},
     "latency": {"stalls", *_OF_TOKENS},
     "short": {"stalls", *_OF_TOKENS},
+    "agents": {"stalls", *_OF_TOKENS},
     "burst": _OF_TOKENS,
     "traces": {"tokens", "first_max_ms", "stalls"},
 }
@@ -125,7 +128,12 @@ def aims(
         Aim("256 clients at once: first tokens after a second or more", 0.0, float(sum(stalls)) if stalls else None),
         *(_beside_text(rows, "tools", COMPARED, subject, 1.5) for subject in ("ours-http", "ours-grpc")),
         *(_beside_text(rows, "choices", COMPARED // CHOICES, subject, 1.1) for subject in ("ours-http", "ours-grpc")),
-        *(_beside_text(rows, "responses", COMPARED, subject, 1.3) for subject in ("ours-http", "ours-grpc")),
+        *(
+            _beside_text(rows, api, COMPARED, subject, 1.3)
+            for api in ("responses", "messages")
+            for subject in ("ours-http", "ours-grpc")
+        ),
+        *(_agent(rows, form) for form in AGENTS),
         *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
         _traced(rows),
         *(_short(rows, form) for form in ("text", "whole")),
@@ -149,13 +157,21 @@ def aims(
 
 def _beside_text(rows: Sequence[Row], case: str, streams: int, subject: str, limit: float) -> Aim:
     """Return what a token costs in *case*, beside what it costs as the text of as many single answers."""
-    what = {"tools": "tool calls", "choices": f"n={CHOICES}", "responses": "Responses"}[case]
+    what = {"tools": "tool calls", "choices": f"n={CHOICES}", "responses": "Responses", "messages": "Messages"}[case]
     text = f"{_PROTOCOLS[subject]}, {what}, {COMPARED} answers at a time: CPU per token / that of single texts"
     found, plain = find(rows, case, streams, subject), find(rows, "paced", COMPARED, subject)
     if found is None or plain is None:
         return Aim(text, limit, None)
     rounds = _ratios(found.round_cpu_us_per_token, plain.round_cpu_us_per_token)
     return Aim(text, limit, ratio(found.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
+
+
+def _agent(rows: Sequence[Row], form: str) -> Aim:
+    """Return what an agent's request takes, with an answer of one token."""
+    text = f"HTTP, {form}: 150 kB of instructions and 40 tools: CPU in ms"
+    found = next((row for row in rows if (row.form, row.subject) == (form, "ours-http")), None)
+    micros = None if found is None else found.cpu_us_per_answer
+    return Aim(text, _AGENT_MS, None if micros is None else micros / 1000)
 
 
 def _traced(rows: Sequence[Row]) -> Aim:
@@ -281,7 +297,7 @@ def _case_table(rows: Sequence[Row], everything: Sequence[Row]) -> str:
 
 
 def _name(row: Row) -> str:
-    return f"{row.subject}, whole" if row.form == "whole" else row.subject
+    return f"{row.subject}, {row.form}" if row.case in ("short", "agents") and row.form != "text" else row.subject
 
 
 def _nginx(row: Row, rows: Sequence[Row]) -> float | None:

@@ -16,13 +16,15 @@ _TOOL = {
     "parameters": {"type": "object", "properties": {"text~": {"type": "string"}}, "required": ["text~"]},
 }
 _FIELDS: Mapping[Form, Mapping[str, Any]] = {
-    "text": {},
     "tools": {"tools": [{"type": "function", "function": _TOOL}]},
     "choices": {"n": CHOICES},
-    "whole": {},
-    "responses": {},
-    "embeddings": {},
+    "whole": {"stream": False},
 }
+# As much as a coding agent sends before anything was said.
+_INSTRUCTIONS = "You are a coding agent. " * 2800
+_ABOUT = "Runs a command in the user's shell, and returns what it prints. " * 30
+_COMMAND = {"type": "object", "properties": {"command": {"type": "string", "description": "It."}}}
+_AGENT_TOOLS = [{"name": f"tool_{number}", "description": _ABOUT} for number in range(40)]
 _END = b"\r\n0\r\n\r\n"
 _OK = b"HTTP/1.1 200 "
 _LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)")
@@ -32,22 +34,24 @@ OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_token
 
 def http_request(target: Target, model: str, tokens: int, form: Form = "text") -> bytes:
     """Return a whole HTTP request; Triton itself knows no *form*."""
-    if form == "responses":
+    body: dict[str, Any]
+    asked = [{"role": "user", "content": PROMPT}]
+    if form.endswith("responses"):
         path = "/v1/responses"
-        body: dict[str, Any] = {"model": model, "input": PROMPT, "max_output_tokens": tokens, "stream": True}
-        body["store"] = False
+        body = {"model": model, "input": asked, "max_output_tokens": tokens, "stream": True, "store": False}
+        if form == "agent-responses":
+            tools = [{"type": "function", "parameters": _COMMAND, **tool} for tool in _AGENT_TOOLS]
+            body |= {"instructions": _INSTRUCTIONS, "tools": tools}
+    elif form.endswith("messages"):
+        path = "/v1/messages"
+        body = {"model": model, "messages": asked, "max_tokens": tokens, "stream": True}
+        if form == "agent-messages":
+            body |= {"system": _INSTRUCTIONS, "tools": [{"input_schema": _COMMAND, **tool} for tool in _AGENT_TOOLS]}
     elif form == "embeddings":
-        path = "/v1/embeddings"
-        body = {"model": model, "input": PROMPT}
+        path, body = "/v1/embeddings", {"model": model, "input": PROMPT}
     elif target.protocol == "chat":
         path = "/v1/chat/completions"
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": PROMPT}],
-            "max_tokens": tokens,
-            "stream": form != "whole",
-            **_FIELDS[form],
-        }
+        body = {"model": model, "messages": asked, "max_tokens": tokens, "stream": True, **_FIELDS.get(form, {})}
     else:
         path = f"/v2/models/{model}/generate_stream"
         # What the service asks for as well, so that Triton says the same on each way.

@@ -255,6 +255,21 @@ def test_truncation(client: OpenAI) -> None:
     assert "one" == client.responses.create(**options, truncation="auto").output_text
 
 
+def test_compaction(client: OpenAI) -> None:
+    """A conversation becomes the user's messages and a summary of the model's, from which the next response goes on."""
+    first = client.responses.create(model="vllm_model", input=steered(text="one"))
+    summary = "A word was said. "
+    short: Any = client.responses.compact(
+        model="vllm_model", input=again(summary), previous_response_id=first.id, instructions="Be brief."
+    )
+    assert ["message", "message", "compaction"] == [item.type for item in short.output]
+    assert short.usage.output_tokens > 0
+    after: list[Any] = [*(item.model_dump(warnings=False) for item in short.output), *again("two")]
+    assert "two" == client.responses.create(model="vllm_model", input=after).output_text
+    with pytest.raises(openai.BadRequestError, match="no room for a summary"):
+        client.responses.compact(model="vllm_model", input=steered(text="so on ", repeat=5000))
+
+
 def test_the_catalogue_of_codex(tooled: Service) -> None:
     """Codex finds its own list beside OpenAI's, which others get alone."""
     both = tooled.send("GET", "/v1/models?client_version=0.169.0").json

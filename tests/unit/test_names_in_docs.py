@@ -51,7 +51,7 @@ FOREIGN = {
         *(flag for flags in (*ALIASES.values(), *REFUSED.values()) for flag in flags),
         *("--lora-modules", "--tensor-parallel-size"),
     },
-    "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams"},
+    "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
     "docs/explanation/reliability.md": {"--clients", "--seconds", "--seed"},
     "docs/guides/tracing.md": {"--cases", "--trace-config"},
     "docs/tutorials/tracing-on-kubernetes.md": _KUBERNETES,

@@ -126,14 +126,16 @@ class Collected(msgspec.Struct):
         return [number for delta in self.deltas for number in delta.token_ids]
 
 
-async def collect(runs: Sequence[Run], *, timeout: float | None) -> list[Collected]:
+async def collect(
+    runs: Sequence[Run], *, timeout: float | None, push: Callable[[int, Sequence[Delta]], None] | None = None
+) -> list[Collected]:
     """
-    Return the whole answer of each run.
+    Return the whole answer of each run; with *push*, it gets the pieces as they come, and they are not returned.
 
     Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
     """
     collected: list[list[Delta]] = [[] for _ in runs]
-    answers = Answers(runs, lambda choice, deltas: collected[choice].extend(deltas))
+    answers = Answers(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))
     # asyncio.timeout costs several times as much as the timer.
     timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, answers.expire, timeout)
     try:

@@ -1,18 +1,24 @@
-"""What the APIs for agents share: reasoning that a client keeps, and tools that run at a provider."""
+"""What the APIs for agents share: reasoning that a client keeps, tools that run at a provider, counts and lists."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import structlog
 
-from triton_openai.errors import ConfigurationError, printable
+from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
+from triton_openai.api.service import RequestContext
+from triton_openai.api.tokenize import tokenizer_of
+from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.models.served import ServedModel
 
 _log = structlog.get_logger(__name__)
 
+_Item = TypeVar("_Item")
 _SEALED = "triton-openai:1:"
 # Longest text of a tool's type in a message or the log.
 LONGEST_TYPE = 64
@@ -52,3 +58,30 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
 def warn_left_out(kind: str) -> None:
     """Warn once in a while: agents list such tools in every request."""
     _log.warning("a hosted tool is left out", type=printable(kind, LONGEST_TYPE))
+
+
+async def count_tokens(context: RequestContext[ChatRequest]) -> int:
+    """Return how many tokens a chat has, as the model's template and tokenizer make them."""
+    model = context.model
+    tokenizer = tokenizer_of(await model.prompter())
+    prompt, _ = await prompt_of(context, plan_of(context.body))
+    return await tokenizer.count_async(prompt, model.adapter.hints.adds_bos)
+
+
+def page(
+    query: Mapping[str, str], items: Sequence[_Item], ids: Sequence[str | None], *, most: int, after: str
+) -> tuple[Sequence[_Item], bool]:
+    """
+    Return those of *items* that a query asks for, and whether more follow. *ids* are those of the items.
+
+    The query has a ``limit`` of *most*, and the id of the item that the page follows as *after*. Raises
+    :class:`InvalidValue`.
+    """
+    limit, before = query.get("limit", "20"), query.get(after)
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= most):
+        raise InvalidValue(f"'limit' must be a number from 1 to {most}.", "limit")
+    if before is not None:
+        if before not in ids:
+            raise InvalidValue(f"'{after}' is the id of nothing in the list.", after)
+        items = items[ids.index(before) + 1 :]
+    return items[: int(limit)], len(items) > int(limit)

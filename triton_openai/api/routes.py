@@ -38,8 +38,13 @@ from triton_openai.api.messages.types import (
 )
 from triton_openai.api.responses import conversations
 from triton_openai.api.responses import handlers as responses
-from triton_openai.api.responses.paging import ItemList
-from triton_openai.api.responses.types import ResponseEvent, ResponseObject, ResponsesRequest
+from triton_openai.api.responses.types import (
+    CompactedResponse,
+    CompactRequest,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesRequest,
+)
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config import Group, Settings
@@ -387,6 +392,10 @@ OPERATIONS = (
         ResponsesRequest, responses.InputTokens, errors=_KEPT,
     ),
     Operation(
+        responses.compact, _openai("POST /responses/compact"), "compact_response", "inference", CompactRequest,
+        CompactedResponse, infers=True, errors=_KEPT,
+    ),
+    Operation(
         responses.retrieve, _openai("GET /responses/{response:[^/]+}"), "get_response", "inference",
         answer=ResponseObject, event=ResponseEvent, query=_AGAIN, errors=_KEPT,
     ),
@@ -400,7 +409,7 @@ OPERATIONS = (
     ),
     Operation(
         responses.list_input, _openai("GET /responses/{response:[^/]+}/input_items"), "list_input_items", "inference",
-        answer=ItemList, query=_PAGE, errors=_KEPT,
+        answer=responses.ItemList, query=_PAGE, errors=_KEPT,
     ),
     Operation(
         conversations.create, _openai("POST /conversations"), "create_conversation", "inference",
@@ -420,11 +429,11 @@ OPERATIONS = (
     ),
     Operation(
         conversations.list_items, _openai("GET /conversations/{conversation:[^/]+}/items"), "list_items", "inference",
-        answer=ItemList, query=_PAGE, errors=_KEPT,
+        answer=responses.ItemList, query=_PAGE, errors=_KEPT,
     ),
     Operation(
         conversations.add_items, _openai("POST /conversations/{conversation:[^/]+}/items"), "add_items", "inference",
-        conversations.NewItems, ItemList, errors=_KEPT,
+        conversations.NewItems, responses.ItemList, errors=_KEPT,
     ),
     Operation(
         conversations.retrieve_item, _openai("GET /conversations/{conversation:[^/]+}/items/{item:[^/]+}"), "get_item",

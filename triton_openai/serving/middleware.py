@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import msgspec
@@ -44,60 +45,70 @@ def add_middleware(app: web.Application, *, reports_load: bool) -> None:
         app.on_response_prepare.append(_report_load)
 
 
+@contextmanager
+def observed(app: web.Application, observation: Observation) -> Iterator[None]:
+    """Count the current task as a running request, of which *observation* tells, for the block."""
+    draining, observers = app[DRAINING], app[OBSERVERS]
+    task = draining.enter()
+    observers.started(observation)
+    try:
+        yield
+    finally:
+        draining.leave(task)
+        observation.ended = time.monotonic()
+        observers.ended(observation)
+        observation.release()
+
+
 def _middleware(app: web.Application) -> Middleware:
-    observers, draining, guard, cors = app[OBSERVERS], app[DRAINING], app[GUARD], app[CORS]
+    draining, guard, cors = app[DRAINING], app[GUARD], app[CORS]
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
         observation = request[OBSERVATION] = Observation(
             request_id=request_id(request.headers), method=request.method, path=request.path, request=request
         )
-        task = draining.enter()
-        observers.started(observation)
-        # The task of a request, and with it the context, is its own.
-        LOG_FIELDS.set(observation.log_fields)
-        UPSTREAM.set(observation.upstream)
-        key: ApiKey | None = None
-        ticket: Ticket | None = None
-        served = cut_short = False
-        response: web.StreamResponse | None = None
-        try:
-            response = cors.preflight(request)
-            if response is None:
-                group = group_of(request)
-                key = guard.authenticate(request.headers, group)
-                if key is not None:
-                    request[KEY] = key
-                    observation.key = key.name
-                    if key.limit.any and group in COUNTED and request.method == "POST":
-                        ticket = request[TICKET] = await guard.admit(key)
-                        observation.headers = ticket.headers
-                        if ticket.refusal is not None:
-                            raise ticket.refusal
-                response = await handler(request)
-                served = True
-        except (asyncio.CancelledError, ConnectionError) as error:
-            cut_short = True
-            reason = draining.reason() if isinstance(error, asyncio.CancelledError) else None
-            if reason is None:
-                # The client has left: no response is needed.
-                observation.client_left = True
-                raise
-            response = _error_response(request, reason)
-        except Exception as error:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-            response = _error_response(request, *_reported(request, error))
-        finally:
-            # A handler that goes on after its answer takes it.
-            if ticket is not None and key is not None and request.pop(TICKET, None) is not None:
-                cut_short |= observation.client_left
-                counts = key.limit.tokens_per_minute is not None
-                ticket.close(tokens_charged(observation, served=served, cut_short=cut_short) if counts else 0)
-            draining.leave(task)
-            if response is not None:
-                observation.status = response.status
-            observation.ended = time.monotonic()
-            observers.ended(observation)
-            observation.release()
+        with observed(app, observation):
+            # The task of a request, and with it the context, is its own.
+            LOG_FIELDS.set(observation.log_fields)
+            UPSTREAM.set(observation.upstream)
+            key: ApiKey | None = None
+            ticket: Ticket | None = None
+            served = cut_short = False
+            response: web.StreamResponse | None = None
+            try:
+                response = cors.preflight(request)
+                if response is None:
+                    group = group_of(request)
+                    key = guard.authenticate(request.headers, group)
+                    if key is not None:
+                        request[KEY] = key
+                        observation.key = key.name
+                        if key.limit.any and group in COUNTED and request.method == "POST":
+                            ticket = request[TICKET] = await guard.admit(key)
+                            observation.headers = ticket.headers
+                            if ticket.refusal is not None:
+                                raise ticket.refusal
+                    response = await handler(request)
+                    served = True
+            except (asyncio.CancelledError, ConnectionError) as error:
+                cut_short = True
+                reason = draining.reason() if isinstance(error, asyncio.CancelledError) else None
+                if reason is None:
+                    # The client has left: no response is needed.
+                    observation.client_left = True
+                    raise
+                response = _error_response(request, reason)
+            except Exception as error:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+                response = _error_response(request, *_reported(request, error))
+            finally:
+                # A handler that goes on after its answer takes it.
+                if ticket is not None and key is not None and request.pop(TICKET, None) is not None:
+                    cut_short |= observation.client_left
+                    counts = key.limit.tokens_per_minute is not None
+                    ticket.close(tokens_charged(observation, served=served, cut_short=cut_short) if counts else 0)
+                if response is not None:
+                    observation.status = response.status
         return response
 
     return handle

@@ -67,6 +67,7 @@ def test_turns_of_the_assistant() -> None:
         ([said, {**call, "status": "incomplete", "arguments": '{"a'}], [" a "]),
         ([{"type": "reasoning", "summary": [], "encrypted_content": seal("x")}, call], ["x . c"]),
         ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}, call], [" . c"]),
+        ([{"type": "compaction", "encrypted_content": seal("x")}], [" Summary of the conversation so far:\nx "]),
     ):
         found = [
             f"{message.reasoning_content or ''} {message.content or '.'} {'c' * len(message.tool_calls or ())}"

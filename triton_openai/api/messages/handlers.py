@@ -9,9 +9,10 @@ from aiohttp import web
 
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.api.agents import known_effort
+from triton_openai.api import agents
+from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response
-from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, Turn, plan_of, prepare, prompt_of
+from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, Turn, prepare
 from triton_openai.api.messages.events import MessageEvents, blocks_of, stop_of, usage_of
 from triton_openai.api.messages.reader import Reading, read
 from triton_openai.api.messages.types import (
@@ -25,8 +26,7 @@ from triton_openai.api.messages.types import (
 )
 from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
 from triton_openai.api.sse import stream
-from triton_openai.api.tokenize import tokenizer_of
-from triton_openai.errors import InvalidRequest, InvalidValue
+from triton_openai.errors import InvalidRequest
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.parsers.events import Content, Event
 from triton_openai.prompts import offload
@@ -66,13 +66,10 @@ async def count_tokens(request: web.Request) -> web.Response:
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     context = RequestContext(request, service, reading.chat, model, request[OBSERVATION], limits)
     try:
-        tokenizer = tokenizer_of(await model.prompter())
-        prompt, _ = await prompt_of(context, plan_of(reading.chat))
+        return json_response(TokenCount(input_tokens=await agents.count_tokens(context)))
     except InvalidRequest as error:
         reading.blame(error)
         raise
-    count = await tokenizer.count_async(prompt, model.adapter.hints.adds_bos)
-    return json_response(TokenCount(input_tokens=count))
 
 
 async def _read(service: Service, model: ServedModel, body: CountTokensRequest) -> Reading:
@@ -133,26 +130,12 @@ def _content(answer: Collected, turn: Turn, *, omits_thinking: bool) -> Sequence
 def list_models(request: web.Request) -> web.Response:
     """Return a page of the models that the request's key may use. Raises :class:`InvalidRequest`."""
     models, key, query = service_of(request).models, key_of(request), request.query
-    names = [name for name in models.served if key.allows(name)]
-    try:
-        limit = int(query.get("limit", 20))
-    except ValueError:
-        limit = 0
-    if not 1 <= limit <= 1000:
-        raise InvalidValue("'limit' must be a number from 1 to 1000.", "limit")
-    before, after = query.get("before_id"), query.get("after_id")
-    for name, value in (("before_id", before), ("after_id", after)):
-        if value is not None and value not in names:
-            raise InvalidValue(f"'{name}' is not the id of a model.", name)
-    if before is not None:
-        rest = names[: names.index(before)]
-        page = rest[-limit:]
-    else:
-        rest = names[names.index(after) + 1 :] if after is not None else names
-        page = rest[:limit]
-    data = [describe(models, name) for name in page]
-    ends = (page[0], page[-1]) if page else (None, None)
-    return json_response(ModelPage(data=data, has_more=len(page) < len(rest), first_id=ends[0], last_id=ends[1]))
+    backwards = -1 if "before_id" in query else 1
+    names = [name for name in models.served if key.allows(name)][::backwards]
+    shown, more = page(query, names, names, most=1000, after="before_id" if backwards < 0 else "after_id")
+    data = [describe(models, name) for name in shown[::backwards]]
+    ends = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(ModelPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1]))
 
 
 def describe(models: Models, name: str) -> ModelInfo:

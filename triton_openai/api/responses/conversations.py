@@ -10,8 +10,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.api.bodies import json_response, read_json
-from triton_openai.api.responses.handlers import Deleted
-from triton_openai.api.responses.paging import ItemList, page
+from triton_openai.api.responses.handlers import Deleted, list_of, listed
 from triton_openai.api.responses.reader import check_items, numbered
 from triton_openai.api.responses.state import STATE, Conversation, ResponseState
 from triton_openai.api.responses.types import Item
@@ -111,7 +110,7 @@ async def delete(request: web.Request) -> web.Response:
 async def list_items(request: web.Request) -> web.Response:
     """List the items of a conversation."""
     state, conversation_id, owner = _state(request)
-    return json_response(page(request, (await state.conversation(conversation_id, owner))[0].items))
+    return json_response(listed(request, (await state.conversation(conversation_id, owner))[0].items))
 
 
 async def add_items(request: web.Request) -> web.Response:
@@ -129,8 +128,7 @@ async def add_items(request: web.Request) -> web.Response:
         conversation.items.extend(added)
 
     await state.change(conversation_id, owner, change)
-    first, last = (added[0]["id"], added[-1]["id"]) if added else (None, None)
-    return json_response(ItemList(data=added, first_id=first, last_id=last, has_more=False))
+    return json_response(list_of(added))
 
 
 def _unknown(item_id: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -14,12 +15,11 @@ import structlog
 from aiohttp import web
 
 from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
-from triton_openai.answer.fan_out import Answers, collect, too_long
-from triton_openai.api import chat
+from triton_openai.answer.fan_out import collect
+from triton_openai.api import agents, chat
 from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import json_response, missing
 from triton_openai.api.responses.events import ResponseEvents
-from triton_openai.api.responses.paging import page
 from triton_openai.api.responses.reader import Reading, input_items, numbered, read
 from triton_openai.api.responses.state import (
     RENEW_SECONDS,
@@ -31,10 +31,17 @@ from triton_openai.api.responses.state import (
     lease,
     output_items,
 )
-from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponsesRequest
+from triton_openai.api.responses.types import (
+    CompactedResponse,
+    CompactRequest,
+    IncompleteDetails,
+    Item,
+    OutputMessage,
+    ResponseObject,
+    ResponsesRequest,
+)
 from triton_openai.api.service import RequestContext, begin, key_of, now, service_of
 from triton_openai.api.sse import EventLog, stream
-from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -44,14 +51,24 @@ from triton_openai.errors import (
     ServiceError,
     StoreUnavailable,
     UpgradeRefused,
+    UpstreamError,
 )
+from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
 from triton_openai.prompts import offload
 from triton_openai.prompts.messages import DeveloperMessage, SystemMessage, UserMessage
+from triton_openai.serving.middleware import observed
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import OBSERVERS, Observation
 
 _log = structlog.get_logger(__name__)
+
+
+# What a response repeats of its request.
+_REPEATED = (
+    "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "parallel_tool_calls",
+    "previous_response_id", "prompt_cache_key", "safety_identifier", "tool_choice", "top_logprobs", "truncation",
+    "user",
+)  # fmt: skip
 
 
 class Job:
@@ -65,36 +82,26 @@ class Job:
         self.id = f"resp_{digits}"
         #: The request's own items, as they are kept.
         self.items = numbered(input_items(body), f"{digits}i")
+        #: The items that it goes on from.
+        self.before: Sequence[Item] = ()
         given = body.conversation
         self.conversation = given if given is None or isinstance(given, str) else given.id
         self.stored = body.store is not False and self.state.keeps
         #: That of what is kept: 0 before the first time.
         self.version = 0
         self.log: EventLog | None = None
+        told = {name: value for name in _REPEATED if (value := getattr(body, name)) is not None}
         self.response = ResponseObject(
             id=self.id,
             created_at=now(),
             conversation=None if self.conversation is None else {"id": self.conversation},
-            background=bool(body.background),
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            max_tool_calls=body.max_tool_calls,
-            model=body.model,
-            parallel_tool_calls=body.parallel_tool_calls is not False,
-            previous_response_id=body.previous_response_id,
-            prompt_cache_key=body.prompt_cache_key,
             reasoning={"effort": None, "summary": None if body.reasoning is None else body.reasoning.summary},
-            safety_identifier=body.safety_identifier,
             store=self.stored,
             text={
                 "format": (body.text and body.text.format) or {"type": "text"},
                 "verbosity": (body.text and body.text.verbosity) or "medium",
             },
-            tool_choice=body.tool_choice or "auto",
-            top_logprobs=body.top_logprobs or 0,
-            truncation=body.truncation or "disabled",
-            user=body.user,
-            metadata=body.metadata or {},
+            **told,
         )
 
     async def read(self, context: RequestContext[ResponsesRequest], before: Sequence[Item]) -> Reading:
@@ -113,6 +120,7 @@ class Job:
         self.items = [
             item if new is old else new for item, new, (_, old) in zip(self.items, resolved, own, strict=True)
         ]
+        self.before = before
         reading = read(body, items, strict_tools=context.service.settings.api.strict_tools, effort=effort)
         self.response.tools = reading.tools.shown
         self.response.reasoning = {**self.response.reasoning, "effort": effort}
@@ -123,11 +131,9 @@ class Job:
         response = self.response
         response.status = "in_progress"
         if turn is not None:
-            sampling = turn.task.sampling
-            response.temperature = 1.0 if sampling.temperature is None else sampling.temperature
-            response.top_p = 1.0 if sampling.top_p is None else sampling.top_p
-            response.presence_penalty = sampling.presence_penalty or 0
-            response.frequency_penalty = sampling.frequency_penalty or 0
+            for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+                if (value := getattr(turn.task.sampling, name)) is not None:
+                    setattr(response, name, value)
         events = ResponseEvents(
             response,
             None if turn is None else turn.runs[0],
@@ -304,17 +310,11 @@ async def _in_background(
     context: RequestContext[ResponsesRequest], job: Job, log: EventLog, ticket: Ticket | None
 ) -> None:
     """Make the response of *job*, whatever becomes of the client."""
-    request, model = context.request, context.model
-    seen = context.observation
-    observation = Observation(request_id=seen.request_id, method=seen.method, path=seen.path)
-    observation.key, observation.body_size = seen.key, seen.body_size
-    observation.identify("responses", model=model.name, adapter=model.adapter.name, stream=True)
-    observation.response_model, observation.status = model.answers_as, 200
-    own = RequestContext(request, context.service, context.body, model, observation, context.limits)
-    observers, draining = request.app[OBSERVERS], request.app[DRAINING]
-    task = draining.enter()
-    observers.started(observation)
-    observers.identified(observation)
+    app, model = context.request.app, context.model
+    observation = msgspec.structs.replace(
+        context.observation, request=None, began=time.monotonic(), stream=True, status=200
+    )
+    context = RequestContext(context.request, context.service, context.body, model, observation, context.limits)
     failure: ServiceError | None = None
     events: ResponseEvents | None = None
     reading: Reading | None = None
@@ -324,52 +324,83 @@ async def _in_background(
         turn = await _prepared(turned, job)
         rendering = events = job.events(turn, reading)
         log.add(rendering.opening())
-        answers = Answers(
-            turn.runs, lambda _, deltas: log.add(b"".join([rendering.piece(0, delta) for delta in deltas]))
-        )
-        try:
-            async with asyncio.timeout(turned.limits.total):
-                await answers.start()
-                while answers.left:
-                    log.add(b"".join([rendering.last(choice) for choice in await answers.ended()]))
-        except TimeoutError as error:
-            raise too_long(turned.limits.total, turn.runs) from error
-        finally:
-            answers.close()
 
-    try:
+        def push(choice: int, deltas: Sequence[Delta]) -> None:
+            log.add(b"".join([rendering.piece(choice, delta) for delta in deltas]))
+
+        await collect(turn.runs, timeout=turned.limits.total, push=push)
+        log.add(rendering.last(0))
+
+    with observed(app, observation):
         try:
-            async with _reading(own, job) as reading:
-                turned = _turned(own, reading)
-                async with every(RENEW_SECONDS, job.renew):
-                    await turned.admitted(lambda: turned.answered(answer), param="messages")
-                if events is not None:
-                    log.add(await events.ended(None))
-        except asyncio.CancelledError:
-            failure = draining.reason()
-            if failure is None:
-                # Somebody has cancelled it.
-                job.response.status = "cancelled"
-                await job.keep()
-        except ServiceError as error:
-            failure = error
-        except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
-            _log.exception("response failed", request_id=observation.request_id, response=job.id)
-            failure = ServiceError("The service failed to answer the request.")
-        if failure is not None:
-            if reading is not None:
-                reading.blame(failure)
-            observation.error = failure
-            log.add(await (events or job.events(None, reading)).ended(failure))
-    finally:
-        log.end()
-        job.state.live.pop(job.id, None)
-        draining.leave(task)
-        if ticket is not None:
-            ticket.close(tokens_charged(observation, served=failure is None, cut_short=False))
-        observation.ended = asyncio.get_running_loop().time()
-        observers.ended(observation)
-        observation.release()
+            try:
+                async with _reading(context, job) as reading:
+                    turned = _turned(context, reading)
+                    async with every(RENEW_SECONDS, job.renew):
+                        await turned.admitted(lambda: turned.answered(answer), param="messages")
+                    if events is not None:
+                        log.add(await events.ended(None))
+            except asyncio.CancelledError:
+                failure = app[DRAINING].reason()
+                if failure is None:
+                    # Somebody has cancelled it.
+                    job.response.status = "cancelled"
+                    await job.keep()
+            except ServiceError as error:
+                failure = error
+            except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
+                _log.exception("response failed", request_id=observation.request_id, response=job.id)
+                failure = ServiceError("The service failed to answer the request.")
+            if failure is not None:
+                if reading is not None:
+                    reading.blame(failure)
+                observation.error = failure
+                log.add(await (events or job.events(None, reading)).ended(failure))
+        finally:
+            log.end()
+            job.state.live.pop(job.id, None)
+            if ticket is not None:
+                ticket.close(tokens_charged(observation, served=failure is None, cut_short=False))
+
+
+_SUMMARIZE = (
+    "Summarize this conversation for somebody who has to go on with it, and who has only the user's messages and your "
+    "summary: what the user wants, what was found out, decided and done, the names, paths, numbers and texts that "
+    "matter, and what is left to do. Write the summary and nothing else."
+)
+
+
+async def compact(request: web.Request) -> web.Response:
+    """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
+    context = await begin(request, CompactRequest, "responses")
+    given = context.body
+    items = input_items(given)
+    if not items and given.previous_response_id is None:
+        raise missing("input")
+    body = ResponsesRequest(
+        model=given.model,
+        input=[*items, {"role": "user", "content": _SUMMARIZE}],
+        instructions=given.instructions,
+        previous_response_id=given.previous_response_id,
+        store=False,
+    )
+    asked = RequestContext(request, context.service, body, context.model, context.observation, context.limits)
+    job = Job(asked)
+    if body.previous_response_id is not None:
+        job.state.store("previous_response_id")
+    async with _reading(asked, job) as reading:
+        await _generate(asked, job, reading)
+    response = job.response
+    summary = "".join(part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content)
+    if response.status != "completed":
+        raise ContextLengthExceeded("There is no room for a summary of the conversation.", param="input")
+    if not summary or response.usage is None:
+        raise UpstreamError("The model wrote no summary of the conversation.")
+    kept = [item for item in [*job.before, *job.items[:-1]] if item.get("role") == "user"]
+    compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
+    return json_response(
+        CompactedResponse(id=job.id, created_at=now(), output=[*kept, compaction], usage=response.usage)
+    )
 
 
 async def refuse_websocket(request: web.Request) -> web.Response:
@@ -395,12 +426,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     context = await begin(request, ResponsesRequest, "responses")
     job = Job(context)
     async with _reading(context, job) as reading:
-        turned = _turned(context, reading)
         try:
-            tokenizer = tokenizer_of(await context.model.prompter())
-            prompt, _ = await chat.prompt_of(turned, chat.plan_of(reading.chat))
-            count = await tokenizer.count_async(prompt, context.model.adapter.hints.adds_bos)
-            return json_response(InputTokens(input_tokens=count))
+            return json_response(InputTokens(input_tokens=await agents.count_tokens(_turned(context, reading))))
         except ServiceError as error:
             reading.blame(error)
             raise
@@ -474,4 +501,30 @@ async def cancel(request: web.Request) -> web.Response:
 async def list_input(request: web.Request) -> web.Response:
     """List the items of a response's own input."""
     _, record, _ = await _found(request)
-    return json_response(page(request, record.input))
+    return json_response(listed(request, record.input))
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """Items, with the ids of the first and the last, and whether more follow."""
+
+    object: Literal["list"] = msgspec.field(name="object", default="list")
+    data: Sequence[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def listed(request: web.Request, items: Sequence[Item]) -> ItemList:
+    """Return the page of *items* that *request* asks for, in an ``order``. Raises :class:`InvalidValue`."""
+    order = request.query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidValue("'order' must be 'asc' or 'desc'.", "order")
+    items = items[:: 1 if order == "asc" else -1]
+    shown, more = agents.page(request.query, items, [item.get("id") for item in items], most=100, after="after")
+    return list_of(shown, more=more)
+
+
+def list_of(items: Sequence[Item], *, more: bool = False) -> ItemList:
+    """Return a list of *items*, of which there may be *more*."""
+    ends = (items[0].get("id"), items[-1].get("id")) if items else (None, None)
+    return ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=more)

@@ -14,7 +14,7 @@ from triton_openai.api.agents import LONGEST_TYPE, unsealed, warn_left_out
 from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
-from triton_openai.api.responses.types import SHARED, Item, ResponsesRequest, SchemaFormat
+from triton_openai.api.responses.types import SHARED, CompactRequest, Item, ResponsesRequest, SchemaFormat
 from triton_openai.api.tools import AllowedToolList, AllowedTools, NamedFunction, NamedTool, ToolChoice
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter, printable
 from triton_openai.prompts.messages import (
@@ -74,6 +74,10 @@ class _Reasoning(msgspec.Struct):
     content: list[_Thought] | None = None
     summary: list[_Thought] | None = None
     encrypted_content: str | None = None
+
+
+class _Compaction(msgspec.Struct):
+    encrypted_content: str
 
 
 class _MoreTools(msgspec.Struct):
@@ -365,7 +369,7 @@ def check_items(items: Iterable[Item]) -> None:
         _read_item(item, f"items[{number}]", _Turns(), Tools(strict=False))
 
 
-def input_items(body: ResponsesRequest) -> list[Item]:
+def input_items(body: ResponsesRequest | CompactRequest) -> list[Item]:
     """Return the items of ``input``; a text is a message of the user."""
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": body.input}]
@@ -374,7 +378,7 @@ def input_items(body: ResponsesRequest) -> list[Item]:
 
 _PREFIXES: Mapping[str, str] = {
     "message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
-    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "compaction": "cmp",
 }  # fmt: skip
 
 
@@ -443,7 +447,10 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
     elif isinstance(kind, str) and kind in _SKIPPED:
         _warn_skipped(kind)
     elif kind == "compaction":
-        raise InvalidValue("A compaction that another service made cannot be read.", place)
+        summary = unsealed(_convert(item, _Compaction, place).encrypted_content)
+        if summary is None:
+            raise InvalidValue("A compaction that another service made cannot be read.", place)
+        turns.say(f"Summary of the conversation so far:\n{summary}", place)
     else:
         raise InvalidValue(f"'{place}.type' is not a known kind of item.", f"{place}.type")
 

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -90,15 +91,6 @@ class Live(msgspec.Struct):
     task: asyncio.Task[Any] | None = None
 
 
-class _Codec(Generic[_Kept]):
-    def __init__(self, kind: type[_Kept]) -> None:
-        self.encode = msgspec.msgpack.Encoder().encode
-        self.decode = msgspec.msgpack.Decoder(kind).decode
-
-
-_RECORDS, _CONVERSATIONS = _Codec(Record), _Codec(Conversation)
-
-
 class ResponseState:
     """Responses and conversations in *store*, of which each key sees its own; ``None`` keeps nothing."""
 
@@ -117,36 +109,37 @@ class ResponseState:
             raise UnsupportedParameter("This service keeps no responses (--responses-store none).", param=param)
         return self._store
 
-    async def _load(self, codec: _Codec[_Kept], key: str, owner: str) -> tuple[_Kept, int, int] | None:
-        """Return the value of *key*, its version and its size; ``None`` also for one of another owner."""
+    async def _load(self, kind: type[_Kept], key: str, owner: str) -> tuple[_Kept, int, int] | None:
+        """Return the value of *key*, its version and its size; ``None`` also for one of another owner or kind."""
+        if not key.startswith("resp_" if kind is Record else "conv_"):
+            return None
         found = await self.store().get(key)
         if found is None:
             return None
-        value = await offload.run(codec.decode, found[0], size=len(found[0]), threshold=_LONGEST_INLINE)
+        decode = partial(msgspec.msgpack.decode, type=kind)
+        value = await offload.run(decode, found[0], size=len(found[0]), threshold=_LONGEST_INLINE)
         return (value, found[1], len(found[0])) if value.owner == owner else None
 
     async def record(self, response_id: str, owner: str) -> tuple[Record, int]:
         """Return a response and its version. Raises :class:`ObjectNotFound`."""
-        found = await self._load(_RECORDS, response_id, owner) if response_id.startswith("resp_") else None
+        found = await self._load(Record, response_id, owner)
         if found is None:
             raise ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         found[0].settle()
-        return found[0], found[1]
+        return found[:2]
 
     async def conversation(self, conversation_id: str, owner: str) -> tuple[Conversation, int]:
         """Return a conversation and its version. Raises :class:`ObjectNotFound`."""
-        found = (
-            await self._load(_CONVERSATIONS, conversation_id, owner) if conversation_id.startswith("conv_") else None
-        )
+        found = await self._load(Conversation, conversation_id, owner)
         if found is None:
             raise ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
-        return found[0], found[1]
+        return found[:2]
 
     async def put(self, value: Record | Conversation, version: int) -> bool:
         """Keep *value*, unless another *version* than this is kept; return whether it is."""
         key = value.response.id if isinstance(value, Record) else value.id
         size = sum(len(item) * 256 for item in (value.input if isinstance(value, Record) else value.items))
-        encoded = await offload.run(_RECORDS.encode, value, size=size, threshold=_LONGEST_INLINE)
+        encoded = await offload.run(msgspec.msgpack.encode, value, size=size, threshold=_LONGEST_INLINE)
         return await self.store().put(key, encoded, version)
 
     async def change(self, conversation_id: str, owner: str, change: Callable[[Conversation], None]) -> Conversation:
@@ -167,7 +160,7 @@ class ResponseState:
         records: list[Record] = []
         following: str | None = previous
         while following is not None:
-            found = await self._load(_RECORDS, following, owner) if following.startswith("resp_") else None
+            found = await self._load(Record, following, owner)
             if found is None:
                 raise InvalidRequest(
                     f"Previous response with id '{following[:100]}' not found.",

@@ -107,6 +107,19 @@ class ResponsesRequest(ModelRequest, kw_only=True):
     moderation: Annotated[Any, unused()] = None
 
 
+class CompactRequest(ModelRequest, kw_only=True):
+    """A conversation that becomes shorter."""
+
+    input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    # Documented, and without influence on the answer here: accepted.
+    prompt_cache_key: Accepted = ABSENT
+    prompt_cache_options: Accepted = ABSENT
+    prompt_cache_retention: Accepted = ABSENT
+    service_tier: Accepted = ABSENT
+
+
 #: What a chat has under the same name.
 SHARED = tuple(sorted(set(SamplingRequest.__struct_fields__) & set(ResponsesRequest.__struct_fields__) - {
     "model", "metadata", "user", "store", "safety_identifier", "prompt_cache_key", "service_tier", "stream_options",
@@ -253,6 +266,16 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None = None
     metadata: Mapping[str, str] = {}
+
+
+class CompactedResponse(msgspec.Struct, kw_only=True):
+    """The user's messages, and last an item of the type ``compaction``, whose ``encrypted_content`` is the summary."""
+
+    id: str
+    object: Literal["response.compaction"] = msgspec.field(name="object", default="response.compaction")
+    created_at: int
+    output: Sequence[Item]
+    usage: ResponseUsage
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
