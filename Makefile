@@ -13,6 +13,8 @@ PROCESSES := $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) + 2 )); echo $$(( n < 
 PARALLEL ?= --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests start the service some hundred times: it is compiled once, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 # The first interpreter that is there, really runs (a version manager's shim may exist and fail) and is new enough.
 # 3.11 comes first because the embedded Triton has a backend for it; `make PYTHON=...` overrides.

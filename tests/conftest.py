@@ -10,6 +10,7 @@ from typing import Any
 import hypothesis
 import pytest
 import structlog
+from xdist.scheduler import LoadFileScheduling
 
 pytest_plugins = ["tests.triton_fixture", "tests.proxy_fixture", "tests.demo_fixture"]
 
@@ -21,6 +22,21 @@ hypothesis.settings.load_profile("suite")
 
 _FIRST = ("integration", "faults")
 _LAST = ("unit",)
+# A folder whose files share processes, which one of several workers starts for all of them.
+_TOGETHER = "tests/clients/"
+
+
+class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
+    """Gives each file to one worker, and all files of the folder to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _TOGETHER if nodeid.startswith(_TOGETHER) else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
+    """Let files that share processes run together."""
+    return _Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import os
 import signal
@@ -172,6 +173,8 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
         "text_classification_ids",
     ]
     repository = build_repository(folder / "repository", models=models, record=record)
+    # Once, and not in each of the models' processes.
+    compileall.compile_dir(folder / "repository" / "standins", quiet=1)
     server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
     server.start()
     _SHARED.append(server)

@@ -93,11 +93,10 @@ def build_repository(
     for folder in (repository.path, repository.backends, repository.tokenizer, destination / "standins"):
         shutil.rmtree(folder, ignore_errors=True)
     repository.path.mkdir(parents=True)
-    ignored = shutil.ignore_patterns("__pycache__")
     with as_file(files("triton_openai.demo").joinpath("standins")) as source:
-        shutil.copytree(source, destination / "standins", ignore=ignored)
+        shutil.copytree(source, destination / "standins")
     with as_file(files("triton_openai.demo").joinpath("tokenizer")) as source:
-        shutil.copytree(tokenizer or source, repository.tokenizer, ignore=ignored)
+        shutil.copytree(tokenizer or source, repository.tokenizer)
     for backend, module, name in (
         ("vllm", "vllm", "TritonPythonModel"),
         ("tensorrtllm", "tensorrt_llm", "CppTritonPythonModel"),

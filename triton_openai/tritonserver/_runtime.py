@@ -66,7 +66,7 @@ def packaged_runtime(environment: Mapping[str, str], work_dir: Path, backends: P
     folder = work_dir / "backends"
     backend = folder / "python"
     # Copied: Triton refuses a backend's library that is a link to somewhere outside the backend's folder.
-    shutil.copytree(server / "backends" / "python", backend, ignore=shutil.ignore_patterns("__pycache__", _STUB))
+    shutil.copytree(server / "backends" / "python", backend, ignore=shutil.ignore_patterns(_STUB))
     (backend / _STUB).symlink_to(stub)
     if backends is not None:
         _link_children(backends, folder)
