@@ -277,4 +277,4 @@ def test_inspect_without_a_triton(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = _inspect(capsys, "--triton-url", "http://127.0.0.1:9")
 
     assert (2, "", 1) == (status, out, err.count("\n"))
-    assert "No Triton answers at http://127.0.0.1:9" in err
+    assert "triton-openai: No Triton answers at http://127.0.0.1:9: Connection refused\n" == err

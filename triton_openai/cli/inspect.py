@@ -95,7 +95,8 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
         by_name = {name: one for one in reports for name in (*one.served_as, one.name)}
         for name in parsed.models:
             if name not in by_name:
-                raise ConfigurationError(f"Triton has no model '{name}'.{closest(name, by_name)}")
+                hint = closest(name, by_name) or f" It has {', '.join(by_name) or 'none'}."
+                raise ConfigurationError(f"Triton has no model '{name}'.{hint}")
         reports = [by_name[name] for name in dict.fromkeys(parsed.models)]
     if parsed.json:
         print(msgspec.json.format(msgspec.json.encode(reports)).decode())

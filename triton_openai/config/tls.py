@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -118,4 +120,9 @@ def failure_reason(error: BaseException) -> str:
         return f"TLS: the certificate was not accepted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
         return f"TLS: {(error.reason or str(error)).lower().replace('_', ' ')}"
-    return f"{type(error).__name__}: {error}"
+    # asyncio replaces the system's words, and lists an error for each address of a name.
+    if isinstance(error, OSError) and (number := re.search(r"\[Errno (\d+)\]", str(error))):
+        return os.strerror(int(number[1]))
+    if isinstance(error, TimeoutError):
+        return "Connection timed out"
+    return getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
