@@ -104,7 +104,7 @@ class Vllm(Adapter):
         self.parameters = tuple(
             refused("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
         )
-        self._sampled = [(row.name, row.datatype) for row in self.parameters if row.target is not None]
+        self._sampled = {row.name: row.datatype for row in self.parameters if row.target is not None}
         self.capabilities = Capabilities(
             generate=True,
             embed="embedding_request" in config.inputs,
@@ -165,12 +165,9 @@ class Vllm(Adapter):
         Keys that are not asked for are left out, because an explicit null fails the request.
         """
         asked = generation.sampling
-        sampling: dict[str, Any] = {}
-        for name, datatype in self._sampled:
-            value = getattr(asked, name)
-            if value is not None and value != ():
-                check_range(name, value, datatype)
-                sampling[name] = value
+        sampling = {name: value for name, value in asked.given.items() if name in self._sampled}
+        for name, value in sampling.items():
+            check_range(name, value, self._sampled[name])
         if self.capabilities.finish_reason and asked.stop_showable:
             # Which of them has ended the answer can be seen nowhere else; it is cut off here.
             sampling["include_stop_str_in_output"] = True

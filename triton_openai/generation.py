@@ -70,7 +70,7 @@ class Logits(msgspec.Struct, frozen=True, kw_only=True):
     first: int = 0
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
     How to choose tokens. ``None`` means "not asked for": nothing is sent and the backend's own default holds.
 
@@ -99,6 +99,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     logprobs: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is asked for, by name; tuples are lists."""
+        given: dict[str, Any] = msgspec.to_builtins(self)
+        return given
 
     @property
     def stop_showable(self) -> bool:

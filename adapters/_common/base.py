@@ -390,10 +390,11 @@ class Adapter:
 
     def parameter_tensors(self, sampling: Sampling) -> list[Tensor]:
         """Return the inputs for the parameters that *sampling* has; not those whose row is special."""
+        given = sampling.given
         return [
-            self.tensor(row.target, *values)
+            self.tensor(row.target, *values_of(row, sampling))
             for row in self.parameters
-            if row.target is not None and not row.special and (values := values_of(row, sampling))
+            if row.name in given and row.target is not None and not row.special
         ]
 
     def request(

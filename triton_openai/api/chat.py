@@ -232,10 +232,9 @@ async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPl
         raise UnsupportedParameter(
             "How this model writes tool calls is not known: name its format with --tool-call-parser.", param="tools"
         )
-    wanted = task.sampling
     if (plan.active or parsers.reasoning) and parsers.special_tokens and _can_keep_special_tokens(model):
-        wanted = msgspec.structs.replace(wanted, skip_special_tokens=False)
-    return msgspec.structs.replace(task, sampling=wanted, guide=forced or task.guide)
+        task = msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, skip_special_tokens=False))
+    return task if forced is None else msgspec.structs.replace(task, guide=forced)
 
 
 def _can_keep_special_tokens(model: ServedModel) -> bool:

@@ -151,12 +151,12 @@ async def runs_of(context: RequestContext[Any], prompts: Sequence[Prompt], task:
                 if len(runs) % _RUNS_IN_A_TURN == _RUNS_IN_A_TURN - 1:
                     # Thousands of short prompts are as much work as a long one.
                     await asyncio.sleep(0)
-                sampling = prepared.sampling
+                generation = prepared
+                if not single:
+                    generation = msgspec.structs.replace(generation, id=f"{task.id}-{place * count + number}")
                 if first is not None:
-                    sampling = msgspec.structs.replace(sampling, seed=nth_seed(first, number))
-                generation = msgspec.structs.replace(
-                    prepared, id=task.id if single else f"{task.id}-{place * count + number}", sampling=sampling
-                )
+                    sampling = msgspec.structs.replace(prepared.sampling, seed=nth_seed(first, number))
+                    generation = msgspec.structs.replace(generation, sampling=sampling)
                 runs.append(run_of(service, model, generation, tokenizer, context.limits))
     observation.answers, observation.n, observation.response_id = [run.progress for run in runs], count, task.id
     if task.scoring is not None and tokenizer is not None:

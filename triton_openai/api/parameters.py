@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -23,9 +24,11 @@ from triton_openai.prompts.offload import decoder
 from triton_openai.prompts.truncation import Truncation
 
 #: A field without influence on the answer: documented by OpenAI or in common use, accepted, never decoded.
-Accepted: TypeAlias = Annotated[msgspec.Raw, Meta(description="Accepted, and without influence on the answer.")]
+Accepted: TypeAlias = Annotated[
+    msgspec.Raw | msgspec.UnsetType, Meta(description="Accepted, and without influence on the answer.")
+]
 #: The default of such a field.
-ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+ABSENT = msgspec.UNSET
 
 
 def unused(*neutral: Any) -> Meta:
@@ -218,6 +221,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
     "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
 }  # fmt: skip
+_plain = attrgetter(*_PLAIN)
 # Every field of a sampling that an adapter has to carry, in one way or another.
 _MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "allowed_token_ids", "logprobs", "logit_bias")
 
@@ -256,17 +260,22 @@ def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @lru_cache(128)
-def _refused(adapter: Adapter) -> Sequence[tuple[str, tuple[Any, ...], str]]:
+def _refused(adapter: Adapter) -> Mapping[str, tuple[tuple[Any, ...], str]]:
     """Return the parameters that *adapter* cannot honour, each with its neutral values and the end of the message."""
     # What an adapter's table does not mention is not sent either; stop strings are cut out here if need be.
     rules = {**dict.fromkeys(_MAPPED, Rule.REFUSED), **{row.name: row.rule for row in adapter.parameters}}
     neutral = {row.name: row.neutral for row in adapter.parameters}
     reasons = {row.name: f": {row.why}." for row in adapter.parameters if row.why}
-    return [
-        (name, (None, (), *_PLAIN.get(name, ()), *neutral.get(name, ())), reasons.get(name, "."))
+    return {
+        name: ((*_PLAIN.get(name, ()), *neutral.get(name, ())), reasons.get(name, "."))
         for name, rule in rules.items()
         if rule is Rule.REFUSED
-    ]
+    }
+
+
+@lru_cache(128)
+def _datatypes(adapter: Adapter) -> Mapping[str, str | None]:
+    return {row.name: row.datatype for row in adapter.parameters}
 
 
 def sampling(
@@ -282,11 +291,11 @@ def sampling(
     alternatives_name, logprobs = request.alternatives
     given = defaults.given()
     stop = request.stop if request.stop is not None else given.get("stop")
-    values = {name: getattr(request, name) for name in _PLAIN}
+    values = {name: value for name, value in zip(_PLAIN, _plain(request), strict=True) if value is not None}
     if given:
-        values |= {name: given.get(name) for name, value in values.items() if value is None}
+        values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
     limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
-    if values["min_tokens"] is not None and values["min_tokens"] > limit:
+    if values.get("min_tokens", 0) > limit:
         raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{max_tokens_name}' ({limit}).",
             "min_tokens",
@@ -301,11 +310,19 @@ def sampling(
         logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
         **values,
     )
-    for name, neutral, why in _refused(adapter):
+    asked = result.given
+    if max_tokens is None:
         # A limit that the client did not set is no reason to refuse the request.
-        if (max_tokens if name == "max_tokens" else getattr(result, name)) not in neutral:
-            called = max_tokens_name if name == "max_tokens" else name
+        del asked["max_tokens"]
+    refused, datatypes = _refused(adapter), _datatypes(adapter)
+    for name, value in asked.items():
+        called = max_tokens_name if name == "max_tokens" else name
+        neutral, why = refused.get(name, ((value,), ""))
+        if value not in neutral:
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
+        # Checked here because the adapter does not know the client's name of the limit.
+        if isinstance(value, int | float) and value not in _PLAIN.get(name, ()):
+            check_range(called, value, datatypes.get(name))
     most = adapter.capabilities.top_logprobs
     if (logprobs or 0) > most:
         raise UnsupportedParameter(
@@ -314,11 +331,6 @@ def sampling(
             else "This model tells the log probabilities of the chosen tokens only, not those of alternatives.",
             param=alternatives_name,
         )
-    for row in adapter.parameters:
-        # Checked here because the adapter does not know the client's name of the limit.
-        value = max_tokens if row.name == "max_tokens" else getattr(result, row.name)
-        if value is not None and isinstance(value, int | float) and value not in _PLAIN.get(row.name, ()):
-            check_range(max_tokens_name if row.name == "max_tokens" else row.name, value, row.datatype)
     return result
 
 
@@ -413,6 +425,10 @@ def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOpt
     return request.stream_options
 
 
+_GUIDED = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_guided = attrgetter(*_GUIDED)
+
+
 def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
     """
     Return the guide that *request* asks for.
@@ -420,6 +436,8 @@ def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | Non
     Raises :class:`InvalidRequest` for a malformed guide or several guides, and :class:`UnsupportedParameter` for a kind
     that is not *supported*: an answer without its guide would be wrong.
     """
+    if _guided(request).count(None) == len(_GUIDED):
+        return None
     guides = list(_guides(request))
     if not guides:
         return None

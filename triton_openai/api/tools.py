@@ -184,6 +184,8 @@ def plan(
     legacy = not tools and bool(functions)
     names, key = ("functions", "function_call") if legacy else ("tools", "tool_choice")
     choice = function_call if legacy else tool_choice
+    if choice is None and not tools and not legacy:
+        return ToolPlan()
     try:
         given = msgspec.convert({names: (functions if legacy else tools) or ()}, _Definitions)
     except msgspec.ValidationError as error:
