@@ -49,10 +49,20 @@ class GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Reads fields of messages without the exception for each that jinja2 takes."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return ``obj.attribute``, or the item where there is no such attribute, as in jinja2."""
+        if type(obj) is not dict or hasattr(dict, attribute):
+            return super().getattr(obj, attribute)
+        return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+
+
 @cache
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> _Environment:
     """Return the environment that all templates share; it is never modified."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson

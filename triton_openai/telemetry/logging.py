@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TextIO
 
 import msgspec
@@ -109,7 +110,13 @@ def _complete(process: EventDict, logger: WrappedLogger, method: str, event: Eve
 
 def timestamp() -> str:
     """Return the time in the form of log lines."""
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    seconds, microseconds = divmod(time.time_ns() // 1000, 1_000_000)
+    return f"{_second(seconds)}.{microseconds:06}Z"
+
+
+@lru_cache(1)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def redact(event: EventDict) -> EventDict:
