@@ -276,7 +276,7 @@ class Run:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
         if self._limits.total is None or not self.model.adapter.at_once(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
-            self._silence.watch(self._limits.first_token)
+            self._silence.watch(self._limits.first_token, next_allowed=self._limits.idle)
         try:
             self._work.start(receiver)
         except ServiceError as error:

@@ -70,11 +70,14 @@ class Silence:
         self.paused = False
         self._late: Callable[[float], None] | None = late
         self._timer: asyncio.TimerHandle | None = None
+        self._allowed = self._due = 0.0
 
-    def watch(self, allowed: float) -> None:
-        """Allow *allowed* seconds of silence from now on."""
-        self.last = monotonic()
-        self._set(allowed, allowed)
+    def watch(self, allowed: float, *, next_allowed: float = math.inf) -> None:
+        """Allow *allowed* seconds of silence from now on, and as many as *next_allowed* the next time."""
+        self.last, self._allowed = monotonic(), allowed
+        if self._timer is None or self._due > self.last + allowed:
+            # So early that the next time needs no timer of its own.
+            self._set(min(allowed, next_allowed))
 
     def stop(self) -> None:
         """Stop watching."""
@@ -83,17 +86,18 @@ class Silence:
             self._timer.cancel()
             self._timer = None
 
-    def _set(self, seconds: float, allowed: float) -> None:
+    def _set(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._check, allowed)
+        self._due = monotonic() + seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._check)
 
-    def _check(self, allowed: float) -> None:
-        left = allowed if self.paused else self.last + allowed - monotonic()
+    def _check(self) -> None:
+        left = self._allowed if self.paused else self.last + self._allowed - monotonic()
         if left > 0:
-            self._set(left, allowed)
+            self._set(left)
         elif self._late is not None:
-            self._late(allowed)
+            self._late(self._allowed)
 
 
 def _shorter(header: str, headers: Mapping[str, str], allowed: float | None) -> float | None:

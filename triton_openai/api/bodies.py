@@ -258,15 +258,14 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
 async def _read(request: web.Request, limits: LimitSettings) -> bytes:
     """Return the body. Raises :class:`PayloadTooLarge`, and :class:`RequestTimeout` for a slow client."""
     most = request.client_max_size
-    too_large = PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
     if (request.content_length or 0) > most:
-        raise too_large
+        raise _too_large(most)
     ask_for_body(request)
     if request.content.is_eof():
         # It came with the head.
         body = request.content.read_nowait()
         if len(body) > most:
-            raise too_large
+            raise _too_large(most)
         return body
     pieces, size = [bytearray()], 0
     began = asyncio.get_running_loop().time()
@@ -279,13 +278,17 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
                 pieces[-1] += piece
                 size += len(piece)
                 if size > most:
-                    raise too_large
+                    raise _too_large(most)
                 # A large body may take longer, if it arrives at a minimum rate.
                 allowed = limits.body_timeout + size / MIN_BODY_RATE
                 deadline.reschedule(began + allowed)
     except TimeoutError as error:
         raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).") from error
     return await offload.run(b"".join, pieces, size=size, threshold=_LONGEST_JOINED)
+
+
+def _too_large(most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
 
 
 def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) -> _T:

@@ -8,6 +8,7 @@ stream of a completion ends with ``data: [DONE]``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import monotonic
@@ -181,7 +182,9 @@ class EventStream:
         await answers.start()
         while answers.left:
             ended = await answers.ended()
-            events = b"" if self._flowing else await self._begin(answered=bool(ended))
+            if answers.left and not self._flowing:
+                await self._begin()
+            events = b"" if self._flowing else self._opening(answered=bool(ended))
             events += b"".join([chunks.last(choice) for choice in ended])
             if not answers.left:
                 await self._finish(events + await chunks.ended(None))
@@ -197,7 +200,7 @@ class EventStream:
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
-        events = b"" if self._flowing or not self._pending else await self._begin(answered=True)
+        events = b"" if self._flowing or not self._pending else self._opening(answered=True)
         await self._finish(events + await self._chunks.ended(error))
 
     def close(self) -> None:
@@ -210,14 +213,17 @@ class EventStream:
         """Whether the answer has begun, so that an error can only be an event."""
         return self.response.prepared or bool(self._pending)
 
-    async def _begin(self, *, answered: bool) -> bytes:
-        """Write the status line. Return the first events; a sign of life if there are none and no run is *answered*."""
+    async def _begin(self) -> None:
+        """Write the status line."""
         if not self.response.prepared:
             if self._chunked:
                 # HTTP/1.0, which older proxies speak to their upstreams, ends the body with the connection.
                 self.response.enable_chunked_encoding()
             await self.response.prepare(self._request)
         self._transport = self._request.transport
+
+    def _opening(self, *, answered: bool) -> bytes:
+        """Return the first events; a sign of life if there are none and no run is *answered*."""
         if not answered and not self._pending:
             return self._chunks.keep_alive()
         self._flowing = True
@@ -243,7 +249,13 @@ class EventStream:
             raise ConnectionResetError("The client has left.")
         self._timer.cancel()
         self.complete = True
-        await self.response.write_eof(events)
+        if self.response.prepared:
+            await self.response.write_eof(events)
+        else:
+            # The whole answer, in one write.
+            self.response = web.Response(body=events, headers=_HEADERS)
+            await self._begin()
+            await self.response.write_eof()
 
     def _check(self) -> None:
         # One timer that checks a time stamp, instead of a new timer for every token.
@@ -270,7 +282,8 @@ async def stream(
     observation = request[OBSERVATION]
     try:
         try:
-            async with asyncio.timeout(timeout):
+            # A timeout without a time would cost as much as one with.
+            async with contextlib.nullcontext() if timeout is None else asyncio.timeout(timeout):
                 await events.relay()
         except TimeoutError as error:
             raise too_long(timeout, runs) from error

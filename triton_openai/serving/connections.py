@@ -56,6 +56,8 @@ class Connection(web.RequestHandler):
             lingering_time=1.0,
         )
         self._header_timeout, self._error_body, self._observer = limits.header_timeout, body, observer
+        # When the first byte of a head came that is not complete.
+        self._head_began: float | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._answering = self._draining = False
         #: Whether a request has come over it.
@@ -66,19 +68,34 @@ class Connection(web.RequestHandler):
         DESCRIPTORS.taken(transport.get_extra_info("socket").fileno(), time.monotonic())
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._stop_header_timer()
+        if self._header_timer is not None:
+            self._header_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if data and not self._answering and self._header_timer is None:
-            loop = asyncio.get_running_loop()
-            self._header_timer = loop.call_later(self._header_timeout, self.force_close)
+        if data and not self._answering and self._head_began is None:
+            self._head_began = time.monotonic()
+            if self._header_timer is None:
+                self._watch_head(self._header_timeout)
         super().data_received(data)
+
+    def _watch_head(self, seconds: float) -> None:
+        # One timer that checks a time stamp, instead of a new timer for every request.
+        self._header_timer = asyncio.get_running_loop().call_later(seconds, self._check_head)
+
+    def _check_head(self) -> None:
+        self._header_timer = None
+        if self._head_began is not None:
+            left = self._head_began + self._header_timeout - time.monotonic()
+            if left > 0:
+                self._watch_head(left)
+            else:
+                self.force_close()
 
     def begin_answer(self) -> None:
         """Note that the head of a request is complete."""
         self._answering = self.used = True
-        self._stop_header_timer()
+        self._head_began = None
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -125,13 +142,8 @@ class Connection(web.RequestHandler):
     def drain(self) -> None:
         """Close the connection after the answer that is being given, or at once if no request has begun."""
         self._draining = True
-        if not self._answering and self._header_timer is None:
+        if not self._answering and self._head_began is None:
             self.force_close()
-
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
 
 
 class HttpServer:

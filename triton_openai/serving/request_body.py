@@ -41,8 +41,10 @@ def ask_for_body(request: web.Request) -> None:
 
     Raises :class:`UnsupportedMediaType` for a transfer coding that nothing here decodes.
     """
-    codings = [coding.strip().lower() for coding in request.headers.getall(hdrs.TRANSFER_ENCODING, ())]
-    if codings not in ([], ["chunked"]):
+    headers = request.headers
+    if hdrs.TRANSFER_ENCODING in headers and [
+        coding.strip().lower() for coding in headers.getall(hdrs.TRANSFER_ENCODING)
+    ] != ["chunked"]:
         raise UnsupportedMediaType("The body's Transfer-Encoding is not supported: use chunked, or none.")
     if request.get(EXPECTS_CONTINUE) and not request.content.is_eof() and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -56,7 +58,9 @@ _THREADS = 2
 
 def content_coding(request: web.Request) -> str | None:
     """Return the coding of the body, if any. Raises :class:`UnsupportedMediaType` for others than gzip and deflate."""
-    named = ",".join(request.headers.getall(hdrs.CONTENT_ENCODING, ())).lower().split(",")
+    if hdrs.CONTENT_ENCODING not in request.headers:
+        return None
+    named = ",".join(request.headers.getall(hdrs.CONTENT_ENCODING)).lower().split(",")
     codings = [coding for coding in map(str.strip, named) if coding not in ("", "identity")]
     if not codings:
         return None
