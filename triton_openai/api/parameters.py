@@ -6,7 +6,7 @@ Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, get_args

@@ -143,7 +143,9 @@ class EventStream:
     """
 
     def __init__(self, request: web.Request, runs: Sequence[Run], chunks: Events, *, heartbeat: float) -> None:
-        self.response = web.StreamResponse(headers=_HEADERS)
+        # Sent at the end, in one write, unless the answer begins before.
+        self._whole = web.Response(headers=_HEADERS)
+        self.response: web.StreamResponse = self._whole
         #: Whether the last event, the end or an error, was written.
         self.complete = False
         self._request = request
@@ -216,11 +218,15 @@ class EventStream:
     async def _begin(self) -> None:
         """Write the status line."""
         if not self.response.prepared:
-            if self._chunked:
-                # HTTP/1.0, which older proxies speak to their upstreams, ends the body with the connection.
-                self.response.enable_chunked_encoding()
-            await self.response.prepare(self._request)
+            self.response = web.StreamResponse(headers=_HEADERS)
+            await self._prepare()
         self._transport = self._request.transport
+
+    async def _prepare(self) -> None:
+        if self._chunked:
+            # HTTP/1.0, which older proxies speak to their upstreams, ends the body with the connection.
+            self.response.enable_chunked_encoding()
+        await self.response.prepare(self._request)
 
     def _opening(self, *, answered: bool) -> bytes:
         """Return the first events; a sign of life if there are none and no run is *answered*."""
@@ -252,10 +258,9 @@ class EventStream:
         if self.response.prepared:
             await self.response.write_eof(events)
         else:
-            # The whole answer, in one write.
-            self.response = web.Response(body=events, headers=_HEADERS)
-            await self._begin()
-            await self.response.write_eof()
+            self._whole.body = events
+            await self._prepare()
+            await self._whole.write_eof()
 
     def _check(self) -> None:
         # One timer that checks a time stamp, instead of a new timer for every token.

@@ -85,7 +85,7 @@ class Admission:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
         if self._running.total() < self._limit and self._has_room(model):
             # No request waits for this model: each one that ends admits those that have room.
-            self._running[model] += 1
+            self._running[model] = self._running.get(model, 0) + 1
         else:
             await self._wait(model, observation, patience)
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -31,8 +32,7 @@ _REDACTED = frozenset((
     "token", "tokens",
 ))  # fmt: skip
 # A value with one of these is quoted, so that its end is visible.
-_QUOTED = frozenset(" =\"'")
-_NUMBERS = (int, float, bool)
+_QUOTED = re.compile(r"[ =\"']")
 
 
 def warn(log: FilteringBoundLogger, event: str, error: ServiceError, /, **fields: Any) -> None:
@@ -149,15 +149,12 @@ def _plain_line(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
     """Return a line as the console has it, without its colours."""
     head = f"{event.pop('timestamp')} [{event.pop('level'):<9}] {event.pop('event')} [{event.pop('logger')}]"
     trace = event.pop("exception", None)
-    line = " ".join([head, *[f"{name}={_shown(value)}" for name, value in event.items()]])
+    line = " ".join([head, *[f"{name}={_shown(str(value))}" for name, value in event.items()]])
     return line if trace is None else f"{line}\n{trace}"
 
 
-def _shown(value: object) -> str:
-    text = str(value)
-    if type(value) in _NUMBERS:
-        return text
-    return text if text.isprintable() and _QUOTED.isdisjoint(text) else repr(text)
+def _shown(text: str) -> str:
+    return text if text.isprintable() and _QUOTED.search(text) is None else repr(text)
 
 
 def _as_text(_logger: WrappedLogger, _method: str, line: Any) -> str:

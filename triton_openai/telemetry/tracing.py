@@ -88,7 +88,7 @@ class Tracing(Observer):
         parent = trace_context(observation)
         # Triton records every request with a traceparent, also if its flag is "not sampled": such a request gets none.
         if self.tracer is None:
-            if get_current_span(parent).get_span_context().trace_flags.sampled:
+            if parent and get_current_span(parent).get_span_context().trace_flags.sampled:
                 headers = dict(observation.upstream.headers)
                 _propagator.inject(headers, parent)
                 observation.upstream = Upstream(headers)
