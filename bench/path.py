@@ -181,7 +181,7 @@ async def _count(url: str | None) -> list[PathRow]:
             request = http_request(target, PACED, 10_000 if what == TOKEN else 1, form)
             counted = await _take(what, client, request, began, step)
             # What runs beside it now and then, such as a look at a file, only ever adds.
-            rows.append(min(counted[_WARM:], key=lambda one: one.calls))
+            rows.append(min(counted[_WARM:], key=lambda one: (one.calls, one.threads)))
             client.close()
         await server.close()
     fake.close()
