@@ -1,7 +1,8 @@
 """
 ``python -m tests.engine``: ask the service and vLLM's own server the same, and say in what their answers differ.
 
-The exit status is 1 if a difference has no known reason.
+The answers are kept in the folder, and the differences with their reasons in ``docs/reference/vllm-differences.md``.
+The exit status is 1 if a difference has no known reason, or a reason no difference.
 """
 
 from __future__ import annotations
@@ -9,12 +10,20 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.engine.answers import ask, differences
-from tests.engine.cases import Case, cases, reason
+import msgspec
+
+from tests.engine.answers import Answer, ask, differences
+from tests.engine.cases import Case, cases
 from tests.engine.installation import install
+from tests.engine.page import PAGE, written
+from tests.engine.reasons import REASONS, Reason, reason_of
 from tests.engine.servers import Servers, started
+
+#: By the request's name and the server's: ``vllm``, and the service by the protocol that it speaks to Triton.
+Recorded = Mapping[str, Mapping[str, Answer]]
 
 
 def main() -> int:
@@ -29,33 +38,59 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", metavar="PATTERN", help="the requests whose name matches this alone")
     parser.add_argument("--hold", action="store_true", help="keep the servers until Enter is pressed")
+    parser.add_argument("--again", action="store_true", help="compare the answers of the last run, without servers")
     arguments = parser.parse_args()
-    found = install(arguments.folder, python=arguments.python, backend=arguments.backend)
-    logs = found.folder / "run"
-    logs.mkdir(exist_ok=True)
-    with started(found, logs) as servers:
-        chosen = [case for case in cases() if re.search(arguments.only, case.name)]
-        failed = sum([_compare(case, servers) for case in chosen])
-        print(f"{len(chosen)} requests over {' and '.join(servers.ours)}; {failed} with unknown differences")
-        if arguments.hold:
-            input(f"{servers}\nPress Enter to end.")
-    return 1 if failed else 0
+    chosen = [case for case in cases() if re.search(arguments.only, case.name)]
+    kept: Path = arguments.folder / "answers.json"
+    answers: Recorded = {}
+    if kept.exists():
+        answers = msgspec.json.decode(kept.read_bytes(), type=dict[str, dict[str, Answer]])
+    if arguments.again and (missing := [case.name for case in chosen if case.name not in answers]):
+        parser.error(f"The last run has no answers to: {', '.join(missing)}")
+    if not arguments.again:
+        found = install(arguments.folder, python=arguments.python, backend=arguments.backend)
+        logs = found.folder / "run"
+        logs.mkdir(exist_ok=True)
+        with started(found, logs) as servers:
+            answers = {**answers, **{case.name: _asked(case, servers) for case in chosen}}
+            kept.write_bytes(msgspec.json.encode(answers))
+            if arguments.hold:
+                input(f"{servers}\nPress Enter to end.")
+    return _compare(chosen, answers, whole=not arguments.only)
 
 
-def _compare(case: Case, servers: Servers) -> bool:
-    """Print in what the answers to *case* differ. Return whether one does without a known reason."""
-    theirs = ask(servers.vllm["embed" if case.body["model"] == "embed" else "tiny"], case.path, case.body)
-    found: dict[tuple[str, str], list[str]] = {}
-    for protocol, url in servers.ours.items():
-        for difference in differences(ask(url, case.path, case.body), theirs):
-            found.setdefault(difference, []).append(protocol)
-    unknown = False
-    for (place, both), protocols in found.items():
-        why = reason(case, place)
-        unknown |= why is None
-        over = "" if len(protocols) == len(servers.ours) else f" over {' and '.join(protocols)}"
-        print(f"{'known' if why else 'FAILS'} {case.name}{over}: {place}: {why or both}", flush=True)
-    return unknown
+def _asked(case: Case, servers: Servers) -> Mapping[str, Answer]:
+    embeds = isinstance(case.body, Mapping) and case.body.get("model") == "embed"
+    print(case.name, flush=True)
+    urls = {"vllm": servers.vllm["embed" if embeds else "tiny"], **servers.ours}
+    return {name: ask(url, case) for name, url in urls.items()}
+
+
+def _compare(chosen: Sequence[Case], answers: Recorded, *, whole: bool) -> int:
+    """Print the differences, and write the page for a *whole* run. Return the exit status."""
+    differing: dict[Reason | None, set[str]] = {}
+    for case in chosen:
+        theirs = answers[case.name]["vllm"]
+        ours = {name: answer for name, answer in answers[case.name].items() if name != "vllm"}
+        found: dict[str, dict[str, str]] = {}
+        for protocol, answer in ours.items():
+            for place, both in differences(answer, theirs):
+                found.setdefault(place, {})[protocol] = both
+        for place, over in found.items():
+            reason = reason_of(case.name, place)
+            differing.setdefault(reason, set()).add(case.name)
+            where = case.name if len(over) == len(ours) else f"{case.name} over {' and '.join(over)}"
+            said = next(iter(over.values())) if reason is None else reason.why
+            print(f"{'FAILS' if reason is None else 'known'} {where}: {place}: {said}")
+    stale = [reason for reason in REASONS if reason not in differing] if whole else []
+    for reason in stale:
+        print(f"STALE {reason}")
+    counts = {reason: len(names) for reason, names in differing.items()}
+    equal = len(chosen) - len(set().union(*differing.values()))
+    if whole:
+        PAGE.write_text(written(len(chosen), equal, counts), encoding="utf-8")
+    print(f"{len(chosen)} requests, {equal} with equal answers, {counts.get(None, 0)} with unknown differences")
+    return 1 if None in counts or stale else 0
 
 
 if __name__ == "__main__":

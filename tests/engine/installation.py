@@ -17,6 +17,7 @@ from tests.engine.weights import make_lora, make_model
 #: vllm_backend's main branch in November 2025; its ``src`` is used as it is.
 BACKEND_COMMIT = "8de0c148bda1da25de1e05ffaaf67116dacc7264"
 _REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+VLLM_VERSION = _REQUIREMENTS.read_text().partition("\nvllm-cpu==")[2].partition("\n")[0]
 # Names that the backend imports and that vLLM has moved since, by module.
 _MOVED = {
     "inputs/data.py": "from vllm.inputs import *\nfrom vllm.inputs import TokensPrompt\n",
@@ -67,6 +68,10 @@ def install(folder: Path, *, python: str, backend: str) -> Installation:
     the folder of a git repository. Raises :class:`subprocess.CalledProcessError`.
     """
     found = Installation(folder.resolve())
+    make_model(found.models / "tiny", seed=1)
+    make_model(found.models / "embed", seed=2)
+    for seed, name in enumerate(("lora-a", "lora-b")):
+        make_lora(found.models / name, base=found.models / "tiny", seed=seed)
     done = found.folder / "installed"
     wanted = BACKEND_COMMIT + "\n" + _REQUIREMENTS.read_text()
     if done.exists() and done.read_text() == wanted:
@@ -79,10 +84,6 @@ def install(folder: Path, *, python: str, backend: str) -> Installation:
     _put_names_back(found.site / "vllm")
     (found.site / "zz_locale.pth").write_text(_LOCALE)
     _install_backends(found, backend)
-    make_model(found.models / "tiny", seed=1)
-    make_model(found.models / "embed", seed=2)
-    for seed, name in enumerate(("lora-a", "lora-b")):
-        make_lora(found.models / name, base=found.models / "tiny", seed=seed)
     done.write_text(wanted)
     return found
 

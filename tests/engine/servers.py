@@ -134,6 +134,7 @@ def _start_service(found: Installation, triton: str, logs: Path, stack: contextl
     config.write_text(json.dumps({"models": models}))
     command = [sys.executable, "-m", "triton_openai", "serve", "--config", str(config)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--triton-url", triton]
+    command += ["--responses-store", "memory"]
     url = f"http://127.0.0.1:{port}"
     log = logs / f"triton-openai-{triton.partition(':')[0]}.log"
     _start(command, log, f"{url}/health/ready", stack, {})

@@ -16,6 +16,28 @@ _HEAD = _HIDDEN // _HEADS
 _OUTPUT_SCALE = 0.25
 _TOKENIZER = Path(__file__).parents[2] / "triton_openai" / "demo" / "tokenizer"
 
+# With tool calls as the parser "hermes" reads them.
+_TEMPLATE = """
+{%- if not without_bos %}{{- bos_token }}{%- endif %}
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:' }}
+    {%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.content is string %}{{- message.content }}
+    {%- elif message.content %}{%- for part in message.content %}{{- part.text }}{%- endfor %}
+    {%- endif %}
+    {%- for call in message.tool_calls or [] %}
+        {%- set function = {'name': call.function.name, 'arguments': call.function.arguments} %}
+        {{- '<tool_call>\\n' + function | tojson + '\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
 Tensors = dict[str, NDArray[np.float32]]
 
 
@@ -44,6 +66,8 @@ def make_model(folder: Path, *, seed: int) -> None:
     _save(folder / "model.safetensors", _model(np.random.default_rng(seed)))
     for file in _TOKENIZER.iterdir():
         shutil.copy(file, folder)
+    tokenizer = folder / "tokenizer_config.json"
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "chat_template": _TEMPLATE.strip()}))
 
 
 def make_lora(folder: Path, *, base: Path, seed: int) -> None:

@@ -14,6 +14,8 @@ import pytest
 from docs import generate
 from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.engine.page import written
+from tests.engine.reasons import REASONS
 from tests.proxy_fixture import serving
 from triton_openai.access.keys import read_keys
 from triton_openai.adapters._common import registry
@@ -61,6 +63,16 @@ def test_links(document: str) -> None:
         if heading:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in map(anchor, headings), target
+
+
+def test_differences_from_vllm() -> None:
+    """The page is what `make engine` writes of the reasons that it knows, each of which explains something."""
+    text = read("docs/reference/vllm-differences.md")
+    requests, equal, unknown = map(int, re.findall(r"(\d+)\s(?:requests to|have equal|differ in)", text))
+    counts = list(map(int, re.findall(r" \| (\d+) \|$", text, re.MULTILINE)))
+
+    assert written(requests, equal, dict(zip((*REASONS, None), (*counts, unknown), strict=True))) == text
+    assert min(counts) > 0
 
 
 def test_every_adapter_is_listed() -> None:
