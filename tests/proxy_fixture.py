@@ -127,11 +127,11 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     """
     urls = {"http": (triton.http_url,), "grpc": (triton.grpc_url,), "both": (triton.http_url, triton.grpc_url)}
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
-    told = ("tensorrt_llm_llmapi", "vllm_model", "text_embedding", "text_rerank_ids", "text_classification_ids")
+    told = ("tensorrt_llm_llmapi", "vllm_model", "text_model", "text_embedding", "text_rerank_ids")
     return Settings(
         triton=TritonSettings(url=urls[transport], **{"prefer_token_level": "never", **overrides}),
         models={
-            **dict.fromkeys(told, tokenizer),
+            **dict.fromkeys((*told, "text_classification_ids"), tokenizer),
             "tensorrt_llm": ModelSettings(adapter="trtllm"),
         },
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import time
@@ -19,6 +20,8 @@ from _pytest.runner import runtestprotocol
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository, model_names
 from triton_openai.tritonserver.embedded import EmbeddedTriton
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
-    """A real Triton that serves every stand-in; shared by the whole run, so leave it as you found it."""
+    """A real Triton that serves every stand-in and an example; shared by the whole run, so leave it as you found it."""
     folder = tmp_path_factory.mktemp("triton")
     record = folder / "record.jsonl"
     models = [
@@ -171,8 +174,10 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
         "text_rerank_ids",
         "text_classification",
         "text_classification_ids",
+        "text_model",
     ]
     repository = build_repository(folder / "repository", models=models, record=record)
+    shutil.copytree(EXAMPLES / "text-model" / "repository", repository.path, dirs_exist_ok=True)
     # Once, and not in each of the models' processes.
     compileall.compile_dir(folder / "repository" / "standins", quiet=1)
     server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)

@@ -255,6 +255,10 @@ def _text_classification(site: _Site, name: str) -> None:
     (folder.parent / "labels.txt").write_text("\n".join(CLASSES) + "\n")
 
 
+def _text_model(site: _Site, name: str) -> None:
+    site.write(name, render(name, _TEXT_MODEL, backend="python", decoupled=True, instances=1), "text_model")
+
+
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
@@ -270,6 +274,7 @@ _ON_DEMAND = (
     "text_rerank_ids",
     "text_classification",
     "text_classification_ids",
+    "text_model",
 )
 
 # Cross-encoders that take two texts, pairs, and token ids, each with its batch size.
@@ -300,6 +305,18 @@ _CLASSIFIERS = {
         0,
     ),
 }
+
+# As somebody may write it, with an input for every parameter that the adapter `text` knows.
+_TEXT_MODEL = Contract(
+    [
+        "PROMPT STRING [1]",
+        *(f"{name}? INT32 [1]" for name in ("max_tokens", "min_tokens", "top_k")),
+        *(f"{name}? FP32 [1]" for name in ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty")),
+        *("repetition_penalty? FP32 [1]", "length_penalty? FP32 [1]", "seed? INT64 [1]"),
+        *("stop_words? STRING [-1]", "bad_words? STRING [-1]", "ignore_eos? BOOL [1]", "skip_special_tokens? BOOL [1]"),
+    ],
+    ["TEXT STRING [1]", "finish_reason STRING [1]", "completion_tokens INT32 [1]", "prompt_tokens INT32 [1]"],
+)
 
 _PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
 _LEGACY_PIPELINE = tuple(f"{name}_legacy" for name in _PIPELINE)
@@ -332,4 +349,5 @@ _BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
     "text_rerank_ids": (_text_rerank, ()),
     "text_classification": (_text_classification, ()),
     "text_classification_ids": (_text_classification, ()),
+    "text_model": (_text_model, ()),
 }
