@@ -154,6 +154,7 @@ class Vllm(Adapter):
                 # The backend takes the text "true" too.
                 loras=str(arguments.get("enable_lora")).lower() == "true",
                 generates=arguments.get("runner") != "pooling" and arguments.get("task") in (None, "auto", "generate"),
+                embeds="generate" not in (arguments.get("runner"), arguments.get("task")),
             )
         return self.hints
 

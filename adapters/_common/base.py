@@ -211,8 +211,8 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     ``tokenizer_dir`` is a path on the server's machine; ``tokenizer`` is a folder, or a name on the Hugging Face hub,
     from the model's own files. ``adds_bos`` is whether the backend adds special tokens to a prompt. ``max_model_len``
     is the limit on the tokens of prompt and answer together, ``max_prompt_len`` that on the prompt's. ``loras``,
-    ``images`` and ``generates`` are whether the engine takes LoRA adapters and images, and generates text, as far as
-    the files say; ``max_loras`` is how many adapters it runs at once.
+    ``images``, ``generates`` and ``embeds`` are whether the engine takes LoRA adapters and images, generates text and
+    makes embeddings, as far as the files say; ``max_loras`` is how many adapters it runs at once.
     """
 
     tokenizer_dir: str | None = None
@@ -224,6 +224,7 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int | None = None
     images: bool = True
     generates: bool = True
+    embeds: bool = True
 
 
 def with_engine_arguments(hints: Hints, arguments: Mapping[str, Any], *, length: str) -> Hints:

@@ -250,19 +250,23 @@ async def test_the_files_of_a_model_tell(fake: FakeTriton, repository: Path) -> 
     [
         ({"enable_lora": False}, ["m"]),
         ({"enable_lora": "true"}, ["french", "m"]),
-        ({"max_model_len": "32k"}, ["m"]),
+        ({"max_model_len": "32k", "runner": "generate"}, ["m"]),
+        ({"runner": "pooling"}, ["m"]),
         ({"model": None, "enable_lora": None}, ["m"]),
     ],
 )
 async def test_what_else_files_say(
     fake: FakeTriton, repository: Path, written: dict[str, Any], expected: list[str]
 ) -> None:
-    """LoRA is off by default, and values that only the engine understands are left to it."""
+    """LoRA is off by default, the task may be given, and values that only the engine understands are left to it."""
     (repository / "m" / "1" / "model.json").write_text(json.dumps(written))
     settings = Settings(triton=TritonSettings(url=(fake.url,), repository=(repository,)))
     async with checked(fake, settings) as proxy:
         listed = (await proxy.get("/v1/models")).json["data"]
+        hints = proxy.models.served["m"].hints
 
+    runner = written.get("runner")
+    assert (runner != "pooling", runner != "generate") == (hints.generates, hints.embeds)
     assert expected == sorted(model["id"] for model in listed)
     assert all("max_model_len" not in model for model in listed)
 

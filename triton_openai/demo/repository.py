@@ -210,9 +210,8 @@ def _vllm(site: _Site, name: str) -> None:
         config += 'parameters { key: "BACKEND_RELEASE" value: { string_value: "r24.12" } }\n'
     folder = site.write(name, config)
     engine = {"model": str(site.repository.tokenizer), "max_model_len": CONTEXT_LENGTH, "disable_log_stats": True}
-    if embeds:
-        engine["task"] = "embed"
-    elif site.engine is None:
+    engine["task"] = "embed" if embeds else "generate"
+    if site.engine is None and not embeds:
         engine["enable_lora"] = True
         _write_json(folder / "multi_lora.json", {lora: f"/loras/{lora}" for lora in _LORAS})
     _write_json(folder / "model.json", engine)

@@ -75,9 +75,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def tasks(self) -> tuple[str, ...]:
         """What the model is for: ``generate``, ``embed``, ``rerank``, ``classify``."""
         able = self.adapter.capabilities
-        generates = able.generate and self.hints.generates
-        ranks = able.score or able.embed
-        every = (("generate", generates), ("embed", able.embed), ("rerank", ranks), ("classify", able.classify))
+        generates, embeds = able.generate and self.hints.generates, able.embed and self.hints.embeds
+        ranks = able.score or embeds
+        every = (("generate", generates), ("embed", embeds), ("rerank", ranks), ("classify", able.classify))
         return tuple(task for task, can in every if can)
 
     @property
