@@ -221,11 +221,10 @@ def test_examples_in_python(demo: Service) -> None:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_examples_with_curl(demo: Service) -> None:
     """Each one prints what its document shows, but for ids and times."""
-    documents = ("README.md", "docs/tutorials/first-steps.md", "docs/reference/endpoints.md")
-    for code, shown in examples("sh", *documents):
+    for code, shown in examples("sh", "README.md", "docs/tutorials/first-steps.md"):
         if code.startswith("curl"):
             printed = json.loads(run(demo, "sh", "-ec", code.replace("curl ", "curl -sS --fail -m 60 ", 1)))
-            assert {"object", "results"} & printed.keys(), code
+            assert "object" in printed, code
             if shown:
                 changing = dict.fromkeys(("id", "created", "system_fingerprint"))
                 assert {**json.loads(shown), **changing} == {**printed, **changing}
