@@ -96,8 +96,8 @@ async def test_token_ids_truncation_and_logits(proxy: Proxy, triton: TestTriton,
     assert CLASSES[0] == sigmoid.json["data"][0]["label"]
     assert "why" == labelled.json["data"][0]["label"]
     shown = render([each for each in await inspect_models(settings) if each.name in (TEXT, IDS)])
-    assert "the sigmoid of logits (problem_type); labels of the model" in shown
-    assert "as the model gives them; labels of the tokenizer" in shown
+    assert "the sigmoid of its logits (problem_type); labels from Triton" in shown
+    assert "as the model gives them; labels from the tokenizer's config.json" in shown
     assert 2 == shown.count("tasks          classify")
 
 

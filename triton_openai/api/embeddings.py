@@ -163,6 +163,7 @@ async def as_taken(
     """
     takes_ids, encodes = model.adapter.capabilities.token_inputs, model.adapter.capabilities.encoded
     decodes = not takes_ids and not isinstance(inputs[0], str)
+    hint = _LANGCHAIN if model.adapter.capabilities.embed else ""
     if cut is None and not decodes and not encodes:
         return inputs
     tokenizer = (await model.prompter()).tokenizer
@@ -171,7 +172,7 @@ async def as_taken(
     if tokenizer is None:
         raise UnsupportedParameter(
             f"The model '{model.name}' takes text, not token ids, and its tokenizer is not configured (--tokenizer)."
-            f"{_LANGCHAIN}"
+            f"{hint}"
             if decodes
             else "'truncate_prompt_tokens' needs the model's tokenizer, which is not configured (--tokenizer).",
             param="input" if decodes else "truncate_prompt_tokens",
@@ -192,7 +193,7 @@ async def as_taken(
         else:
             value: Any = item if cut is None else cut_ids(item, cut)
             if decodes or encodes:
-                check_ids(value, tokenizer, "input", _LANGCHAIN if decodes else "")
+                check_ids(value, tokenizer, "input", hint)
             if decodes:
                 # Without special tokens, which the backend adds.
                 value = await tokenizer.decode_async(value)
@@ -258,6 +259,7 @@ async def check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Seque
         elif len(item) > limit:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {limit} tokens. However, your input has {len(item)} tokens.",
+                param="input",
                 tokens=len(item),
                 limit=limit,
             )

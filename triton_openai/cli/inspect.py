@@ -248,10 +248,11 @@ def _logprobs(capabilities: Capabilities) -> str:
 
 def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:
     """Return what the probabilities are, and where the labels come from."""
-    activation, capabilities = activation_of(model, tokenizer), model.adapter.capabilities
-    what = "as the model gives them" if activation == "none" else f"the {activation} of logits (problem_type)"
-    labelled = tokenizer is not None and tokenizer.labels
-    return f"{what}; labels {'of the model' if capabilities.labels else 'of the tokenizer' if labelled else 'unknown'}"
+    activation = activation_of(model, tokenizer)
+    what = "as the model gives them" if activation == "none" else f"the {activation} of its logits (problem_type)"
+    read = "the tokenizer's config.json" if tokenizer is not None and tokenizer.labels else None
+    source = "Triton" if model.adapter.capabilities.labels else read
+    return f"{what}; {f'labels from {source}' if source else 'no labels'}"
 
 
 def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
