@@ -22,15 +22,15 @@ hypothesis.settings.load_profile("suite")
 
 _FIRST = ("integration", "faults")
 _LAST = ("unit",)
-# A folder whose files share processes, which one of several workers starts for all of them.
-_TOGETHER = "tests/clients/"
+# Folders whose files share processes, which one of several workers starts for all of them.
+_TOGETHER = ("tests/clients/", "tests/faults/")
 
 
 class _Scheduling(LoadFileScheduling):  # type: ignore[misc]
-    """Gives each file to one worker, and all files of the folder to the same one."""
+    """Gives each file to one worker, and all files of such a folder to the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return _TOGETHER if nodeid.startswith(_TOGETHER) else str(super()._split_scope(nodeid))
+        return next(filter(nodeid.startswith, _TOGETHER), None) or str(super()._split_scope(nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,4 @@
-"""A Triton of each module's own, and the service in front of it over each transport, which has to recover each time."""
+"""A Triton of this folder's own, and the service in front of it over each transport, which has to recover each time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.clients.service import until
-from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, assert_works, watched
+from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, assert_works, left, watched
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
@@ -16,8 +16,8 @@ from triton_openai.tritonserver.embedded import EmbeddedTriton
 MODELS = ["ensemble", "vllm_model", "text_embedding"]
 
 
-@pytest.fixture(scope="module")
-def module_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
+@pytest.fixture(scope="session")
+def faulty_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
     """A Triton with a generating model of each kind and one for embeddings, which can be unloaded."""
     folder = tmp_path_factory.mktemp("triton")
     record = folder / "record.jsonl"
@@ -37,11 +37,12 @@ def module_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
 
 
 @pytest.fixture
-def own(module_triton: Own) -> Own:
+def own(faulty_triton: Own) -> Own:
     """That Triton, running."""
-    if module_triton.server.poll() is not None:
-        module_triton.server.start()
-    return module_triton
+    if faulty_triton.server.poll() is not None:
+        faulty_triton.server.start()
+    faulty_triton.lost |= left(faulty_triton)
+    return faulty_triton
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
@@ -52,11 +53,11 @@ def module_service_transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def module_service(
-    module_service_transport: str, module_triton: Own, tmp_path_factory: pytest.TempPathFactory
+    module_service_transport: str, faulty_triton: Own, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
     """The service over each transport in turn."""
-    arguments = ["--triton-url", module_triton.url(module_service_transport)]
-    arguments += ["--tokenizer", str(module_triton.repository.tokenizer)]
+    arguments = ["--triton-url", faulty_triton.url(module_service_transport)]
+    arguments += ["--tokenizer", str(faulty_triton.repository.tokenizer)]
     with watched(tmp_path_factory.mktemp("service"), *arguments, triton=PATIENT) as running:
         # What stays from now on is there from the first requests.
         assert_works(running)

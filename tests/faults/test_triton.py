@@ -31,9 +31,9 @@ from triton_openai.tritonserver.embedded import EmbeddedTriton
 # A Triton that is not there
 
 
-def test_down_at_start(module_triton: Own, tmp_path: Path) -> None:
+def test_down_at_start(faulty_triton: Own, tmp_path: Path) -> None:
     """The service starts without a Triton, says what is missing, and serves as soon as there is one."""
-    repository = module_triton.repository
+    repository = faulty_triton.repository
     server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
     with contextlib.ExitStack() as opened:
         services = []

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import proxy_fixture
 from tests.clients.service import serving
 from tests.triton_fixture import TestTriton
+from triton_openai.cli.arguments import parse
+from triton_openai.config import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/fixtures"
@@ -37,20 +40,23 @@ SHELL = [
 
 
 @pytest.mark.parametrize("line", [line for line in SHELL if line.startswith("triton-openai serve")])
-def test_commands(triton: TestTriton, tmp_path: Path, line: str) -> None:
+async def test_commands(triton: TestTriton, line: str) -> None:
     """A command works; hosts, folders and hub names stand for those of the reader."""
     replaced = {"http://triton:8000": triton.http_url, HUB_NAME: str(triton.tokenizer)}
-    arguments = shlex.split(line)[2:]
+    arguments = shlex.split(line)[1:]
     for name, value in replaced.items():
         arguments = [argument.replace(name, value) for argument in arguments]
-    with serving(tmp_path, *arguments) as running:
+    # In this process, which is a tenth of the work; test_commands.py has the process.
+    async with proxy_fixture.serving(load_settings(parse(arguments).settings, {})) as proxy:
+        await proxy.ready()
         key = arguments[-1] if "--api-key" in arguments else None
-        assert (401 if key else 200) == running.status("/v1/models")
-        listing = running.send("GET", "/v1/models", headers={"api-key": key} if key else {})
-        assert "vllm_model" in {model["id"] for model in listing.json["data"]}
+        assert (401 if key else 200) == (await proxy.get("/v1/models")).status
+        async with proxy.client.get("/v1/models", headers={"api-key": key} if key else {}) as listing:
+            assert "vllm_model" in {model["id"] for model in (await listing.json())["data"]}
         if HUB_NAME in line:
             messages = [{"role": "user", "content": "Hello"}]
-            assert 200 == running.post("/v1/chat/completions", {"model": "vllm_model", "messages": messages}).status
+            chat = {"model": "vllm_model", "messages": messages}
+            assert 200 == (await proxy.post("/v1/chat/completions", chat)).status
 
 
 def test_inspect(triton: TestTriton) -> None:
