@@ -2,7 +2,8 @@
 ``python -m tests.agents``: run Codex CLI, Claude Code and opencode against the service and a scripted model.
 
 Each answers a plain question, runs a tool that the model calls and hands the result back, and goes on with the
-conversation in a second turn. The exit status is 1 if one of them does not.
+conversation in a second turn. OpenAI's JavaScript client and LiteLLM do the same over the Responses API. The exit
+status is 1 if one of them does not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -28,7 +30,8 @@ from triton_openai.tritonserver.embedded import EmbeddedTriton
 MODEL = "vllm_model"
 # More than an agent's own instructions, and less than these with the longest answer that Claude Code asks for.
 CONTEXT = 48_000
-PACKAGES = ("@anthropic-ai/claude-code@2.1.330", "@openai/codex@0.169.0", "opencode-ai@1.18.33")
+PACKAGES = ("@anthropic-ai/claude-code@2.1.330", "@openai/codex@0.169.0", "opencode-ai@1.18.33", "openai@6.49.0")
+CLIENTS = {"OpenAI's JavaScript client": "openai_client.cjs", "LiteLLM": "litellm_client.py"}
 _TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 _SECONDS = 120
 _CODEX = """
@@ -125,8 +128,27 @@ def install(folder: Path) -> Path:
         print(f"Installing {', '.join(PACKAGES)} in {folder}: 1.1 GB, a minute or two.", flush=True)
         npm = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *PACKAGES]
         subprocess.run(npm, check=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder / "python")], check=True)
+        subprocess.run([str(folder / "python" / "bin" / "pip"), "install", "--quiet", "litellm>=1.80", "mcp"], check=True)
         done.write_text(wanted)
     return folder / "node_modules" / ".bin"
+
+
+def use(client: str, folder: Path, address: str) -> dict[str, str]:
+    """Return what went wrong in the program that uses *client*."""
+    program = Path(__file__).with_name(CLIENTS[client])
+    interpreter = "node" if program.suffix == ".cjs" else str(folder / "python" / "bin" / "python")
+    done = subprocess.run(
+        [interpreter, str(program), f"{address}/v1", MODEL],
+        env={"PATH": os.environ["PATH"], "NODE_PATH": str(folder / "node_modules")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+    )
+    wrong = "" if done.stdout.endswith("PASSED\n") else done.stdout or "Nothing was printed."
+    return {"the Responses API": wrong}
 
 
 class Session:
@@ -196,7 +218,7 @@ def main() -> int:
     """Run it. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.agents", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path(__file__).with_name("environment"))
-    parser.add_argument("--only", default="", metavar="PATTERN", help="the agents whose name matches this alone")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="those whose name matches this alone")
     arguments = parser.parse_args()
     commands = install(arguments.folder.resolve())
     failed = 0
@@ -212,13 +234,16 @@ def main() -> int:
         settings = {"models": {MODEL: {"max_model_len": CONTEXT, "chat_template": str(_TEMPLATE)}}}
         try:
             with serving(folder, *flags, settings=settings) as service:
+                tried: dict[str, Callable[[], Mapping[str, str]]] = {
+                    client: partial(use, client, arguments.folder.resolve(), service.address) for client in CLIENTS
+                }
                 for agent in agents(service.address):
-                    if not re.search(arguments.only, agent.name):
-                        continue
                     home = folder / re.sub(r"\W", "-", agent.name)
-                    for what, wrong in Session(agent, home, commands, Record(record)).run().items():
+                    tried[agent.name] = Session(agent, home, commands, Record(record)).run
+                for who, run in tried.items():
+                    for what, wrong in run().items() if re.search(arguments.only, who) else ():
                         failed += bool(wrong)
-                        print(f"{'FAILS' if wrong else 'ok   '} {agent.name}: {what}", flush=True)
+                        print(f"{'FAILS' if wrong else 'ok   '} {who}: {what}", flush=True)
                         if wrong:
                             print(wrong, flush=True)
                 shutil.copy(service.log, arguments.folder / "service.log")
