@@ -129,7 +129,9 @@ def install(folder: Path) -> Path:
         npm = ["npm", "install", "--silent", "--no-fund", "--no-audit", "--prefix", str(folder), *PACKAGES]
         subprocess.run(npm, check=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder / "python")], check=True)
-        subprocess.run([str(folder / "python" / "bin" / "pip"), "install", "--quiet", "litellm>=1.80", "mcp"], check=True)
+        subprocess.run(
+            [str(folder / "python" / "bin" / "pip"), "install", "--quiet", "litellm>=1.80", "mcp"], check=True
+        )
         done.write_text(wanted)
     return folder / "node_modules" / ".bin"
 

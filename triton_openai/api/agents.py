@@ -55,9 +55,9 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
 
 
 @lru_cache(64)
-def warn_left_out(kind: str) -> None:
-    """Warn once in a while: agents list such tools in every request."""
-    _log.warning("a hosted tool is left out", type=printable(kind, LONGEST_TYPE))
+def warn_left_out(kind: str, event: str = "a hosted tool is left out") -> None:
+    """Warn of a tool or an item once in a while: agents send them with every request."""
+    _log.warning(event, type=printable(kind, LONGEST_TYPE))
 
 
 async def count_tokens(context: RequestContext[ChatRequest]) -> int:

@@ -25,6 +25,7 @@ from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observat
 from triton_openai.triton.client import TritonClient
 
 _Body = TypeVar("_Body", bound=ModelRequest)
+_Other = TypeVar("_Other", bound=ModelRequest)
 _Answer = TypeVar("_Answer")
 # The key of a service that asks for none: it allows everything.
 _NO_KEY = ApiKey(name="")
@@ -100,6 +101,10 @@ class RequestContext(Generic[_Body]):
     observation: Observation
     #: The time that is left after the wait for admission.
     limits: TimeLimits
+
+    def about(self, body: _Other) -> RequestContext[_Other]:
+        """Return the context with another *body*."""
+        return RequestContext(self.request, self.service, body, self.model, self.observation, self.limits)
 
     async def admitted(self, work: Callable[[], Awaitable[_Answer]], *, param: str) -> _Answer:
         """

@@ -63,7 +63,15 @@ def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> Iterator[Bloc
 
     A call that was cut has no input: what there is of it comes as text.
     """
-    for start, texts in _grouped(events):
+    blocks: list[tuple[Event, list[str]]] = []
+    for each in events:
+        if isinstance(each, ToolCallStart):
+            blocks.append((each, []))
+            continue
+        if isinstance(each, Content | Reasoning) and not (blocks and type(each) is type(blocks[-1][0])):
+            blocks.append((each, []))
+        blocks[-1][1].append(each.text)
+    for start, texts in blocks:
         text = "".join(texts)
         if isinstance(start, ToolCallStart):
             yield _call(start, text)
@@ -71,21 +79,6 @@ def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> Iterator[Bloc
             yield ThinkingBlock("", seal(text)) if omits_thinking else ThinkingBlock(text, "")
         elif text:
             yield TextBlock(text)
-
-
-def _grouped(events: Sequence[Event]) -> Iterator[tuple[Event, list[str]]]:
-    """Yield the first event of each block with the texts of the block."""
-    start: Event | None = None
-    texts: list[str] = []
-    for each in events:
-        if isinstance(each, ToolCallStart) or (isinstance(each, Content | Reasoning) and type(each) is not type(start)):
-            if start is not None:
-                yield start, texts
-            start, texts = each, []
-        if not isinstance(each, ToolCallStart):
-            texts.append(each.text)
-    if start is not None:
-        yield start, texts
 
 
 def _call(start: ToolCallStart, arguments: str) -> Block:

@@ -46,7 +46,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     observation.parameters = None
     reading = await _read(context.service, context.model, body)
     observation.parameters = reading.chat
-    chat = RequestContext(request, context.service, reading.chat, context.model, observation, context.limits)
+    chat = context.about(reading.chat)
     omits = body.thinking is not None and body.thinking.display == "omitted"
 
     async def answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:

@@ -28,9 +28,6 @@ from triton_openai.api.messages.types import (
     TextBlockParam,
     TextSourceParam,
     ThinkingBlockParam,
-    ToolChoiceAny,
-    ToolChoiceNone,
-    ToolChoiceTool,
     ToolParam,
     ToolReferenceBlockParam,
     ToolResultBlockParam,
@@ -121,15 +118,14 @@ def read(body: CountTokensRequest, *, strict_tools: bool) -> Reading:
 
 
 def _choice(body: CountTokensRequest) -> ToolChoice:
-    match body.tool_choice:
-        case ToolChoiceTool(name=name):
-            return NamedTool(function=NamedFunction(name=name))
-        case ToolChoiceAny():
-            return "required"
-        case ToolChoiceNone():
-            return "none"
-        case _:
-            return None
+    choice = body.tool_choice
+    if choice is None or choice.type == "auto":
+        return None
+    if choice.type != "tool":
+        return "required" if choice.type == "any" else "none"
+    if choice.name is None:
+        raise missing("tool_choice.name")
+    return NamedTool(function=NamedFunction(name=choice.name))
 
 
 def _tools(body: CountTokensRequest, *, strict: bool) -> Iterator[Tool]:

@@ -129,26 +129,12 @@ class ToolParam(msgspec.Struct, frozen=True):
     defer_loading: bool | None = None
 
 
-class _Choice(msgspec.Struct, frozen=True, tag_field="type"):
+class ToolChoiceParam(msgspec.Struct, frozen=True):
+    """Whether the model may, must or must not call tools, or must call the one with this *name*."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class ToolChoiceAuto(_Choice, frozen=True, tag="auto"):
-    """The model may call tools."""
-
-
-class ToolChoiceAny(_Choice, frozen=True, tag="any"):
-    """The model must call a tool."""
-
-
-class ToolChoiceTool(_Choice, frozen=True, kw_only=True, tag="tool"):
-    """The model must call this tool."""
-
-    name: str
-
-
-class ToolChoiceNone(_Choice, frozen=True, tag="none"):
-    """The model must not call tools."""
 
 
 class ThinkingParam(msgspec.Struct, frozen=True):
@@ -182,7 +168,7 @@ class CountTokensRequest(ModelRequest, kw_only=True):
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Annotated[list[TextBlockParam], Meta(max_length=_MOST_BLOCKS)] | None = None
     tools: Annotated[list[ToolParam], Meta(max_length=_MOST_TOOLS)] | None = None
-    tool_choice: ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone | None = None
+    tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfigParam | None = None
     # Documented, and without influence on the answer here: accepted.

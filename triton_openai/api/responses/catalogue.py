@@ -21,11 +21,8 @@ _INSTRUCTIONS = (
 )
 
 
-class TruncationPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the output of a command may be before the agent cuts it."""
-
-    mode: str = "tokens"
-    limit: int = 10_000
+# How long the output of a command may be before the agent cuts it.
+_TRUNCATION: Mapping[str, str | int] = {"mode": "tokens", "limit": 10_000}
 
 
 class AgentModel(msgspec.Struct, kw_only=True):
@@ -45,7 +42,7 @@ class AgentModel(msgspec.Struct, kw_only=True):
     supported_in_api: bool = True
     priority: int
     support_verbosity: bool = False
-    truncation_policy: TruncationPolicy = TruncationPolicy()
+    truncation_policy: Mapping[str, str | int] = msgspec.field(default_factory=lambda: _TRUNCATION)
     experimental_supported_tools: Sequence[str] = ()
     supports_search_tool: bool = False
     use_responses_lite: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from secrets import token_hex
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
@@ -67,17 +67,12 @@ def _shown(conversation: Conversation) -> web.Response:
 async def create(request: web.Request) -> web.Response:
     """Create a conversation."""
     state, _, owner = _state(request)
-    body = (
-        await read_json(request, ConversationRequest, strict=True) if request.can_read_body else ConversationRequest()
-    )
+    body = ConversationRequest()
+    if request.can_read_body:
+        body = await read_json(request, ConversationRequest, strict=True)
     check_items(body.items or ())
-    conversation = Conversation(
-        owner=owner,
-        id=f"conv_{token_hex(16)}",
-        created_at=now(),
-        metadata=body.metadata or {},
-        items=numbered(body.items or (), token_hex(16)),
-    )
+    items = numbered(body.items or (), token_hex(16))
+    conversation = Conversation(owner, f"conv_{token_hex(16)}", now(), body.metadata or {}, items)
     await state.put(conversation, 0)
     return _shown(conversation)
 
@@ -131,8 +126,8 @@ async def add_items(request: web.Request) -> web.Response:
     return json_response(list_of(added))
 
 
-def _unknown(item_id: str) -> NoReturn:
-    raise ObjectNotFound(f"There is no item '{item_id[:100]}' in the conversation.", param="item_id")
+def _unknown(item_id: str) -> ObjectNotFound:
+    return ObjectNotFound(f"There is no item '{item_id[:100]}' in the conversation.", param="item_id")
 
 
 async def retrieve_item(request: web.Request) -> web.Response:
@@ -142,7 +137,7 @@ async def retrieve_item(request: web.Request) -> web.Response:
     for item in (await state.conversation(conversation_id, owner))[0].items:
         if item.get("id") == item_id:
             return web.Response(body=msgspec.json.encode(item), content_type="application/json")
-    _unknown(item_id)
+    raise _unknown(item_id)
 
 
 async def delete_item(request: web.Request) -> web.Response:
@@ -153,7 +148,7 @@ async def delete_item(request: web.Request) -> web.Response:
     def change(conversation: Conversation) -> None:
         left = [item for item in conversation.items if item.get("id") != item_id]
         if len(left) == len(conversation.items):
-            _unknown(item_id)
+            raise _unknown(item_id)
         conversation.items = left
 
     return _shown(await state.change(conversation_id, owner, change))

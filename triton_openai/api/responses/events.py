@@ -37,6 +37,13 @@ from triton_openai.parsers.events import Content, Reasoning, ToolCallStart
 from triton_openai.parsers.events import Event as ParserEvent
 
 _encode = msgspec.json.Encoder().encode
+# For each kind of item, the event with a piece of its text, and what has the text. A custom tool's text is sent whole.
+_TEXTS: Mapping[type[OutputItem], tuple[str, type[OutputText | ReasoningText] | None]] = {
+    OutputMessage: ("response.output_text.delta", OutputText),
+    OutputReasoning: ("response.reasoning_text.delta", ReasoningText),
+    OutputFunctionCall: ("response.function_call_arguments.delta", None),
+    OutputCustomCall: ("", None),
+}
 
 
 def failure_of(error: ServiceError) -> ResponseFailure:
@@ -83,6 +90,7 @@ class ResponseEvents(Events):
         self._opened = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
+        self._last_size = 0
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
         self._item: OutputItem | None = None
         self._texts: list[str] = []
@@ -134,46 +142,39 @@ class ResponseEvents(Events):
 
     def closing(self) -> bytes:
         """Return the event with the whole response."""
-        self._conclude()
+        response, run = self.response, self._run
+        assert run is not None
+        response.status = "completed"
+        if run.progress.finish_reason is FinishReason.LENGTH:
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+        else:
+            response.completed_at = now()
+        response.usage = self._usage(run)
         return self._ended()
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the end of the open item, and the events that tell of *error*."""
-        return self._fail(error) + self._ended()
-
-    async def ended(self, error: ServiceError | None) -> bytes:
-        """Return the last events, once the response that they tell of is kept."""
-        events = b""
-        if error is not None:
-            events = self._fail(error)
-        else:
-            self._conclude()
-        last = self._ended()
-        if self.keep is not None and not await self.keep(events + last):
-            # The response says so now.
-            self._next -= 1
-            last = self._ended()
-        return events + last
-
-    def _conclude(self) -> None:
-        response = self.response
-        assert self._run is not None
-        if self._run.progress.finish_reason is FinishReason.LENGTH:
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
-        else:
-            response.status = "completed"
-            response.completed_at = now()
-        response.usage = self._usage(self._run)
-
-    def _fail(self, error: ServiceError) -> bytes:
         failure = failure_of(error)
         self.response.status, self.response.error = "failed", failure
         events = self.opening() + self._close("incomplete")
         # Some clients read only the one, some only the other.
-        return events + self._event("error", code=failure.code, message=failure.message, param=error.param)
+        return (
+            events + self._event("error", code=failure.code, message=failure.message, param=error.param) + self._ended()
+        )
+
+    async def ended(self, error: ServiceError | None) -> bytes:
+        """Return the last events, once the response that they tell of is kept."""
+        events = self.closing() if error is None else self.failed(error)
+        if self.keep is not None and not await self.keep(events):
+            # The response says so now.
+            self._next -= 1
+            events = events[: -self._last_size] + self._ended()
+        return events
 
     def _ended(self) -> bytes:
-        return self._event(f"response.{self.response.status}", response=self.response)
+        last = self._event(f"response.{self.response.status}", response=self.response)
+        self._last_size = len(last)
+        return last
 
     def _usage(self, run: Run) -> ResponseUsage:
         progress, parser = run.progress, self._parser
@@ -256,18 +257,14 @@ class ResponseEvents(Events):
         self._item = item
         index = len(self._output) - 1
         rendered += self._event("response.output_item.added", output_index=index, item=item)
-        kind, content, logprobs = "", b'"content_index":0,', b""
-        if isinstance(item, OutputMessage):
-            kind, logprobs = "response.output_text.delta", b',"logprobs":[]'
-            rendered += self._item_event("content_part.added", content_index=0, part=OutputText())
-        elif isinstance(item, OutputReasoning):
-            kind = "response.reasoning_text.delta"
-            rendered += self._item_event("content_part.added", content_index=0, part=ReasoningText())
-        elif isinstance(item, OutputFunctionCall):
-            kind, content = "response.function_call_arguments.delta", b""
+        kind, part = _TEXTS[type(item)]
+        content, logprobs = b"", b""
+        if part is not None:
+            rendered += self._item_event("content_part.added", content_index=0, part=part())
+            content, logprobs = b'"content_index":0,', b',"logprobs":[]' if part is OutputText else b""
         # All events for pieces of its text are alike.
-        marked = event(kind, b'{"type":"%b","sequence_number":0' % kind.encode())
-        self._head = marked.rstrip(b"\n")[:-1] if kind else b""
+        marked = event(kind, b'{"type":"%b","sequence_number":' % kind.encode())
+        self._head = marked.rstrip(b"\n") if kind else b""
         self._middle = b',"item_id":"%b","output_index":%d,%b"delta":' % (item.id.encode(), index, content)
         self._tail = logprobs + b"}\n\n"
         return rendered
@@ -284,16 +281,14 @@ class ResponseEvents(Events):
         self._texts, self._logprobs = [], []
         item.status = status
         if isinstance(item, OutputMessage):
-            part = OutputText(text=text, logprobs=logprobs)
-            item.content = (part,)
+            item.content = (OutputText(text=text, logprobs=logprobs),)
             rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
-            rendered += self._item_event("content_part.done", content_index=0, part=part)
+            rendered += self._item_event("content_part.done", content_index=0, part=item.content[0])
         elif isinstance(item, OutputReasoning):
-            thought = ReasoningText(text=text)
-            item.content = (thought,)
+            item.content = (ReasoningText(text=text),)
             item.encrypted_content = seal(text) if self._sealed else None
             rendered += self._item_event("reasoning_text.done", content_index=0, text=text)
-            rendered += self._item_event("content_part.done", content_index=0, part=thought)
+            rendered += self._item_event("content_part.done", content_index=0, part=item.content[0])
         elif isinstance(item, OutputFunctionCall):
             item.arguments = text
             rendered += self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from secrets import token_hex
 from typing import Literal
@@ -217,10 +218,10 @@ async def handle(request: web.Request) -> web.StreamResponse:
     job.response.status = "queued"
     await job.announce()
     job.log = EventLog()
-    live = state.live[job.id] = Live(job.response, job.log)
     # The key is charged when the response has ended, not with this request.
     ticket = request.pop(TICKET, None)
-    live.task = asyncio.create_task(_in_background(context, job, job.log, ticket))
+    task = asyncio.create_task(_in_background(context, job, job.log, ticket))
+    state.live[job.id] = Live(job.response, job.log, task)
     if body.stream:
         return await job.log.send(request, after=-1, heartbeat=context.service.settings.server.heartbeat_interval)
     return json_response(job.response)
@@ -253,9 +254,7 @@ async def _generate(context: RequestContext[ResponsesRequest], job: Job, reading
 
 def _turned(context: RequestContext[ResponsesRequest], reading: Reading) -> RequestContext[chat.ChatRequest]:
     context.observation.parameters = reading.chat
-    return RequestContext(
-        context.request, context.service, reading.chat, context.model, context.observation, context.limits
-    )
+    return context.about(reading.chat)
 
 
 async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job, reading: Reading) -> web.StreamResponse:
@@ -310,11 +309,11 @@ async def _in_background(
     context: RequestContext[ResponsesRequest], job: Job, log: EventLog, ticket: Ticket | None
 ) -> None:
     """Make the response of *job*, whatever becomes of the client."""
-    app, model = context.request.app, context.model
+    app = context.request.app
     observation = msgspec.structs.replace(
-        context.observation, request=None, began=time.monotonic(), stream=True, status=200
+        context.observation, request=None, began=time.monotonic(), stages=[], stream=True, status=200
     )
-    context = RequestContext(context.request, context.service, context.body, model, observation, context.limits)
+    context = replace(context, observation=observation)
     failure: ServiceError | None = None
     events: ResponseEvents | None = None
     reading: Reading | None = None
@@ -384,7 +383,7 @@ async def compact(request: web.Request) -> web.Response:
         previous_response_id=given.previous_response_id,
         store=False,
     )
-    asked = RequestContext(request, context.service, body, context.model, context.observation, context.limits)
+    asked = context.about(body)
     job = Job(asked)
     if body.previous_response_id is not None:
         job.state.store("previous_response_id")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import structlog
 
 from triton_openai.api.agents import LONGEST_TYPE, unsealed, warn_left_out
 from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
@@ -29,7 +27,6 @@ from triton_openai.prompts.messages import (
     UserMessage,
 )
 
-_log = structlog.get_logger(__name__)
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 # Items about tools that run at the provider, or that this service leaves out: nothing in a prompt can stand for them.
@@ -47,17 +44,11 @@ class _InputMessage(msgspec.Struct):
     content: Content
 
 
-class _Called(msgspec.Struct):
+class _Call(msgspec.Struct):
     call_id: str
     name: str
     namespace: str | None = None
-
-
-class _FunctionCall(_Called):
     arguments: str = ""
-
-
-class _CustomCall(_Called):
     input: str = ""
 
 
@@ -86,6 +77,7 @@ class _MoreTools(msgspec.Struct):
 
 class _ToolName(msgspec.Struct):
     name: str
+    namespace: str | None = None
     description: str | None = None
 
 
@@ -99,18 +91,11 @@ class _CustomTool(_ToolName):
     format: _Grammar | None = None
 
 
-class _Namespace(msgspec.Struct):
+class _Namespace(_MoreTools):
     name: str
-    tools: list[dict[str, Any]]
 
 
-class _Choice(msgspec.Struct):
-    name: str
-    namespace: str | None = None
-
-
-class _Allowed(msgspec.Struct):
-    tools: list[dict[str, Any]]
+class _Allowed(_MoreTools):
     mode: Literal["auto", "required"] = "auto"
 
 
@@ -128,11 +113,6 @@ def _convert(value: Any, kind: type[_T], place: str) -> _T:
         raise explain(
             text.replace("`$", f"`$.{place}", 1) if " - at `$" in text else f"{text} - at `$.{place}`"
         ) from error
-
-
-@lru_cache(64)
-def _warn_skipped(kind: str) -> None:
-    _log.warning("an item is left out", type=kind)
 
 
 class ToolName(msgspec.Struct, frozen=True):
@@ -220,7 +200,7 @@ class Tools:
     def _named(self, given: dict[str, Any], place: str) -> NamedTool | None:
         if given.get("type") not in ("function", "custom"):
             return None
-        choice = _convert(given, _Choice, place)
+        choice = _convert(given, _ToolName, place)
         flat = _flat(choice.name, choice.namespace)
         if flat not in self.names:
             raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
@@ -426,14 +406,12 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
             turns.add(_ROLES[message.role](content=message.content), within)
     elif kind in ("function_call", "custom_tool_call") and item.get("status") == "incomplete":
         # Its arguments end in the middle: no template takes them.
-        _warn_skipped(f"incomplete {kind}")
-    elif kind == "function_call":
-        call = _convert(item, _FunctionCall, place)
-        turns.call(call.call_id, _flat(call.name, call.namespace), call.arguments, place)
-    elif kind == "custom_tool_call":
-        custom = _convert(item, _CustomCall, place)
-        arguments = msgspec.json.encode({"input": custom.input}).decode()
-        turns.call(custom.call_id, _flat(custom.name, custom.namespace), arguments, place)
+        warn_left_out(f"incomplete {kind}", "an item is left out")
+    elif kind in ("function_call", "custom_tool_call"):
+        call = _convert(item, _Call, place)
+        custom = kind == "custom_tool_call"
+        arguments = msgspec.json.encode({"input": call.input}).decode() if custom else call.arguments
+        turns.call(call.call_id, _flat(call.name, call.namespace), arguments, place)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         answer = _convert(item, _CallOutput, place)
         # Part n of the output is part n of the message's content.
@@ -445,7 +423,7 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
     elif kind == "additional_tools":
         tools.add(_convert(item, _MoreTools, place).tools, f"{place}.tools")
     elif isinstance(kind, str) and kind in _SKIPPED:
-        _warn_skipped(kind)
+        warn_left_out(kind, "an item is left out")
     elif kind == "compaction":
         summary = unsealed(_convert(item, _Compaction, place).encrypted_content)
         if summary is None:

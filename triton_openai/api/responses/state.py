@@ -88,7 +88,7 @@ class Live(msgspec.Struct):
 
     response: ResponseObject
     log: EventLog
-    task: asyncio.Task[Any] | None = None
+    task: asyncio.Task[None]
 
 
 class ResponseState:
@@ -229,7 +229,7 @@ class ResponseState:
     def stop(self, response_id: str) -> None:
         """Stop making a response in the background, if this process makes it."""
         live = self.live.pop(response_id, None)
-        if live is not None and live.task is not None:
+        if live is not None:
             live.task.cancel()
 
     async def close(self) -> None:
