@@ -142,6 +142,15 @@ def test_defaults(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="ensemble", messages=messages, max_tokens=100_000)
 
 
+def test_the_status(demo: Service) -> None:
+    """It tells what the language model can do, without what only its backend could do."""
+    models = {model["name"]: model for model in demo.send("GET", "/status").json["models"]}
+
+    for model in MODELS:
+        told = models[model]["tasks"], models[model]["features"], models[model]["chat"]
+        assert (["generate"], ["streaming", "tools", "json_schema", "logprobs"], True) == told
+
+
 def test_a_client_that_leaves(demo: Service) -> None:
     """More requests than the engine has slots are left; the next one does not wait for them."""
     for model in MODELS:

@@ -16,11 +16,10 @@ from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.table import problems, table
 from triton_openai.config import DefaultParameters, Settings
 from triton_openai.config.sources import closest
-from triton_openai.errors import ConfigurationError, UnsupportedParameter
+from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.parsers.choose import Parsers
 from triton_openai.prompts.infill import choose, recognise
-from triton_openai.prompts.messages import marks
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.triton.endpoint import Endpoint
@@ -217,9 +216,7 @@ def _images(model: ServedModel, prompter: Prompter) -> str:
         return "as many as the model takes, with one user message alone"
     if not capabilities.images or not prompter.can_chat:
         return "none"
-    try:
-        marks(prompter.template_for(), model.settings.image_placeholder, "messages")
-    except UnsupportedParameter:
+    if not model.marks_images:
         return "none: the chat template takes none, and no image_placeholder is set"
     return "as many as the model takes" if capabilities.max_images is None else f"{capabilities.max_images} at most"
 

@@ -73,7 +73,7 @@ def _features(model: ServedModel) -> tuple[str, ...]:
         "tools": parsers is not None and parsers.tools is not None,
         "reasoning": parsers is not None and parsers.reasoning is not None,
         "json_schema": "json_schema" in capabilities.guides,
-        "images": model.takes_images,
+        "images": model.takes_images and model.marks_images,
         "logprobs": capabilities.logprobs,
     }
     return tuple(name for name, can in found.items() if can)

@@ -17,11 +17,19 @@ from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles, Rule
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config import DefaultParameters, ModelSettings, Settings
 from triton_openai.config.sources import closest
-from triton_openai.errors import ConfigurationError, InvalidRequest, ModelNotFound, ServiceError, UpstreamUnavailable
+from triton_openai.errors import (
+    ConfigurationError,
+    InvalidRequest,
+    ModelNotFound,
+    ServiceError,
+    UnsupportedParameter,
+    UpstreamUnavailable,
+)
 from triton_openai.generation import Interface, Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
 from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
 from triton_openai.parsers.choose import Parsers
+from triton_openai.prompts.messages import marks
 from triton_openai.prompts.prompter import LazyPrompter, Prompter, Prompters, may_have_tokenizer
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient
@@ -84,6 +92,16 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def takes_images(self) -> bool:
         """Whether requests can have images."""
         return self.adapter.capabilities.images and self.hints.images
+
+    @property
+    def marks_images(self) -> bool:
+        """Whether prompts can show where images are: with the chat template or ``image_placeholder``."""
+        if self.adapter.capabilities.images_as_turn:
+            return True
+        prompter = self.lazy_prompter.resolved
+        with contextlib.suppress(ConfigurationError, UnsupportedParameter):
+            return prompter is not None and bool(marks(prompter.template_for(), self.settings.image_placeholder, ""))
+        return False
 
     @property
     def can_chat(self) -> bool | None:
