@@ -133,7 +133,6 @@ class Text(Adapter):
         return [self.tensor(name, *stop)]
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        """Return a decoder for one request."""
         stages: Mapping[str, type[TextStage]] = {"cumulative": CumulativeText, "final": _LastText}
         stage = stages[self._text]() if self._text in stages else None
         return TextDecoder(
@@ -168,11 +167,9 @@ class _LastText:
         self._text = ""
 
     def feed(self, text: str) -> str:
-        """Return nothing yet."""
         self._text = text or self._text
         return ""
 
     def flush(self) -> str:
-        """Return the last text."""
         text, self._text = self._text, ""
         return text

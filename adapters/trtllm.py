@@ -175,7 +175,6 @@ class Trtllm(TrtllmAdapter):
         return read_logits(response, _CONTEXT, count=1, total=1)
 
     def decoder(self, generation: Generation) -> TokenDecoder:
-        """Return a decoder for one request."""
         return TokenDecoder(self.config, generation, self.readers(generation))
 
     def cancel(self, generation: Generation) -> InferRequest | None:

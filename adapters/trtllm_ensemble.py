@@ -181,7 +181,6 @@ class TrtllmText(TrtllmAdapter):
         return tensors
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        """Return a decoder for one request."""
         logprobs = generation.sampling.logprobs is not None
         stage: CumulativeText | PromptEcho | None = None
         if self.at_once(generation):

@@ -155,7 +155,6 @@ class TrtllmLlmapi(TrtllmAdapter):
         return [self.tensor(name, value) for name, value in zip(_LORA, values, strict=True) if value is not None]
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        """Return a decoder for one request."""
         stage: CumulativeText | PromptEcho | None = None
         if self.capabilities.streaming:
             stage = CumulativeText()

@@ -201,7 +201,6 @@ class Vllm(Adapter):
         return self.request(generation.id, inputs, (*_OUTPUTS, *more))
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        """Return a decoder for one request."""
         can, count, ids = self.capabilities, generation.sampling.logprobs, self._wants_ids(generation)
         readers: list[Reader] = []
         if count is not None or ids:

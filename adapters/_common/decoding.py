@@ -53,7 +53,6 @@ class TextDecoder:
         self._readers = readers
 
     def feed(self, response: InferResponse) -> Sequence[Delta]:
-        """Return the delta of one response."""
         text, tokens, reason = response.first(self._outputs)
         text = text or ""
         delta = Delta(text if self._stage is None else self._stage.feed(text))
@@ -69,7 +68,6 @@ class TextDecoder:
         return (delta,)
 
     def flush(self) -> Sequence[Delta]:
-        """Return the text that was still held back."""
         rest = "" if self._stage is None else self._stage.flush()
         return (Delta(rest),) if rest else ()
 

@@ -125,7 +125,6 @@ class RateLimits:
         self._most = _MANY
 
     async def admit(self, name: str, limit: RateLimit) -> Decision:
-        """See :class:`LimitStore`."""
         return self.decide(name, limit)
 
     def decide(self, name: str, limit: RateLimit) -> Decision:
@@ -167,7 +166,6 @@ class RateLimits:
         return Decision(headers, refusal)
 
     def leave(self, name: str, tokens: int) -> None:
-        """See :class:`LimitStore`."""
         account = self._accounts[name]
         account.running -= 1
         if tokens:

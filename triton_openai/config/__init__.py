@@ -31,28 +31,8 @@ from triton_openai.config.tree import (
 )
 
 __all__ = [
-    "ENVIRONMENT_PREFIX",
-    "AccessSettings",
-    "ApiSettings",
-    "DefaultParameters",
-    "Group",
-    "LimitSettings",
-    "LoraSettings",
-    "MediaSettings",
-    "MetricsSettings",
-    "ModelDefaults",
-    "ModelSettings",
-    "Option",
-    "ResponsesSettings",
-    "RestrictedApi",
-    "ServerSettings",
-    "Settings",
-    "TlsSettings",
-    "TracesSettings",
-    "TritonAccess",
-    "TritonSettings",
-    "config_file",
-    "load_settings",
-    "options",
-    "options_by_name",
-]
+    "ENVIRONMENT_PREFIX", "AccessSettings", "ApiSettings", "DefaultParameters", "Group", "LimitSettings",
+    "LoraSettings", "MediaSettings", "MetricsSettings", "ModelDefaults", "ModelSettings", "Option", "ResponsesSettings",
+    "RestrictedApi", "ServerSettings", "Settings", "TlsSettings", "TracesSettings", "TritonAccess", "TritonSettings",
+    "config_file", "load_settings", "options", "options_by_name",
+]  # fmt: skip

@@ -148,7 +148,6 @@ class AccessLog(Observer):
     """Writes a line for each request: at "info", or at "debug" for reads that go well, such as health checks."""
 
     def ended(self, observation: Observation) -> None:
-        """Write the line."""
         error = observation.error
         fields: dict[str, Any] = {"request_id": observation.request_id}
         if observation.method:
@@ -191,7 +190,6 @@ class ContentLog(Observer):
         self._max_chars = max_chars
 
     def ended(self, observation: Observation) -> None:
-        """Write the line."""
         if observation.operation is not None:
             _content_log.info(
                 "content",

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from secrets import token_hex
 from types import MappingProxyType, TracebackType
@@ -300,28 +300,18 @@ class Observer:
 
 
 class Observers(Observer):
-    """Passes the events that every request has on to several observers."""
+    """Passes the events that every request has on to those of several observers that override the method."""
 
     def __init__(self, *observers: Observer) -> None:
-        # Only the observers that override the method.
-        self._started = [one.started for one in observers if type(one).started is not Observer.started]
-        self._identified = [one.identified for one in observers if type(one).identified is not Observer.identified]
-        self._ended = [one.ended for one in observers if type(one).ended is not Observer.ended]
+        for event in ("started", "identified", "ended"):
+            inherited = getattr(Observer, event)
+            own = [getattr(one, event) for one in observers if getattr(type(one), event) is not inherited]
+            setattr(self, event, partial(_call, own))
 
-    def started(self, observation: Observation) -> None:
-        """See :class:`Observer`."""
-        for started in self._started:
-            started(observation)
 
-    def identified(self, observation: Observation) -> None:
-        """See :class:`Observer`."""
-        for identified in self._identified:
-            identified(observation)
-
-    def ended(self, observation: Observation) -> None:
-        """See :class:`Observer`."""
-        for ended in self._ended:
-            ended(observation)
+def _call(observe: Sequence[Callable[[Observation], None]], observation: Observation) -> None:
+    for one in observe:
+        one(observation)
 
 
 OBSERVATION: web.RequestKey[Observation] = web.RequestKey("observation", Observation)

@@ -159,7 +159,6 @@ class SingleAnswer:
         """Do nothing."""
 
     def close(self, *, silent: bool = False) -> None:
-        """Cancel the call unless it has ended."""
         if self._receiver is not None:
             self._receiver = None
             self._task.cancel()

@@ -232,7 +232,6 @@ class GrpcStream(Call):
             receiver.end(error)
 
     def messages_received(self, messages: list[bytes]) -> None:
-        """Pass the responses to the receiver."""
         responses: list[InferResponse] = []
         error: ServiceError | None = None
         for data in messages:
@@ -262,7 +261,6 @@ class GrpcStream(Call):
                 receiver.end(error)
 
     def call_ended(self, code: str, details: str) -> None:
-        """Pass the end to the receiver."""
         self._end(None if code == "OK" else translate(code, details, self._model))
 
     def close(self, *, silent: bool = False) -> None:
@@ -403,12 +401,10 @@ class GrpcioStream:
             receiver.end(error)
 
     def pause(self) -> None:
-        """Read nothing more."""
         if self._receiver is not None:
             self._resumed.clear()
 
     def resume(self) -> None:
-        """Continue to read."""
         self._resumed.set()
 
     def close(self, *, silent: bool = False) -> None:
@@ -474,17 +470,14 @@ class GrpcClient:
             raise translate(*_status(error), model) from error
 
     async def live(self) -> bool:
-        """Return whether the server answers."""
         await self._unary("ServerLive", service_pb2.ServerLiveRequest())
         return True
 
     async def server_info(self) -> ServerInfo:
-        """Return the server's name and version."""
         answer = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest())
         return ServerInfo(name=answer.name, version=answer.version)
 
     async def repository_index(self) -> Sequence[IndexEntry]:
-        """Return the repository index."""
         answer = await self._unary("RepositoryIndex", service_pb2.RepositoryIndexRequest())
         return [
             IndexEntry(name=entry.name, version=entry.version, state=entry.state, reason=entry.reason)
@@ -492,17 +485,14 @@ class GrpcClient:
         ]
 
     async def model_config(self, model: str) -> ModelConfig:
-        """Return a model's configuration."""
         answer = await self._unary("ModelConfig", service_pb2.ModelConfigRequest(name=model), model=model)
         return read_model_config(MessageToDict(answer.config, preserving_proto_field_name=True))
 
     async def load_model(self, model: str) -> None:
-        """Load a model; returns when it is ready, however long that takes."""
         message = service_pb2.RepositoryModelLoadRequest(model_name=model)
         await self._unary("RepositoryModelLoad", message, model=model, limited=False)
 
     async def unload_model(self, model: str, *, dependents: bool = False) -> None:
-        """Begin to unload a model."""
         message = service_pb2.RepositoryModelUnloadRequest(model_name=model)
         message.parameters["unload_dependents"].bool_param = dependents
         await self._unary("RepositoryModelUnload", message, model=model)

@@ -167,30 +167,24 @@ class HttpClient:
         return answer
 
     async def live(self) -> bool:
-        """Return whether the server answers."""
         await self._call(self._request("GET", "/v2/health/live"))
         return True
 
     async def server_info(self) -> ServerInfo:
-        """Return the server's name and version."""
         return _decoded(_server_decoder, await self._call(self._request("GET", "/v2")), "server metadata")
 
     async def repository_index(self) -> Sequence[IndexEntry]:
-        """Return the repository index."""
         answer = await self._call(self._request("POST", "/v2/repository/index"))
         return _decoded(_index_decoder, answer, "a repository index")
 
     async def model_config(self, model: str) -> ModelConfig:
-        """Return a model's configuration."""
         answer = await self._call(self._request("GET", f"/v2/models/{quote(model, safe='')}/config"), model=model)
         return read_model_config(_decoded(_json_decoder, answer, "a model configuration"))
 
     async def load_model(self, model: str) -> None:
-        """Load a model; returns when it is ready, however long that takes."""
         await self._control(model, "load", b"{}", limited=False)
 
     async def unload_model(self, model: str, *, dependents: bool = False) -> None:
-        """Begin to unload a model."""
         await self._control(model, "unload", msgspec.json.encode({"parameters": {"unload_dependents": dependents}}))
 
     async def _control(self, model: str, action: str, body: bytes, *, limited: bool = True) -> None:

@@ -204,7 +204,6 @@ class Connection(asyncio.Protocol):
     # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the preface and the settings."""
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._timer = self._loop.call_later(SILENCE_SECONDS, self._look)
@@ -265,7 +264,6 @@ class Connection(asyncio.Protocol):
                 call.deliver()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """End every call."""
         assert self._transport is not None
         for timer in (self._timer, self._pong):
             if timer is not None:

@@ -57,11 +57,9 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The outputs by their names."""
         return {name: getattr(self, field) for name, field in self.fields.items()}
 
     def first(self, names: Sequence[str]) -> Sequence[Any]:
-        """Return the first text or number of each output."""
         values: Sequence[Any] = _getter(type(self), tuple(names))(self)
         if list in map(type, values):
             values = [(value[0] if value else None) if isinstance(value, list) else value for value in values]
@@ -136,7 +134,6 @@ class Connection(asyncio.Protocol):
     # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._encrypted = transport.get_extra_info("sslcontext") is not None
@@ -164,7 +161,6 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Report the loss to the stream."""
         self._parser = self._parse = None
         self._lose(error)
 
@@ -181,7 +177,6 @@ class Connection(asyncio.Protocol):
             stream.json_length = value
 
     def on_headers_complete(self) -> None:
-        """Keep the status."""
         if self._stream is not None and self._parser is not None:
             self._stream.status = self._parser.get_status_code()
             # Under an error status the body is read as a whole.
@@ -347,11 +342,9 @@ class HttpCall:
             connection = await pool.connect()
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of the body."""
         self.parts.append(data)
 
     def finish(self) -> None:
-        """Take the end of the body."""
         if not self._ended.done():
             self._ended.set_result(True)
 
@@ -530,21 +523,18 @@ class HttpStream:
     # Called by the sender
 
     def pause(self) -> None:
-        """Read nothing more: Triton has to wait."""
         if not self._paused and self._receiver is not None:
             self._paused = True
             if self._connection is not None:
                 self._connection.pause()
 
     def resume(self) -> None:
-        """Continue to read."""
         if self._paused and self._receiver is not None:
             self._paused = False
             if self._connection is not None:
                 self._connection.resume()
 
     def close(self, *, silent: bool = False) -> None:
-        """Cancel the work unless it has ended."""
         if self._receiver is None:
             return
         if self._connecting is not None:

@@ -250,11 +250,9 @@ class JsonResponse(JsonOutputs):
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The outputs by their names."""
         return self._values
 
     def first(self, names: Sequence[str]) -> Sequence[Any]:
-        """Return the first text or number of each output."""
         return [next(iter(self.texts(name)), None) for name in names]
 
 
@@ -275,7 +273,6 @@ class BinaryResponse:
         self._outputs = outputs
 
     def first(self, names: Sequence[str]) -> Sequence[Any]:
-        """Return the first text or number of each output."""
         return [next(iter(self.numbers(name)), None) for name in names]
 
     def texts(self, name: str) -> Sequence[str]:

@@ -140,7 +140,6 @@ class LoraAnswers:
             self.end(error)
 
     def receive(self, responses: Sequence[InferResponse]) -> None:
-        """Pass on the responses that arrived together."""
         if self._lease is not None:
             self._lease.arrived()
             # It holds the weights, and the answer may be long.
@@ -165,19 +164,16 @@ class LoraAnswers:
             receiver.end(error)
 
     def pause(self) -> None:
-        """Receive nothing until :meth:`resume`."""
         self._paused = True
         if self._stream is not None:
             self._stream.pause()
 
     def resume(self) -> None:
-        """Receive again."""
         self._paused = False
         if self._stream is not None:
             self._stream.resume()
 
     def close(self, *, silent: bool = False) -> None:
-        """Cancel the work unless it has ended."""
         self._receiver = None
         self._attempt.cancel()
         if self._lease is not None:

@@ -125,18 +125,14 @@ class SharedClient:
         return decision
 
     def leave(self, name: str, tokens: int) -> None:
-        """Count a request out."""
         self._channel.notify("leave", name, tokens)
 
     async def claim(self, models: Collection[str]) -> str | None:
-        """Claim *models* among all processes; return the one that is claimed already, if any is."""
         taken: str | None = await self._channel.call("claim", tuple(models))
         return taken
 
     def unclaim(self, models: Collection[str]) -> None:
-        """Release the claim."""
         self._channel.notify("unclaim", tuple(models))
 
     def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
-        """Have the others make a change of *models*; the future is done when all have."""
         return self._channel.call("change", action, tuple(models))
