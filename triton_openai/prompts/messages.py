@@ -188,8 +188,8 @@ class ToolForm(msgspec.Struct, frozen=True, kw_only=True):
     null_content: bool = False
     ids: Literal["any", "short", "named"] = "any"
     needs_names: bool = False
-    #: The field for the thinking before a call, and whether content beside it is refused (as in gpt-oss, whose field is
-    #: ``thinking``).
+    #: The field for the thinking before a call, and whether the template takes either that or content, but not both (as
+    #: gpt-oss's, whose field is ``thinking``).
     reasoning: str = "reasoning_content"
     reasoning_alone: bool = False
 

@@ -48,7 +48,7 @@ _FRAME_SIZE = 16_384
 # The most that a stream of a slow client keeps in memory. The connection's window does not limit streams.
 WINDOW = 256 * 1024
 _MAX_HEADERS = 64 * 1024
-# Protobuf reads no longer messages.
+# The longest message that protobuf reads.
 _MAX_MESSAGE = _UINT31
 # How often a call is sent that the server has certainly not begun.
 _ATTEMPTS = 3
