@@ -270,6 +270,17 @@ async def service(store: str) -> AsyncIterator[Proxy]:
             yield proxy
 
 
+async def test_a_background_response_is_a_request() -> None:
+    """Metrics count it beside the request for it, and neither runs any more when it has ended."""
+    async with service("memory") as proxy:
+        stream = await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True, "stream": True})
+        assert b"response.completed" in stream.body
+        lines = (await proxy.get("/metrics")).body.decode().splitlines()
+    running = [line for line in lines if line.startswith("triton_openai_requests_running{")]
+    assert running
+    assert all(line.endswith(" 0.0") for line in running), running
+
+
 async def test_a_long_conversation() -> None:
     """A conversation of twice as many turns takes twice as many calls, however it is given."""
     calls: Counter[str] = Counter()

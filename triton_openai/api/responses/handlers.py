@@ -60,6 +60,7 @@ from triton_openai.prompts import offload
 from triton_openai.prompts.messages import DeveloperMessage, SystemMessage, UserMessage
 from triton_openai.serving.middleware import observed
 from triton_openai.telemetry.logging import warn
+from triton_openai.telemetry.observation import OBSERVERS
 
 _log = structlog.get_logger(__name__)
 
@@ -311,7 +312,7 @@ async def _in_background(
     """Make the response of *job*, whatever becomes of the client."""
     app = context.request.app
     observation = msgspec.structs.replace(
-        context.observation, request=None, began=time.monotonic(), stages=[], stream=True, status=200
+        context.observation, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
     )
     context = replace(context, observation=observation)
     failure: ServiceError | None = None
@@ -331,6 +332,7 @@ async def _in_background(
         log.add(rendering.last(0))
 
     with observed(app, observation):
+        app[OBSERVERS].identified(observation)
         try:
             try:
                 async with _reading(context, job) as reading:
