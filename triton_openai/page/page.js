@@ -1,7 +1,7 @@
 // The page: models and figures from GET status, and a chat through v1/chat/completions.
 import { $, ask, el, hasKey, onKey } from "./common.js";
 
-const POLL_MS = 2000, WINDOW_MS = 15000, POINTS = 60;
+const POLL_MS = 2000, WINDOW_MS = 15000;
 const EXAMPLES = {
   tools: [{ type: "function", function: { name: "get_weather", description: "The weather in a city now.",
     parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }],
@@ -40,7 +40,7 @@ function showModels(models) {
   showCode();
 }
 
-let readings = [], rates = [];
+let readings = [];
 
 function showFigures(figures) {
   $("#live").hidden = !figures;
@@ -52,7 +52,6 @@ function showFigures(figures) {
   const tokens = Math.max(0, figures.output_tokens - first.output_tokens);
   const answers = figures.first_tokens - first.first_tokens;
   const rate = seconds > 0 ? tokens / seconds : 0;
-  rates = [...rates, rate].slice(-POINTS);
   $("#running").textContent = figures.running;
   $("#queued").textContent = figures.queued;
   $("#rate").textContent = rate.toFixed(rate < 10 ? 1 : 0);
@@ -60,8 +59,6 @@ function showFigures(figures) {
     const mean = (figures.first_token_seconds - first.first_token_seconds) / answers;
     $("#first").textContent = mean < 1 ? `${(mean * 1000).toFixed(0)} ms` : `${mean.toFixed(1)} s`;
   }
-  const most = Math.max(1, ...rates);
-  $("#line").setAttribute("points", rates.map((one, at) => `${at},${15 - 14 * one / most}`).join(" "));
 }
 
 async function refresh() {
