@@ -223,7 +223,7 @@ def test_examples_in_python(demo: Service) -> None:
     code = "".join(f"exec({code!r}, {{'__name__': '__main__'}})\nprint('\\f')\n" for code, _ in expected)
     printed = run(demo, sys.executable, "-W", "error", "-c", code).split("\f\n")
 
-    assert 13 == len(expected)
+    assert len(expected) > 10
     assert [shown.strip() for _, shown in expected] == [each.strip() for each in printed[:-1]]
 
 
