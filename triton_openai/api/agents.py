@@ -10,11 +10,15 @@ from typing import TypeVar
 
 import structlog
 
-from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
+from triton_openai.answer.fan_out import collect
+from triton_openai.answer.run import Run
+from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, plan_of, prompt_of
 from triton_openai.api.service import RequestContext
+from triton_openai.api.sse import Events
 from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.models.served import ServedModel
+from triton_openai.prompts import offload
 
 _log = structlog.get_logger(__name__)
 
@@ -85,3 +89,15 @@ def page(
             raise InvalidValue(f"'{after}' is the id of nothing in the list.", after)
         items = items[ids.index(before) + 1 :]
     return items[: int(limit)], len(items) > int(limit)
+
+
+async def render(events: Events, run: Run, *, timeout: float | None) -> None:
+    """Have *events* take the whole answer of *run*; nobody reads what they return. Raises :class:`ServiceError`."""
+    (answer,) = await collect([run], timeout=timeout)
+
+    def rendered() -> None:
+        for delta in answer.deltas:
+            events.piece(0, delta)
+        events.last(0)
+
+    await offload.run(rendered, size=len(answer.text), threshold=LONGEST_INLINE)

@@ -16,7 +16,7 @@ from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.bodies import read_within
 from triton_openai.api.messages.errors import envelope
-from triton_openai.api.messages.events import MessageEvents, blocks_of, stop_of
+from triton_openai.api.messages.events import MessageEvents, stop_of
 from triton_openai.api.messages.reader import Reading, read
 from triton_openai.api.messages.types import Block, CountTokensRequest, MessagesRequest
 from triton_openai.app import create_app
@@ -275,6 +275,14 @@ class Parser:
         return self._pieces.pop(0) if self._pieces else []
 
 
+def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> list[Block]:
+    """Return the blocks of a whole message."""
+    parser, run = Parser([events]), Progress()
+    made: Any = MessageEvents("m", "m", run, parser, limited=False, omits_thinking=omits_thinking, request_id="r")  # type: ignore[arg-type]
+    made.last(0)
+    return list(made.blocks)
+
+
 def stream(pieces: Sequence[Sequence[Event]], *, omits: bool = False, pings: bool = False) -> list[dict[str, Any]]:
     """Return the events of a stream; the last piece comes at its end."""
     parser: Any = Parser(pieces)
@@ -392,7 +400,7 @@ def test_any_stream_is_the_whole_message(parts: list[Any], data: st.DataObject, 
             events.append(part)
     cut = data.draw(st.integers(0, len(events)))
 
-    whole: list[Block] = list(blocks_of(events, omits_thinking=omits))
+    whole = blocks_of(events, omits_thinking=omits)
 
     assert msgspec.to_builtins(whole) == accumulated(stream([events[:cut], events[cut:]], omits=omits))
 

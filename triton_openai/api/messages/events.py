@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -57,30 +57,6 @@ def stop_of(progress: Progress, parser: AnswerParser | None, *, limited: bool) -
     return (None if reason is None else "end_turn"), None
 
 
-def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> Iterator[Block]:
-    """
-    Yield the blocks that *events* make together.
-
-    A call that was cut has no input: what there is of it comes as text.
-    """
-    blocks: list[tuple[Event, list[str]]] = []
-    for each in events:
-        if isinstance(each, ToolCallStart):
-            blocks.append((each, []))
-            continue
-        if isinstance(each, Content | Reasoning) and not (blocks and type(each) is type(blocks[-1][0])):
-            blocks.append((each, []))
-        blocks[-1][1].append(each.text)
-    for start, texts in blocks:
-        text = "".join(texts)
-        if isinstance(start, ToolCallStart):
-            yield _call(start, text)
-        elif isinstance(start, Reasoning):
-            yield ThinkingBlock("", seal(text)) if omits_thinking else ThinkingBlock(text, "")
-        elif text:
-            yield TextBlock(text)
-
-
 def _call(start: ToolCallStart, arguments: str) -> Block:
     try:
         return ToolUseBlock(start.id, start.name, msgspec.json.decode(arguments or "{}", type=dict[str, Any]))
@@ -90,8 +66,10 @@ def _call(start: ToolCallStart, arguments: str) -> Block:
 
 class MessageEvents(Events):
     """
-    The events of one stream. *parser* reads its text, ``None`` for plain text; for the rest see :func:`stop_of` and
-    :func:`blocks_of`.
+    The events of one stream, and the *blocks* that they make together.
+
+    *parser* reads the text, ``None`` for plain text; for *limited* see :func:`stop_of`. With *omits_thinking*, thoughts
+    are in the signatures of their blocks. A call that was cut has no input: among the blocks it is a text.
     """
 
     def __init__(
@@ -112,11 +90,11 @@ class MessageEvents(Events):
         self._limited = limited
         self._omits_thinking = omits_thinking
         self._request_id = request_id
-        # Stream state: the block that is open, and what was thought in it, if that is not shown
+        self.blocks: list[Block] = []
+        # Stream state: the event that opened the block, and the block's texts
         self._begun = False
-        self._index = -1
-        self._open: type[Event] | None = None
-        self._thoughts: list[str] = []
+        self._open: Event | None = None
+        self._texts: list[str] = []
 
     def opening(self) -> bytes:
         """Return the start of the message, unless it was sent to keep the connection alive."""
@@ -164,46 +142,56 @@ class MessageEvents(Events):
         for each in events:
             if isinstance(each, Content):
                 if each.text:
-                    parts += self._block(Content, TextBlock("")), self._delta(b"text_delta", b"text", each.text)
+                    parts += self._block(each, TextBlock("")), self._delta(b"text_delta", b"text", each.text)
             elif isinstance(each, Reasoning):
-                parts.append(self._block(Reasoning, ThinkingBlock("", "")))
+                parts.append(self._block(each, ThinkingBlock("", "")))
                 if self._omits_thinking:
-                    self._thoughts.append(each.text)
+                    self._texts.append(each.text)
                 else:
                     parts.append(self._delta(b"thinking_delta", b"thinking", each.text))
             elif isinstance(each, ToolCallStart):
-                parts += self._close(), self._block(ToolCallStart, ToolUseBlock(each.id, each.name, {}))
+                parts += self._close(), self._block(each, ToolUseBlock(each.id, each.name, {}))
             else:
                 parts.append(self._delta(b"input_json_delta", b"partial_json", each.text))
         return b"".join(parts)
 
-    def _block(self, kind: type[Event], block: Block) -> bytes:
-        """Return the start of a *block* for events of a *kind*, unless one is open."""
-        if self._open is kind:
+    def _block(self, opening: Event, block: Block) -> bytes:
+        """Return the start of a *block*, unless one of its kind is open."""
+        if type(self._open) is type(opening):
             return b""
         closed = self._close()
-        self._open = kind
-        self._index += 1
-        return closed + _event(MessageEvent(type="content_block_start", index=self._index, content_block=block))
+        self._open = opening
+        started = MessageEvent(type="content_block_start", index=len(self.blocks), content_block=block)
+        return closed + _event(started)
 
     def _delta(self, kind: bytes, field: bytes, text: str) -> bytes:
+        self._texts.append(text)
         # Once per token: without the structs.
         return event(
             "content_block_delta",
             b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
-            % (self._index, kind, field, _encode(text)),
+            % (len(self.blocks), kind, field, _encode(text)),
         )
 
     def _close(self) -> bytes:
         """Return the end of the block that is open, if one is."""
-        if self._open is None:
+        opened, text, signature = self._open, "".join(self._texts), b""
+        if opened is None:
             return b""
-        self._open = None
-        signature = b""
-        if self._thoughts:
-            signature = self._delta(b"signature_delta", b"signature", seal("".join(self._thoughts)))
-            self._thoughts.clear()
-        return signature + _event(MessageEvent(type="content_block_stop", index=self._index))
+        self._texts.clear()
+        if isinstance(opened, ToolCallStart):
+            block = _call(opened, text)
+        elif isinstance(opened, Content):
+            block = TextBlock(text)
+        elif self._omits_thinking:
+            block = ThinkingBlock("", seal(text))
+            signature = self._delta(b"signature_delta", b"signature", block.signature)
+        else:
+            block = ThinkingBlock(text, "")
+        ended = MessageEvent(type="content_block_stop", index=len(self.blocks))
+        self.blocks.append(block)
+        self._open, self._texts = None, []
+        return signature + _event(ended)
 
 
 def _event(found: MessageEvent) -> bytes:

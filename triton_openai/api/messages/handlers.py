@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import structlog
 from aiohttp import web
 
-from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response
-from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, Turn, prepare
-from triton_openai.api.messages.events import MessageEvents, blocks_of, stop_of, usage_of
+from triton_openai.api.chat import ChatRequest, prepare
+from triton_openai.api.messages.events import MessageEvents, stop_of, usage_of
 from triton_openai.api.messages.reader import Reading, read
 from triton_openai.api.messages.types import (
-    Block,
     CountTokensRequest,
     MessageObject,
     MessagesRequest,
@@ -28,8 +24,6 @@ from triton_openai.api.service import RequestContext, Service, begin, key_of, ne
 from triton_openai.api.sse import stream
 from triton_openai.errors import InvalidRequest
 from triton_openai.models.served import Models, ServedModel
-from triton_openai.parsers.events import Content, Event
-from triton_openai.prompts import offload
 from triton_openai.telemetry.observation import OBSERVATION
 
 _log = structlog.get_logger(__name__)
@@ -88,43 +82,29 @@ async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thi
         observation.headers = {**observation.headers, LIMITED_HEADER: str(room)}
         _log.info("max_tokens is limited to what fits the context", asked=asked, room=room)
     timeout = context.limits.total
+    events = MessageEvents(
+        turn.task.id,
+        body.model,
+        run,
+        parser,
+        limited=limited,
+        omits_thinking=omits_thinking,
+        request_id=observation.request_id,
+    )
     if body.stream:
-        events = MessageEvents(
-            turn.task.id,
-            body.model,
-            run,
-            parser,
-            limited=limited,
-            omits_thinking=omits_thinking,
-            request_id=observation.request_id,
-        )
         heartbeat = service.settings.server.heartbeat_interval
         return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
-    (answer,) = await collect(turn.runs, timeout=timeout)
-    content = await offload.run(
-        lambda: _content(answer, turn, omits_thinking=omits_thinking),
-        size=sum(len(delta.text) for delta in answer.deltas),
-        threshold=LONGEST_INLINE,
-    )
+    await agents.render(events, run, timeout=timeout)
     reason, sequence = stop_of(run.progress, parser, limited=limited)
     message = MessageObject(
         id=turn.task.id,
         model=body.model,
-        content=content,
+        content=events.blocks,
         stop_reason=reason,
         stop_sequence=sequence,
         usage=usage_of(run.progress),
     )
     return json_response(message)
-
-
-def _content(answer: Collected, turn: Turn, *, omits_thinking: bool) -> Sequence[Block]:
-    parser = turn.parsers[0]
-    events: list[Event] = [Content(answer.text)]
-    if parser is not None:
-        events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
-        events += parser.flush()
-    return list(blocks_of(events, omits_thinking=omits_thinking))
 
 
 def list_models(request: web.Request) -> web.Response:

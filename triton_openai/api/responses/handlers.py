@@ -56,7 +56,6 @@ from triton_openai.errors import (
 )
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
-from triton_openai.prompts import offload
 from triton_openai.prompts.messages import DeveloperMessage, SystemMessage, UserMessage
 from triton_openai.serving.middleware import observed
 from triton_openai.telemetry.logging import warn
@@ -264,15 +263,7 @@ async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job, readin
     if job.body.stream:
         heartbeat = context.service.settings.server.heartbeat_interval
         return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
-    (answer,) = await collect(turn.runs, timeout=timeout)
-
-    def rendered() -> None:
-        # The events make the response; nobody reads them here.
-        for delta in answer.deltas:
-            events.piece(0, delta)
-        events.last(0)
-
-    await offload.run(rendered, size=len(answer.text), threshold=chat.LONGEST_INLINE)
+    await agents.render(events, turn.runs[0], timeout=timeout)
     await events.ended(None)
     return json_response(job.response)
 
@@ -288,22 +279,14 @@ async def _prepared(context: RequestContext[chat.ChatRequest], job: Job) -> chat
         try:
             return await chat.prepare(context, job.id, fitting=True)
         except ContextLengthExceeded:
-            shorter = _shortened(context.body, leave_out) if job.body.truncation == "auto" else None
-            if shorter is None:
+            messages = context.body.messages
+            turns = [place for place, message in enumerate(messages) if isinstance(message, UserMessage)]
+            if job.body.truncation != "auto" or len(turns) < 2:
                 raise
-            context.body = shorter
+            first = turns[min(leave_out, len(turns) - 1)]
+            kept = [message for message in messages[:first] if isinstance(message, SystemMessage | DeveloperMessage)]
+            context.body = msgspec.structs.replace(context.body, messages=[*kept, *messages[first:]])
             leave_out *= 2
-
-
-def _shortened(body: chat.ChatRequest, leave_out: int) -> chat.ChatRequest | None:
-    """Return *body* without its first *leave_out* turns of a user, or ``None`` where only one is left."""
-    messages = body.messages
-    turns = [place for place, message in enumerate(messages) if isinstance(message, UserMessage)]
-    if len(turns) < 2:
-        return None
-    first = turns[min(leave_out, len(turns) - 1)]
-    kept = [message for message in messages[:first] if isinstance(message, SystemMessage | DeveloperMessage)]
-    return msgspec.structs.replace(body, messages=[*kept, *messages[first:]])
 
 
 async def _in_background(
