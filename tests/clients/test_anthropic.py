@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import pytest
-from anthropic import Anthropic
 
 from tests.clients.service import Service, steered
 from tests.clients.weather import CALL, SCHEMA
+
+if TYPE_CHECKING:
+    import anthropic
+    from anthropic import Anthropic
 
 MODEL = "vllm_model"
 TOOL: Any = {
@@ -21,10 +24,16 @@ TOOL: Any = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import it where these tests run: each of pytest's processes collects this file, and it takes two seconds."""
+    globals()["anthropic"] = importlib.import_module("anthropic")
+
+
 @pytest.fixture
 def client(tooled: Service, connection: httpx2.Client) -> Anthropic:
     """The official client."""
-    return Anthropic(base_url=tooled.address, api_key="none", max_retries=0, http_client=connection)
+    return anthropic.Anthropic(base_url=tooled.address, api_key="none", max_retries=0, http_client=connection)
 
 
 def asked(text: str, **fields: Any) -> Any:
