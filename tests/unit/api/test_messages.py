@@ -277,8 +277,11 @@ class Parser:
 
 def blocks_of(events: Sequence[Event], *, omits_thinking: bool) -> list[Block]:
     """Return the blocks of a whole message."""
-    parser, run = Parser([events]), Progress()
-    made: Any = MessageEvents("m", "m", run, parser, limited=False, omits_thinking=omits_thinking, request_id="r")  # type: ignore[arg-type]
+    parser: Any = Parser([events])
+    run: Any = Progress()
+    made: Any = MessageEvents(
+        "m", "m", run, parser, limited=False, omits_thinking=omits_thinking, request_id="r", whole=True
+    )
     made.last(0)
     return list(made.blocks)
 

@@ -57,16 +57,21 @@ def stop_of(progress: Progress, parser: AnswerParser | None, *, limited: bool) -
     return (None if reason is None else "end_turn"), None
 
 
-def _call(start: ToolCallStart, arguments: str) -> Block:
+def _block_of(start: Event, text: str, *, omitted: bool) -> Block:
+    """Return the block that *start* opens; a thought that is *omitted* is in its signature."""
+    if isinstance(start, Content):
+        return TextBlock(text)
+    if not isinstance(start, ToolCallStart):
+        return ThinkingBlock("", seal(text)) if omitted else ThinkingBlock(text, "")
     try:
-        return ToolUseBlock(start.id, start.name, msgspec.json.decode(arguments or "{}", type=dict[str, Any]))
+        return ToolUseBlock(start.id, start.name, msgspec.json.decode(text or "{}", type=dict[str, Any]))
     except (msgspec.MsgspecError, RecursionError):
-        return TextBlock(f"{start.name}({arguments}")
+        return TextBlock(f"{start.name}({text}")
 
 
 class MessageEvents(Events):
     """
-    The events of one stream, and the *blocks* that they make together.
+    The events of one stream, or, as *blocks*, what they make together for an answer as a *whole*.
 
     *parser* reads the text, ``None`` for plain text; for *limited* see :func:`stop_of`. With *omits_thinking*, thoughts
     are in the signatures of their blocks. A call that was cut has no input: among the blocks it is a text.
@@ -82,6 +87,7 @@ class MessageEvents(Events):
         limited: bool,
         omits_thinking: bool,
         request_id: str,
+        whole: bool = False,
     ) -> None:
         self._id = message_id
         self._model = model
@@ -90,9 +96,11 @@ class MessageEvents(Events):
         self._limited = limited
         self._omits_thinking = omits_thinking
         self._request_id = request_id
+        self._whole = whole
         self.blocks: list[Block] = []
-        # Stream state: the event that opened the block, and the block's texts
+        # Stream state: the number of the block, the event that opened it, and its texts
         self._begun = False
+        self._index = 0
         self._open: Event | None = None
         self._texts: list[str] = []
 
@@ -161,37 +169,32 @@ class MessageEvents(Events):
             return b""
         closed = self._close()
         self._open = opening
-        started = MessageEvent(type="content_block_start", index=len(self.blocks), content_block=block)
+        started = MessageEvent(type="content_block_start", index=self._index, content_block=block)
         return closed + _event(started)
 
     def _delta(self, kind: bytes, field: bytes, text: str) -> bytes:
-        self._texts.append(text)
+        if self._whole:
+            self._texts.append(text)
         # Once per token: without the structs.
         return event(
             "content_block_delta",
             b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
-            % (len(self.blocks), kind, field, _encode(text)),
+            % (self._index, kind, field, _encode(text)),
         )
 
     def _close(self) -> bytes:
         """Return the end of the block that is open, if one is."""
-        opened, text, signature = self._open, "".join(self._texts), b""
+        opened, text, events = self._open, "".join(self._texts), b""
         if opened is None:
             return b""
-        self._texts.clear()
-        if isinstance(opened, ToolCallStart):
-            block = _call(opened, text)
-        elif isinstance(opened, Content):
-            block = TextBlock(text)
-        elif self._omits_thinking:
-            block = ThinkingBlock("", seal(text))
-            signature = self._delta(b"signature_delta", b"signature", block.signature)
-        else:
-            block = ThinkingBlock(text, "")
-        ended = MessageEvent(type="content_block_stop", index=len(self.blocks))
-        self.blocks.append(block)
-        self._open, self._texts = None, []
-        return signature + _event(ended)
+        omitted = self._omits_thinking and isinstance(opened, Reasoning)
+        if omitted:
+            events = self._delta(b"signature_delta", b"signature", seal(text))
+        events += _event(MessageEvent(type="content_block_stop", index=self._index))
+        self._open, self._texts, self._index = None, [], self._index + 1
+        if self._whole:
+            self.blocks.append(_block_of(opened, text, omitted=omitted))
+        return events
 
 
 def _event(found: MessageEvent) -> bytes:

@@ -90,6 +90,7 @@ async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thi
         limited=limited,
         omits_thinking=omits_thinking,
         request_id=observation.request_id,
+        whole=not body.stream,
     )
     if body.stream:
         heartbeat = service.settings.server.heartbeat_interval
