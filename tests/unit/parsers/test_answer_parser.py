@@ -65,7 +65,7 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
             parser = make_parser(Parsers(tools=tools), wanted, "")
             assert parser is not None
             events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
-            message = message_of(events + parser.flush(), wanted, "reasoning")
+            message = message_of(events + parser.flush(), wanted, ("reasoning",))
             assert isinstance(message.tool_calls, list), text
             (call,) = message.tool_calls
             assert ("now", {"a": 1}) == (call.function.name, json.loads(call.function.arguments))
@@ -80,7 +80,7 @@ def test_a_forced_call_that_is_none(choice: Any, text: str) -> None:
     parser = make_parser(Parsers(tools=Hermes), wanted, "")
     assert parser is not None
     message = message_of(
-        [event for character in text for event in parser.feed(character)] + parser.flush(), wanted, "both"
+        [event for character in text for event in parser.feed(character)] + parser.flush(), wanted, ("reasoning",)
     )
 
     assert (text.strip(), msgspec.UNSET) == ((message.content or "").strip(), message.tool_calls)
