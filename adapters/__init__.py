@@ -2,7 +2,7 @@
 One module for each kind of backend: the listing is the support matrix.
 
 An adapter of another package subclasses :class:`Adapter` and registers under the entry point group
-``triton_openai.adapters``; see ``docs/guides/writing-an-adapter.md``. What adapters share stands in ``_common``.
+``triton_openai.adapters``; see ``docs/guides/writing-an-adapter.md``. What adapters share is in ``_common``.
 """
 
 from triton_openai.adapters._common.base import (

@@ -86,7 +86,7 @@ def test_there_is_something_to_read() -> None:
     assert "triton_openai/errors.py" in MODULES
 
 
-def test_triton_libraries_stay_behind_the_triton_face() -> None:
+def test_triton_libraries_stay_in_one_package() -> None:
     """`tritonclient`, `grpc` and `google.protobuf` are imported under `triton_openai/triton/` only."""
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
@@ -186,7 +186,7 @@ def test_no_backend_is_named_in_the_core() -> None:
 
 
 def test_one_module_frames_events() -> None:
-    """Nothing outside `api/sse.py` writes `data:`; the command line's demo, a client, and Triton's face may read it."""
+    """Nothing outside `api/sse.py` writes `data:`; the demo's command and the client of Triton may read it."""
     readers = ("triton_openai/cli/demo.py", "triton_openai/triton/")
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:

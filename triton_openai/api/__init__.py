@@ -1,1 +1,1 @@
-"""The OpenAI face: one file per endpoint family with its types and its short handlers."""
+"""The HTTP API: one module or package for each family of endpoints, with its types and its handlers."""

@@ -1,8 +1,8 @@
 """
-Text to content, reasoning and tool calls: the formats stand in ``tools`` and ``reasoning``.
+Text to content, reasoning and tool calls: the formats are in ``tools`` and ``reasoning``.
 
 A parser of another package subclasses :class:`ToolParser` or :class:`ReasoningParser`; see
-``docs/guides/tools-and-reasoning.md``.
+``docs/guides/writing-a-parser.md``.
 """
 
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
