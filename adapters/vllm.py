@@ -97,6 +97,7 @@ class Vllm(Adapter):
         # Before 24.03 every response holds the prompt and all text so far, and nothing can be done about it.
         self._repeats = "exclude_input_in_output" not in config.inputs
         self._guide_key = _guide_key(config)
+        self._flags = self.declared_tensors(**dict.fromkeys(_FLAGS, True), stream=config.decoupled)
         finish, counts, logprobs, scores = (
             f"return_{name}" in config.inputs and name in config.outputs
             for name in ("finish_reason", "num_output_tokens", "logprobs", _CUMULATIVE)
@@ -189,7 +190,7 @@ class Vllm(Adapter):
         inputs = [
             self.tensor("text_input", generation.prompt),
             self.tensor(_KEYS, msgspec.json.encode(sampling).decode()),
-            *self.declared_tensors(**dict.fromkeys(_FLAGS, True), stream=self.config.decoupled),
+            *self._flags,
         ]
         if generation.images:
             inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))

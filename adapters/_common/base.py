@@ -412,12 +412,12 @@ class Adapter:
             model=self.config.name,
             id=generation_id,
             inputs=tuple(inputs),
-            outputs=tuple(name for name in outputs if name in self.config.outputs),
+            outputs=tuple([name for name in outputs if name in self.config.outputs]),
             stream=self.config.decoupled,
             cancellable=cancellable,
             classification=classification,
             prefers_grpc=self.capabilities.prefers_grpc,
-            json_expressible=all(
-                tensor.datatype not in ("FP16", "BF16") and not isinstance(tensor.values, bytes) for tensor in inputs
+            json_expressible=not any(
+                [tensor.datatype in ("FP16", "BF16") or isinstance(tensor.values, bytes) for tensor in inputs]
             ),
         )

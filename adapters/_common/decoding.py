@@ -72,14 +72,15 @@ class TextDecoder:
         return (Delta(rest),) if rest else ()
 
 
+_FINISH_REASONS = {reason.value: reason for reason in FinishReason}
+
+
 def _finish_reason(reason: str) -> FinishReason:
-    try:
-        return FinishReason(reason)
-    except ValueError:
+    found = _FINISH_REASONS.get(reason)
+    if found is None:
         # "abort" and the like: the generation did not end by itself, so there is no reason to report.
-        raise UpstreamError(
-            f"The backend ended the generation with '{reason[:50]}'.", code="generation_aborted"
-        ) from None
+        raise UpstreamError(f"The backend ended the generation with '{reason[:50]}'.", code="generation_aborted")
+    return found
 
 
 def cumulative_logprob(output: str) -> Reader:

@@ -332,7 +332,7 @@ class Metrics(Observer):
             if answer.steps > 1:
                 self.child(INTER_TOKEN_LATENCY, *model).add(answer.inter_token_latency)
             if answer.finish_reason is not None:
-                self.child(FINISHED, *model, answer.finish_reason.value).inc()
+                self.child(FINISHED, *model, str(answer.finish_reason)).inc()
             usage = answer.usage_so_far
             if usage is None:
                 continue

@@ -277,7 +277,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     @property
     def finish_reasons(self) -> Sequence[str]:
         """The finish reasons of the answers that have one."""
-        return [answer.finish_reason.value for answer in self.answers if answer.finish_reason is not None]
+        return [str(answer.finish_reason) for answer in self.answers if answer.finish_reason is not None]
 
 
 class Observer:

@@ -87,7 +87,7 @@ def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
 
 def is_large(request: InferRequest) -> bool:
     """Return whether *request* carries contents that should not be copied on the event loop."""
-    return any(tensor.size >= _LARGE for tensor in request.inputs)
+    return request.size >= _LARGE
 
 
 async def serialized(message: Any, request: InferRequest) -> bytes:

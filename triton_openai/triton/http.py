@@ -200,7 +200,7 @@ class HttpClient:
             fixed = f"{_HEADER_LENGTH}: {json_length}\r\nContent-Type: application/octet-stream\r\n"
             return self._request("POST", path, body, request.headers, fixed)
 
-        large = sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
+        large = request.size > _LARGE_BODY
         made = await asyncio.to_thread(message) if large else message()
         answer = await self._call(made, model=request.model, limited=False)
         content, length = b"".join(answer.parts), answer.json_length
@@ -210,7 +210,7 @@ class HttpClient:
         """Send a ``generate_stream`` call."""
         path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
         message = partial(self._request, "POST", path, request, request.headers, _STREAM_HEADERS)
-        large = sum(tensor.size for tensor in request.inputs) > _LARGE_BODY
+        large = request.size > _LARGE_BODY
         return HttpStream(self._pool, request, receiver, message=message, large=large)
 
     def _request(

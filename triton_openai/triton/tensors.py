@@ -137,11 +137,6 @@ class Tensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     values: Sequence[Any]
 
-    @property
-    def size(self) -> int:
-        """The number of values, or of characters."""
-        return sum(map(len, self.values)) if self.datatype == "BYTES" else len(self.values)
-
     def raw(self) -> bytes:
         """
         Return the raw little-endian contents. Raises ``OverflowError`` or ``TypeError`` on values that do not fit.
@@ -188,6 +183,11 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     classification: int = 0
     needed_for: str | None = None
     headers: Mapping[str, str] = {}
+
+    @property
+    def size(self) -> int:
+        """The number of values of all inputs; texts count by their characters."""
+        return sum([sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values) for one in self.inputs])
 
     def with_headers(self, headers: Mapping[str, str]) -> Self:
         """Return the request with these headers."""

@@ -82,7 +82,7 @@ def test_a_number_alone():
         adapter.encode(msgspec.structs.replace(asked, lora=Lora(name="french")))
 
 
-@every_case("size", [0, 1, 127, 128, 2**20 - 1, 2**20, 3 * 2**20 + 1])
+@every_case("size", [0, 1, 127, 128, 2**19, 2**20, 3 * 2**20 + 1])
 async def test_large_requests_are_the_same_messages(size):
     """However they are put together."""
     weights = Matrix("FP16", (1, size // 2), bytes(number % 251 for number in range(size)))
