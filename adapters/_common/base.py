@@ -417,7 +417,7 @@ class Adapter:
             cancellable=cancellable,
             classification=classification,
             prefers_grpc=self.capabilities.prefers_grpc,
-            json_expressible=not any(
-                [tensor.datatype in ("FP16", "BF16") or isinstance(tensor.values, bytes) for tensor in inputs]
-            ),
+            json_expressible=not [
+                one for one in inputs if one.datatype in ("FP16", "BF16") or isinstance(one.values, bytes)
+            ],
         )

@@ -31,7 +31,9 @@ class Answers:
         self._push = push
         self._unsent = deque(enumerate(runs))
         self._over: deque[int] = deque()
-        self._news = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        # Done when there is something to look at. It takes less than an event.
+        self._news = self._loop.create_future()
         self._expired: UpstreamTimeout | None = None
 
     async def start(self) -> None:
@@ -48,16 +50,17 @@ class Answers:
 
     def _end(self, choice: int) -> None:
         self._over.append(choice)
-        self._news.set()
+        self.wake()
 
     def wake(self) -> None:
         """Make :meth:`ended` return."""
-        self._news.set()
+        if not self._news.done():
+            self._news.set_result(None)
 
     def expire(self, timeout: float) -> None:
         """Make :meth:`ended` raise: *timeout* seconds were not enough."""
         self._expired = too_long(timeout, self.runs)
-        self._news.set()
+        self.wake()
 
     async def ended(self) -> Sequence[int]:
         """
@@ -65,8 +68,8 @@ class Answers:
 
         Their finish reasons and usage are set. Raises the error of a run that failed.
         """
-        await self._news.wait()
-        self._news.clear()
+        await self._news
+        self._news = self._loop.create_future()
         if self._expired is not None:
             raise self._expired
         ended = []

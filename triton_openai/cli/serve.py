@@ -48,8 +48,6 @@ log = structlog.get_logger(__name__)
 _ENOUGH_FILES = 65_536
 # How long the last clients that connected have to send a request, and how often the connections are checked.
 _LAST_REQUESTS_SECONDS = 1.0
-# New objects after which the garbage collector looks at them. Python's 700 are those of a few requests at a time.
-_GC_OBJECTS = 10_000
 _POLL_SECONDS = 0.1
 
 #: Called after the banner is shown. Returns the exit status, or ``None`` to go on serving.
@@ -309,7 +307,6 @@ async def listening(
         # What exists now stays. Not to scan it again cuts the longest pauses of the garbage collector to a tenth.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(_GC_OBJECTS)
         yield app
     finally:
         await _shut_down(server, app, stop)
