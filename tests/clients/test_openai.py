@@ -200,9 +200,9 @@ def test_models(client: OpenAI) -> None:
     """Every served model is listed and can be fetched by its name, even one with a slash; helpers are not there."""
     listed = {model.id for model in client.models.list()}
 
-    others = {"tensorrt_llm_llmapi", "tensorrt_llm_bls_multimodal", "tensorrt_llm_bls_legacy"}
+    others = {"tensorrt_llm_llmapi", "tensorrt_llm_bls_multimodal", "tensorrt_llm_bls_legacy", "text_model"}
     embedding = {"text_embedding", "vllm_embedding"}
-    scoring = {"text_rerank", "text_rerank_pairs", "text_rerank_ids"}
+    scoring = {"text_rerank", "text_rerank_pairs", "text_rerank_ids", "text_classification", "text_classification_ids"}
     assert {*GENERATING, *others, *embedding, *scoring, SLASHED} == listed
     for name in ("vllm_model", SLASHED):
         model = client.models.retrieve(name)
