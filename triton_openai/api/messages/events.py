@@ -71,7 +71,7 @@ def _block_of(start: Event, text: str, *, omitted: bool) -> Block:
 
 class MessageEvents(Events):
     """
-    The events of one stream, or, as *blocks*, what they make together for an answer as a *whole*.
+    The events of one stream, or, as :attr:`message`, what they make together for an answer as a *whole*.
 
     *parser* reads the text, ``None`` for plain text; for *limited* see :func:`stop_of`. With *omits_thinking*, thoughts
     are in the signatures of their blocks. A call that was cut has no input: among the blocks it is a text.
@@ -109,15 +109,22 @@ class MessageEvents(Events):
         if self._begun:
             return b""
         self._begun = True
-        message = MessageObject(
+        return _event(MessageEvent(type="message_start", message=self._message(None, None)))
+
+    def _message(self, reason: StopReason | None, sequence: str | None) -> MessageObject:
+        return MessageObject(
             id=self._id,
             model=self._model,
-            content=(),
-            stop_reason=None,
-            stop_sequence=None,
+            content=self.blocks,
+            stop_reason=reason,
+            stop_sequence=sequence,
             usage=usage_of(self._progress),
         )
-        return _event(MessageEvent(type="message_start", message=message))
+
+    @property
+    def message(self) -> MessageObject:
+        """The whole message."""
+        return self._message(*stop_of(self._progress, self._parser, limited=self._limited))
 
     def keep_alive(self) -> bytes:
         """Return a ping."""

@@ -10,11 +10,10 @@ from triton_openai.api import agents
 from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response
 from triton_openai.api.chat import ChatRequest, prepare
-from triton_openai.api.messages.events import MessageEvents, stop_of, usage_of
+from triton_openai.api.messages.events import MessageEvents
 from triton_openai.api.messages.reader import Reading, read
 from triton_openai.api.messages.types import (
     CountTokensRequest,
-    MessageObject,
     MessagesRequest,
     ModelInfo,
     ModelPage,
@@ -96,16 +95,7 @@ async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thi
         heartbeat = service.settings.server.heartbeat_interval
         return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
     await agents.render(events, run, timeout=timeout)
-    reason, sequence = stop_of(run.progress, parser, limited=limited)
-    message = MessageObject(
-        id=turn.task.id,
-        model=body.model,
-        content=events.blocks,
-        stop_reason=reason,
-        stop_sequence=sequence,
-        usage=usage_of(run.progress),
-    )
-    return json_response(message)
+    return json_response(events.message)
 
 
 def list_models(request: web.Request) -> web.Response:
