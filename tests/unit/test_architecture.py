@@ -40,6 +40,7 @@ def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@cache
 def _modules() -> dict[str, ast.Module]:
     """Return every module of the service by its path; adapters and templates under their top-level folders."""
     paths = [
@@ -49,9 +50,6 @@ def _modules() -> dict[str, ast.Module]:
         if not _name(path).startswith((STANDINS, "triton_openai/adapters/", "triton_openai/templates/"))
     ]
     return {_name(path): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in paths}
-
-
-MODULES = _modules()
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
@@ -77,13 +75,13 @@ def _is(module: str, *packages: str) -> bool:
 
 
 def _found(rule: Callable[[str, ast.Module], Iterator[tuple[str, int]]]) -> list[str]:
-    return [f"{name}:{line}: {what}" for name, tree in MODULES.items() for what, line in rule(name, tree)]
+    return [f"{name}:{line}: {what}" for name, tree in _modules().items() for what, line in rule(name, tree)]
 
 
 def test_there_is_something_to_read() -> None:
     """The rules below are about the service's own modules, adapters included."""
-    assert any(name.startswith("adapters/") for name in MODULES)
-    assert "triton_openai/errors.py" in MODULES
+    assert any(name.startswith("adapters/") for name in _modules())
+    assert "triton_openai/errors.py" in _modules()
 
 
 def test_triton_libraries_stay_in_one_package() -> None:
@@ -359,4 +357,4 @@ def test_what_is_seldom_used_is_not_imported() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     """The docstring of a module names its idea."""
-    assert [] == [name for name, tree in MODULES.items() if not ast.get_docstring(tree)]
+    assert [] == [name for name, tree in _modules().items() if not ast.get_docstring(tree)]
