@@ -1,1 +1,1 @@
-"""The tests: ``unit``, ``conformance`` (each adapter and transport), ``integration`` (a real Triton), ``clients``."""
+"""The tests; ``docs/explanation/architecture.md`` says what is in which folder."""

@@ -1,4 +1,4 @@
-"""What the text stages of a stream yield: typed, and in words of no API."""
+"""The typed events that parsers make of text; the API modules render them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parsers share that are written as a format is read: from left to right, as if the text were all there."""
+"""The base of parsers that read a format from left to right, as if the whole text were there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - DeepSeek's markers are made of full-width bars
-"""``<think>…</think>`` and its kin: one class for each family that differs in more than its name."""
+"""``<think>…</think>`` and similar markers: one class for each family that differs in more than its name."""
 
 from __future__ import annotations
 
