@@ -8,7 +8,7 @@ import sys
 
 def test_a_short_soak() -> None:
     """It gets through a fault, tells what became of the requests, and finds nothing left behind."""
-    command = [sys.executable, "-m", "tests.faults.soak", "--seconds", "8", "--clients", "3"]
+    command = [sys.executable, "-m", "tests.faults.soak", "--seconds", "8", "--clients", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
     assert 0 == done.returncode, done.stdout + done.stderr

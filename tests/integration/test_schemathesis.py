@@ -29,8 +29,8 @@ MODELS = {
     "/v1/classify": ("text_classification", "text_classification_ids"),
 }
 #: Requests that are made up for an operation; one for those that are another one under another path.
-EXAMPLES = {"/v1/chat/completions": 30, "/v1/completions": 30}
-FEW = 8
+EXAMPLES = {"/v1/chat/completions": 50, "/v1/completions": 50}
+FEW = 15
 
 OPERATIONS = [
     (path, method, operation)

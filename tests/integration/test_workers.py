@@ -82,7 +82,7 @@ def test_all_of_them_answer_on_one_port(triton: TestTriton, tmp_path: Path) -> N
         assert (directory / "metrics").is_dir()
         with ThreadPoolExecutor(64) as clients:
             statuses = {
-                reply.status for reply in clients.map(lambda _: service.post("/v1/completions", _BODY), range(200))
+                reply.status for reply in clients.map(lambda _: service.post("/v1/completions", _BODY), range(400))
             }
         until(lambda: answered_by(service) == {0, 1, 2})
         processes = pids(service)

@@ -9,7 +9,7 @@ import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -127,14 +127,31 @@ def test_adapters_know_the_middle_and_tensors_only() -> None:
     assert [] == _found(rule)
 
 
-def test_answers_and_prompts_know_no_endpoint() -> None:
-    """What makes prompts and answers imports nothing of the API, which imports both."""
+# What packages do not import, and what they may import of it all the same.
+BORDERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "triton_openai/answer/": (("triton_openai.api", "aiohttp"), ()),
+    "triton_openai/prompts/": (("triton_openai.api", "aiohttp"), ()),
+    "triton_openai/serving/": (("triton_openai.api",), ()),
+    "triton_openai/access/": (("triton_openai.api",), ()),
+    "triton_openai/triton/": (("triton_openai.api", "triton_openai.telemetry"), ()),
+    "triton_openai/telemetry/": (
+        ("triton_openai",),
+        ("triton_openai.generation", "triton_openai.errors", "triton_openai.config", "triton_openai.telemetry"),
+    ),
+}
+
+
+def test_packages_keep_their_borders() -> None:
+    """The packages of `BORDERS` import nothing of the others."""
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
-        if name.startswith(("triton_openai/answer/", "triton_openai/prompts/")):
-            for module, line in _imports(tree, _package(name)):
-                if _is(module, "triton_openai.api", "aiohttp"):
-                    yield module, line
+        for folder, (closed, open_) in BORDERS.items():
+            if name.startswith(folder):
+                for module, line in _imports(tree, _package(name)):
+                    # `from triton_openai import generation` also yields the bare package, which says nothing.
+                    named = module not in {"triton_openai", "triton_openai.__version__"}
+                    if named and _is(module, *closed) and not _is(module, *open_):
+                        yield module, line
 
     assert [] == _found(rule)
 
