@@ -281,6 +281,29 @@ async def test_a_background_response_is_a_request() -> None:
     assert all(line.endswith(" 0.0") for line in running), running
 
 
+async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in progress until it is kept: only then can its output be read."""
+    put, kept, writing = SqliteStore.put, asyncio.Event(), asyncio.Event()
+
+    async def slow_put(store: SqliteStore, key: str, value: bytes, version: int) -> bool:
+        if b'"status":"completed"' in value:
+            writing.set()
+            await kept.wait()
+        return await put(store, key, value, version)
+
+    monkeypatch.setattr(SqliteStore, "put", slow_put)
+    async with service("memory") as proxy:
+        made = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True})).json
+        await asyncio.wait_for(writing.wait(), 30)
+        found = (await proxy.get(f"/v1/responses/{made['id']}")).json
+        kept.set()
+        assert ("in_progress", [], None) == (found["status"], found["output"], found["usage"])
+        stream = await proxy.get(f"/v1/responses/{made['id']}?stream=true")
+        assert b"response.completed" in stream.body
+        found = (await proxy.get(f"/v1/responses/{made['id']}")).json
+        assert ("completed", 1) == (found["status"], len(found["output"]))
+
+
 async def test_a_long_conversation() -> None:
     """A conversation of twice as many turns takes twice as many calls, however it is given."""
     calls: Counter[str] = Counter()

@@ -421,7 +421,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
     _, record, live = await _found(request)
     if request.query.get("stream") != "true":
-        return json_response(record.response if live is None else msgspec.structs.replace(live.response, output=()))
+        return json_response(record.response if live is None or not record.running else live.shown)
     if not record.response.background:
         raise InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
     try:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from triton_openai.api.responses.reader import reference
 from triton_openai.api.responses.store import Store
-from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject
+from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponseStatus
 from triton_openai.api.sse import EventLog
 from triton_openai.errors import (
     ConversationBusy,
@@ -89,6 +89,14 @@ class Live(msgspec.Struct):
     response: ResponseObject
     log: EventLog
     task: asyncio.Task[None]
+
+    @property
+    def shown(self) -> ResponseObject:
+        """The response as clients see it: its output and its end once they are kept."""
+        response = self.response
+        status: ResponseStatus = "queued" if response.status == "queued" else "in_progress"
+        unknown = {"completed_at": None, "error": None, "incomplete_details": None, "output": (), "usage": None}
+        return msgspec.structs.replace(response, status=status, **unknown)
 
 
 class ResponseState:
