@@ -243,6 +243,8 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     names = None if strict else ignored
     if len(body) <= _LONGEST_INLINE:
         return read_within(body, kind, limits, names)
+    # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+    offload.decoder(kind)
     return await asyncio.to_thread(read_within, body, kind, limits, names)
 
 

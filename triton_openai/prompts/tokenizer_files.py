@@ -37,6 +37,9 @@ HUB_FILES = (
     "additional_chat_templates/*.jinja",
 )
 
+# Made at import: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+_VALUES = msgspec.json.Decoder(DefaultParameters).type
+
 # A name, and after @ a branch, a tag or a commit.
 _HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9_][\w.-]*)?)(?:@([A-Za-z0-9_][\w./-]*))?", re.ASCII)
 
@@ -209,7 +212,7 @@ def recommended_sampling(
     for key, name in _SAMPLING.items():
         value = config.get(key)
         try:
-            found |= msgspec.convert({name: value}, DefaultParameters).given()
+            found |= msgspec.convert({name: value}, _VALUES).given()
         except msgspec.ValidationError:
             notes.append(f"{key} in {origin} is not used: {value!r} is no valid {name}")
     return found, origin if found else None

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -13,9 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.conformance.fake_triton import FakeTriton, config_of
+from tests.proxy_fixture import serving
 from triton_openai.api.bodies import explain, parse_json
 from triton_openai.api.parameters import is_neutral
+from triton_openai.config import Settings, TritonSettings
 from triton_openai.errors import InvalidRequest
+from triton_openai.prompts import offload
 
 
 class Part(msgspec.Struct):
@@ -249,3 +254,24 @@ def test_unknown_names_that_are_no_text() -> None:
         parse_json(b'{"\xd5": 1}', Body, [])
 
     assert "invalid_json" == caught.value.code
+
+
+async def test_a_large_body_is_read_in_a_thread_with_a_decoder_made_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that make the decoders of one type at the same time can crash msgspec."""
+    made: set[threading.Thread] = set()
+    decoder = msgspec.json.Decoder
+
+    def make(*arguments: Any, **named: Any) -> msgspec.json.Decoder[Any]:
+        made.add(threading.current_thread())
+        return decoder(*arguments, **named)
+
+    async with (
+        FakeTriton(config_of("m")) as triton,
+        serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
+    ):
+        await proxy.ready()
+        offload.decoder.cache_clear()
+        monkeypatch.setattr(msgspec.json, "Decoder", make)
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"):
+            await proxy.post(path, {"model": "m", "metadata": "a" * 100_000})
+    assert {threading.main_thread()} == made

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -77,6 +76,12 @@ class Conversation(msgspec.Struct):
     until: float = 0.0
 
 
+# Made at import: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+_DECODERS: Mapping[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Record, Conversation)
+}
+
+
 def output_items(response: ResponseObject) -> list[Item]:
     """Return the output as items of an input."""
     items: list[Item] = msgspec.to_builtins(response.output)
@@ -124,8 +129,7 @@ class ResponseState:
         found = await self.store().get(key)
         if found is None:
             return None
-        decode = partial(msgspec.msgpack.decode, type=kind)
-        value = await offload.run(decode, found[0], size=len(found[0]), threshold=_LONGEST_INLINE)
+        value = await offload.run(_DECODERS[kind].decode, found[0], size=len(found[0]), threshold=_LONGEST_INLINE)
         return (value, found[1], len(found[0])) if value.owner == owner else None
 
     async def record(self, response_id: str, owner: str) -> tuple[Record, int]:
