@@ -157,6 +157,8 @@ class _Connection(asyncio.Protocol):
         """Send a token every *seconds*, as long as any are left."""
         if self in self._triton.streams:
             self.send()
+        # Not after the last one: the connection's next request has a timer of its own.
+        if self in self._triton.streams:
             asyncio.get_running_loop().call_later(seconds, self.send_each, seconds)
 
 

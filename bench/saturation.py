@@ -43,7 +43,7 @@ LOADS: Mapping[str, tuple[Plan, float, str]] = MappingProxyType(
         "embeddings": (Plan("short", EMBEDDINGS, 16, 1, form="embeddings"), 0.0, "requests/s"),
     }
 )
-#: About half of what one process does: streams that begin anew after 100 tokens.
+#: About half of what one process does: streams, not in step, that begin anew after 100 tokens.
 HALF = Plan("paced", PACED, 224, 100, ramp=2.0)
 
 
