@@ -41,11 +41,15 @@ def provider(tooled: Service, async_connection: httpx2.AsyncClient) -> OpenAIPro
     return OpenAIProvider(openai_client=client)
 
 
-@pytest.fixture(params=["ensemble", "vllm_model"])
+@pytest.fixture(
+    params=[(OpenAIChatModel, "ensemble"), (OpenAIChatModel, "vllm_model"), (OpenAIResponsesModel, "vllm_model")],
+    ids=lambda param: f"{param[0].__name__}-{param[1]}",
+)
 def model(request: pytest.FixtureRequest, provider: OpenAIProvider) -> Model:
     """A chat model over each API."""
-    kind = OpenAIChatModel if request.param == "ensemble" else OpenAIResponsesModel
-    return kind(request.param, provider=provider)
+    kind, name = request.param
+    made: Model = kind(name, provider=provider)
+    return made
 
 
 async def test_text(model: Model) -> None:
