@@ -237,6 +237,26 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
 
 
+def total_usage(usages: Sequence[Usage | None], *, n: int = 1) -> Usage | None:
+    """
+    Return the sum of *usages*, or ``None`` if one of them is not known.
+
+    A prompt counts once for its *n* answers.
+    """
+    if len(usages) == 1:
+        return usages[0]
+    known = [usage for usage in usages if usage is not None]
+    if len(known) < len(usages):
+        return None
+    prompts = known[::n]
+    cached = [usage.cached_tokens for usage in prompts if usage.cached_tokens is not None]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
+        completion_tokens=sum(usage.completion_tokens for usage in known),
+        cached_tokens=sum(cached) if len(cached) == len(prompts) else None,
+    )
+
+
 class Delta(msgspec.Struct, gc=False):
     """
     What one step of a stream adds. What the backend does not report on this step is ``None``.

@@ -25,7 +25,7 @@ from triton_openai.generation import Delta, FinishReason, Generation, Lora, Toke
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
-from triton_openai.telemetry.observation import UPSTREAM, InterTokenLatency
+from triton_openai.telemetry.observation import UPSTREAM
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.status import failed_midway, no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
@@ -101,7 +101,8 @@ class Progress:
         self.first: float | None = None
         self.now = 0.0
         self.ended: float | None = None
-        self._arrivals = array("d")
+        #: Those of the pieces, in seconds.
+        self.arrivals = array("d")
 
     def add(self, delta: Delta) -> None:
         """Count a step."""
@@ -110,7 +111,7 @@ class Progress:
         self.silent = not text
         if text:
             self.pieces.append(text)
-            self._arrivals.append(self.now)
+            self.arrivals.append(self.now)
         if delta.tokens is None:
             self.tokens = None
         elif self.tokens is not None:
@@ -136,11 +137,6 @@ class Progress:
     def text(self) -> str:
         """The backend's text."""
         return "".join(self.pieces)
-
-    @property
-    def inter_token_latency(self) -> InterTokenLatency:
-        """The histogram of the times between texts."""
-        return InterTokenLatency(self._arrivals)
 
     @property
     def usage_so_far(self) -> Usage | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from triton_openai.generation import Usage
+from triton_openai.generation import Usage, total_usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,24 +32,17 @@ class UsageObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage_of(usages: Sequence[Usage | None], *, n: int = 1, reasoning_tokens: int | None = None) -> UsageObject | None:
-    """
-    Return the sum of *usages*, or ``None`` if one of them is not known.
-
-    A prompt counts once for its *n* answers.
-    """
-    known = [usage for usage in usages if usage is not None]
-    if len(known) < len(usages):
+    """Return the sum of *usages*, or ``None`` if one is not known; see :func:`total_usage`."""
+    total = total_usage(usages, n=n)
+    if total is None:
         return None
-    prompts = known[::n]
-    prompt, completion = sum(each.prompt_tokens for each in prompts), sum(each.completion_tokens for each in known)
-    cached = [each.cached_tokens for each in prompts if each.cached_tokens is not None]
     return UsageObject(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
+        prompt_tokens=total.prompt_tokens,
+        completion_tokens=total.completion_tokens,
+        total_tokens=total.prompt_tokens + total.completion_tokens,
         prompt_tokens_details=msgspec.UNSET
-        if len(cached) < len(prompts)
-        else PromptTokensDetails(cached_tokens=sum(cached)),
+        if total.cached_tokens is None
+        else PromptTokensDetails(cached_tokens=total.cached_tokens),
         completion_tokens_details=msgspec.UNSET
         if reasoning_tokens is None
         else CompletionTokensDetails(reasoning_tokens=reasoning_tokens),

@@ -11,10 +11,11 @@ mode; the worker that answers a scrape adds them up.
 
 from __future__ import annotations
 
+import collections
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -28,13 +29,7 @@ from prometheus_client.values import MultiProcessValue, MutexValue
 
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
-from triton_openai.telemetry.observation import (
-    CLIENT_CLOSED_REQUEST,
-    LATENCY_BOUNDS,
-    InterTokenLatency,
-    Observation,
-    Observer,
-)
+from triton_openai.telemetry.observation import CLIENT_CLOSED_REQUEST, Observation, Observer
 
 #: How a request ended; alerts are built on it.
 Outcome: TypeAlias = Literal["answered", "invalid", "refused", "failed", "cancelled"]
@@ -46,6 +41,11 @@ PROVIDER = "triton"
 _DURATION = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+# The higher ones are those of vLLM's server.
+_INTER_TOKEN_LATENCY = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
 # The buckets of gen_ai.client.token.usage, up to the size of a context.
 _TOKENS = tuple(4.0**power for power in range(11))
 _QUEUE = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -108,7 +108,7 @@ PER_TOKEN = Instrument(
 INTER_TOKEN_LATENCY = Instrument(
     "triton_openai_time_between_tokens_seconds", _MODEL,
     "Time between arrivals of an answer's text from Triton; tokens that arrive together are one arrival.",
-    LATENCY_BOUNDS,
+    _INTER_TOKEN_LATENCY,
 )  # fmt: skip
 QUEUE = Instrument(
     "triton_openai_queue_seconds", _MODEL,
@@ -238,12 +238,14 @@ class HistogramSeries:
         self.values[bisect_left(self._bounds, amount)].inc(1)
         self.values[-1].inc(amount)
 
-    def add(self, latency: InterTokenLatency) -> None:
-        """Count every latency of an answer."""
-        if latency.counts:
-            for value, count in zip(self.values, (*latency.counts, latency.seconds), strict=True):
-                if count:
-                    value.inc(count)
+    def observe_intervals(self, times: Sequence[float]) -> None:
+        """Count an observation for each interval between *times*; equal times are one."""
+        intervals = (after - before for before, after in pairwise(times) if after != before)
+        counts = collections.Counter(bisect_left(self._bounds, interval) for interval in intervals)
+        for bucket, count in counts.items():
+            self.values[bucket].inc(count)
+        if counts:
+            self.values[-1].inc(times[-1] - times[0])
 
 
 class Metrics(Observer):
@@ -330,7 +332,7 @@ class Metrics(Observer):
         prompt_tokens = observation.input_tokens
         for number, answer in enumerate(observation.answers):
             if answer.steps > 1:
-                self.child(INTER_TOKEN_LATENCY, *model).add(answer.inter_token_latency)
+                self.child(INTER_TOKEN_LATENCY, *model).observe_intervals(answer.arrivals)
             if answer.finish_reason is not None:
                 self.child(FINISHED, *model, str(answer.finish_reason)).inc()
             usage = answer.usage_so_far

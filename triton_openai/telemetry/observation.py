@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from itertools import pairwise
 from secrets import token_hex
 from types import MappingProxyType, TracebackType
 from typing import Protocol, Self, TypeVar
@@ -23,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from triton_openai.errors import ServiceError, holds_key, printable
-from triton_openai.generation import FinishReason, Usage
+from triton_openai.generation import FinishReason, Usage, total_usage
 
 #: The stages in which a prompt is made.
 RENDER, TOKENIZE = "render prompt", "tokenize prompt"
@@ -32,35 +30,6 @@ CLIENT_CLOSED_REQUEST = 499
 # Clients choose the length of both.
 _MAX_METHOD_CHARS = 32
 _MAX_PATH_CHARS = 256
-#: Upper bounds of inter-token latencies, in seconds; the higher ones are those of vLLM's server.
-LATENCY_BOUNDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-)  # fmt: skip
-
-
-class InterTokenLatency:
-    """
-    The histogram of one answer's inter-token latencies.
-
-    ``counts`` has a number for each of :data:`LATENCY_BOUNDS`, and a last one for what is above all of them; it is
-    empty while there is no latency. ``seconds`` is the sum.
-    """
-
-    __slots__ = ("counts", "seconds")
-
-    def __init__(self, arrivals: Iterable[float] = ()) -> None:
-        """Count those between *arrivals* of text, in seconds; text that came at the same time is one arrival."""
-        self.counts: list[int] = []
-        self.seconds = 0.0
-        times = list(arrivals)
-        for before, after in pairwise(times):
-            if before != after:
-                if not self.counts:
-                    self.counts = [0] * (len(LATENCY_BOUNDS) + 1)
-                self.counts[bisect_left(LATENCY_BOUNDS, after - before)] += 1
-        if self.counts:
-            self.seconds = times[-1] - times[0]
 
 
 class Answer(Protocol):
@@ -79,8 +48,8 @@ class Answer(Protocol):
     cancelled: bool
 
     @property
-    def inter_token_latency(self) -> InterTokenLatency:
-        """The histogram of the times between two texts."""
+    def arrivals(self) -> Sequence[float]:
+        """When each piece of text came."""
 
     @property
     def usage_so_far(self) -> Usage | None:
@@ -139,20 +108,13 @@ _NO_HEADERS = Upstream(_NOTHING)
 UPSTREAM: ContextVar[Upstream] = ContextVar("upstream", default=_NO_HEADERS)
 
 
-def _none() -> None:
-    return None
-
-
-class Stage:
+class Stage(msgspec.Struct, eq=False):
     """A part of the work on a request: its *name*, its times, and whether it ended by an exception."""
 
-    __slots__ = ("began", "ended", "failed", "name")
-
-    def __init__(self, name: str, *, began: float | None = None) -> None:
-        self.name = name
-        self.began = time.monotonic() if began is None else began
-        self.ended: float | None = None
-        self.failed = False
+    name: str
+    began: float
+    ended: float | None = None
+    failed: bool = False
 
     def __enter__(self) -> None:
         self.began = time.monotonic()
@@ -205,7 +167,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     headers: Mapping[str, str] = _NOTHING
     response_id: str | None = None
     response_model: str | None = None
-    reasoning_tokens: Callable[[], int | None] = _none
+    reasoning_tokens: Callable[[], int | None] = lambda: None
     stages: list[Stage] = []
     answers: Sequence[Answer] = ()
     chat_template: str | None = None
@@ -227,7 +189,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
 
     def stage(self, name: str) -> Stage:
         """Return the context manager for a part of the work."""
-        stage = Stage(name)
+        stage = Stage(name, time.monotonic())
         self.stages.append(stage)
         return stage
 
@@ -259,19 +221,8 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     @property
     def usage(self) -> Usage | None:
         """The tokens of all answers, each prompt counted once; ``None`` where those of one answer are not known."""
-        prompt = completion = 0
-        cached: int | None = 0
-        for number, answer in enumerate(self.answers):
-            usage = answer.usage_so_far
-            if usage is None:
-                return None
-            completion += usage.completion_tokens
-            if number % self.n == 0:
-                prompt += usage.prompt_tokens
-                known = usage.cached_tokens
-                cached = None if cached is None or known is None else cached + known
         if self.answers:
-            return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+            return total_usage([answer.usage_so_far for answer in self.answers], n=self.n)
         return None if self.input_tokens is None else Usage(prompt_tokens=self.input_tokens, completion_tokens=0)
 
     @property

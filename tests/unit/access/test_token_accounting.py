@@ -8,7 +8,7 @@ from triton_openai.access.rate_limits import tokens_charged
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.prompts.tokenizer import tokens_in, tokens_in_pieces
-from triton_openai.telemetry.observation import InterTokenLatency, Observation
+from triton_openai.telemetry.observation import Observation
 
 _KNOWN = Usage(prompt_tokens=10, completion_tokens=5)
 _ESTIMATE = Usage(prompt_tokens=8, completion_tokens=4)
@@ -22,7 +22,7 @@ class FakeAnswer:
     usage: Usage | None = None
     usage_estimate = _ESTIMATE
     steps = 1
-    inter_token_latency = InterTokenLatency()
+    arrivals = ()
     cancelled = False
     text = ""
     error: ServiceError | None = None

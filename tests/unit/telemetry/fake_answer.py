@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from triton_openai.errors import ServiceError
 from triton_openai.generation import FinishReason, Usage
-from triton_openai.telemetry.observation import InterTokenLatency
 
 
 @dataclass
@@ -16,7 +16,7 @@ class FakeAnswer:
     sent: float | None = None
     first: float | None = None
     ended: float | None = None
-    inter_token_latency: InterTokenLatency = field(default_factory=InterTokenLatency)
+    arrivals: Sequence[float] = ()
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     partial: Usage | None = None

@@ -40,7 +40,7 @@ from triton_openai.telemetry.metrics import (
     outcome_of,
 )
 from triton_openai.telemetry.metrics import Histogram as OwnHistogram
-from triton_openai.telemetry.observation import LATENCY_BOUNDS, InterTokenLatency, Observation
+from triton_openai.telemetry.observation import Observation
 
 SERVED = {"model": "m", "adapter": "a"}
 
@@ -142,7 +142,11 @@ def test_no_time_between_tokens(metrics: Metrics) -> None:
 def test_latencies_are_observations(latencies: list[list[float]]) -> None:
     """The histograms of whole answers add up to what the library makes of single observations."""
     one_by_one = Histogram(
-        INTER_TOKEN_LATENCY.name, INTER_TOKEN_LATENCY.help, ("model", "adapter"), registry=None, buckets=LATENCY_BOUNDS
+        INTER_TOKEN_LATENCY.name,
+        INTER_TOKEN_LATENCY.help,
+        ("model", "adapter"),
+        registry=None,
+        buckets=INTER_TOKEN_LATENCY.buckets,
     )
     added = OwnHistogram(INTER_TOKEN_LATENCY, CollectorRegistry())
     for answer in latencies:
@@ -151,7 +155,7 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
         for latency in answer:
             arrivals.append(arrivals[-1] + latency)
             one_by_one.labels("m", "a").observe(arrivals[-1] - arrivals[-2])
-        added.labels("m", "a").add(InterTokenLatency(arrivals))
+        added.labels("m", "a").observe_intervals(arrivals)
 
     def values(histogram: Collector) -> list[tuple[str, dict[str, str], Any]]:
         (metric,) = histogram.collect()
@@ -163,9 +167,9 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
 def test_latencies_of_all_answers(metrics: Metrics) -> None:
     """Those of failed answers count too."""
     # Two tokens arrive together at 1.5.
-    latency = InterTokenLatency((1.0, 1.5, 1.5, 1.5625, 5.5625))
-    failed = FakeAnswer(inter_token_latency=latency, error=UpstreamError("x"))
-    observed(metrics, FakeAnswer(inter_token_latency=latency), failed, FakeAnswer(), n=3)
+    arrivals = (1.0, 1.5, 1.5, 1.5625, 5.5625)
+    failed = FakeAnswer(arrivals=arrivals, error=UpstreamError("x"))
+    observed(metrics, FakeAnswer(arrivals=arrivals), failed, FakeAnswer(), n=3)
     found = shown(metrics)
 
     name = "triton_openai_time_between_tokens_seconds"
@@ -275,12 +279,11 @@ def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A scrape has the counts of all workers, and the gauges of those that live; one that replaces another goes on."""
     monkeypatch.setattr("prometheus_client.values.ValueClass", MutexValue)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
-    latency = InterTokenLatency((1.0, 1.5, 4.5))
     running = Observation(request_id="r", method="POST", path="/")
     running.identify("chat", model="m", adapter="a")
     for index in (0, 1, 1):
         worker = Metrics(Worker(index=index, count=2, directory=tmp_path))
-        observed(worker, FakeAnswer(inter_token_latency=latency))
+        observed(worker, FakeAnswer(arrivals=(1.0, 1.5, 4.5)))
         worker.identified(running)
     found = Scrape(generate_latest(MultiProcessCollector(None, str(metrics_folder(tmp_path)))).decode())
 
