@@ -6,12 +6,14 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from time import monotonic
+from typing import TypeVar
 
 import msgspec
 
 from triton_openai.config import TritonSettings
 from triton_openai.errors import InvalidRequest
 
+_Limit = TypeVar("_Limit", float, float | None)
 # What remains for a request that has waited until its limit.
 _LEAST_SECONDS = 0.001
 
@@ -38,10 +40,9 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         """
         total = settings.stream_timeout if stream else settings.request_timeout
         return cls(
-            first_token=_shorter("x-first-token-timeout", headers, settings.first_token_timeout)
-            or settings.first_token_timeout,
-            idle=_shorter("x-idle-timeout", headers, settings.idle_timeout) or settings.idle_timeout,
-            total=_shorter("x-request-timeout", headers, total) or total,
+            first_token=_shorter("x-first-token-timeout", headers, settings.first_token_timeout),
+            idle=_shorter("x-idle-timeout", headers, settings.idle_timeout),
+            total=_shorter("x-request-timeout", headers, total),
         )
 
     @property
@@ -100,18 +101,18 @@ class Silence:
             self._late(self._allowed)
 
 
-def _shorter(header: str, headers: Mapping[str, str], allowed: float | None) -> float | None:
-    """Return the seconds in *header*, ``None`` without it. Raises :class:`InvalidRequest` for more than *allowed*."""
+def _shorter(header: str, headers: Mapping[str, str], allowed: _Limit) -> _Limit:
+    """Return the seconds in *header*, *allowed* without it. Raises :class:`InvalidRequest` for more than *allowed*."""
     given = headers.get(header)
     if given is None:
-        return None
+        return allowed
     try:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
         raise InvalidRequest(f"The header '{header}' must be a number of seconds greater than 0.", param=header)
-    if allowed is not None and seconds > allowed:
+    if seconds > (allowed or math.inf):
         raise InvalidRequest(
             f"The header '{header}' asks for {seconds:g} seconds; this service allows {allowed:g} at most.",
             param=header,

@@ -100,7 +100,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
 async def handle(request: web.Request) -> web.StreamResponse:
     """Create a chat completion."""
     context = await begin(request, ChatRequest, "chat")
-    return await context.admitted(lambda: context.answered(_answer), param="messages")
+    return await context.admitted(_answer, param="messages")
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -75,7 +75,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
         )
     inputs, cut = embeddings.inputs_of(body), truncation(body, side="right")
     job, result = await context.admitted(
-        lambda: classify(context.service, model, inputs, cut, timeout=context.limits.total), param="input"
+        lambda context: classify(context.service, context.model, inputs, cut, timeout=context.limits.total),
+        param="input",
     )
     observation.response_id = job.id
     tokens = observation.input_tokens = await embeddings.count_inputs(model, job.inputs, None)

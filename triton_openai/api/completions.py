@@ -50,7 +50,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 async def handle(request: web.Request) -> web.StreamResponse:
     """Complete one or several prompts; the choices are numbered prompt by prompt."""
     context = await begin(request, CompletionRequest, "text_completion")
-    return await context.admitted(lambda: context.answered(_answer), param="prompt")
+    return await context.admitted(_answer, param="prompt")
 
 
 async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamResponse:

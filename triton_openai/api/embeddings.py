@@ -126,7 +126,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     observation.response_id = job.id
     result = await context.admitted(
-        lambda: embed(context.service, model, job, timeout=context.limits.total), param="input"
+        lambda context: embed(context.service, context.model, job, timeout=context.limits.total), param="input"
     )
     tokens = observation.input_tokens = await count_inputs(model, inputs, result.prompt_tokens)
     as_text = body.encoding_format == "base64"
@@ -376,7 +376,7 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
             f"The query, once for each document, and the documents have more than {most} characters together.", param
         )
     score = _crossed if capabilities.score else _compared
-    result = await context.admitted(lambda: score(context, job_id, pairs), param=param)
+    result = await context.admitted(lambda context: score(context, job_id, pairs), param=param)
     if not all(map(math.isfinite, result.scores)):
         raise UpstreamError("The model sent a score that is not a number.")
     context.observation.input_tokens = result.prompt_tokens

@@ -85,7 +85,7 @@ async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service
     """
     service = service_of(request)
     body = await read_json(request, kind, strict=service.settings.api.strict_parameters)
-    model = await find_model(request, body.model)
+    model = await service.models.find(body.model, key_of(request).allows)
     body.model = model.name
     return service, body, model
 
@@ -106,41 +106,34 @@ class RequestContext(Generic[_Body]):
         """Return the context with another *body*."""
         return RequestContext(self.request, self.service, body, self.model, self.observation, self.limits)
 
-    async def admitted(self, work: Callable[[], Awaitable[_Answer]], *, param: str) -> _Answer:
+    async def admitted(self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]], *, param: str) -> _Answer:
         """
-        Wait for admission, and return what *work* returns, which counts as running. The wait counts towards the limits.
+        Wait for admission, and return what *answer* returns for this context, which counts as running.
 
-        *param* is the field to blame if the model refuses the input and names no field. Raises as
-        :meth:`Admission.enter`.
+        The wait counts towards the limits. A text-level model may be served by its token-level engine. If the engine
+        does not take the request, the text-level model gets it. *param* is the field to blame if the model refuses the
+        input and names no field. Raises as :meth:`Admission.enter`, and the engine's :class:`UnsupportedParameter` if
+        neither takes the request.
         """
-        admission, model = self.service.admission, self.model.owner
-        await admission.enter(model, self.observation, patience=self.limits.patience)
+        admission, owner = self.service.admission, self.model.owner
+        await admission.enter(owner, self.observation, patience=self.limits.patience)
         try:
             self.limits = self.limits.after(self.observation.queued_seconds)
-            return await work()
+            try:
+                return await answer(self)
+            except UnsupportedParameter as refusal:
+                if self.model.text_level is None:
+                    raise
+                try:
+                    model = self.model.on_text_level("its engine does not take the request")
+                    return await answer(replace(self, model=model))
+                except UnsupportedParameter:
+                    raise refusal from None
         except PromptRefused as error:
             error.param = error.param or param
             raise
         finally:
-            admission.leave(model)
-
-    async def answered(self, answer: Callable[[RequestContext[_Body]], Awaitable[_Answer]]) -> _Answer:
-        """
-        Return what *answer* returns for this context.
-
-        A text-level model may be served by its token-level engine. If the engine does not take the request, the
-        text-level model gets it. Raises the engine's :class:`UnsupportedParameter` if neither takes it.
-        """
-        try:
-            return await answer(self)
-        except UnsupportedParameter as refusal:
-            if self.model.text_level is None:
-                raise
-            try:
-                model = self.model.on_text_level("its engine does not take the request")
-                return await answer(replace(self, model=model))
-            except UnsupportedParameter:
-                raise refusal from None
+            admission.leave(owner)
 
 
 async def begin(request: web.Request, kind: type[_Body], operation: str) -> RequestContext[_Body]:

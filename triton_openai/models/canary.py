@@ -131,7 +131,7 @@ class Canary(Observer):
 
 def _answered(observation: Observation) -> bool:
     """Return whether the model sent something: a first token is enough."""
-    return observation.time_to_first_token is not None or (observation.error is None and not observation.client_left)
+    return (observation.error is None and not observation.client_left) or observation.time_to_first_token is not None
 
 
 def _left_without(observation: Observation) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 from aiohttp import web
 
@@ -116,7 +116,7 @@ class ModelDraining:
         self._draining = draining
         self._peers = peers
         self._claimed: set[str] = set()
-        self._running: dict[str, set[asyncio.Task[Any]]] = {}
+        self._running: dict[str, set[Any]] = {}
         # Set whenever the last request on some model has ended.
         self._ended = asyncio.Event()
         self._closed: set[str] = set()
@@ -133,14 +133,12 @@ class ModelDraining:
     def enter(self, model: str) -> None:
         """Count the current task's request on *model*. Raises :class:`ModelUnloading`."""
         self.check(model)
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.setdefault(model, set()).add(task)
+        self._running.setdefault(model, set()).add(asyncio.current_task())
 
     def leave(self, model: str) -> None:
         """Count it out."""
         tasks = self._running[model]
-        tasks.discard(cast(asyncio.Task[Any], asyncio.current_task()))
+        tasks.discard(asyncio.current_task())
         if not tasks:
             del self._running[model]
             self._ended.set()

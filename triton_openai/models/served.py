@@ -241,13 +241,15 @@ class Models:
         if version != self._seen:
             await self.catalog.renew()
             self._seen = version
-        name = self.wanted(name)
+        if name not in self.served:
+            name = self.wanted(name)
         if not allows(name):
             raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
         if name not in self.served or not self.catalog.snapshot.reachable:
             await self.catalog.refresh_on_miss()
-        if name in self.served:
-            return await self.settled(self.served[name])
+        model = self.served.get(name)
+        if model is not None:
+            return model if model.text_level is None else await self.settled(model)
         snapshot = self.catalog.snapshot
         if snapshot.error is not None:
             raise UpstreamUnavailable(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from triton_openai.config import ServerSettings
@@ -49,7 +49,7 @@ class Admission:
         self._observer = observer or Observer()
         # The models of the waiting requests, in the order in which those came.
         self._queue: OrderedDict[asyncio.Future[None], str] = OrderedDict()
-        self._running: Counter[str] = Counter()
+        self._running: dict[str, int] = {}
         self.replace(settings)
 
     def replace(self, settings: ServerSettings) -> None:
@@ -83,7 +83,7 @@ class Admission:
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
-        if self._running.total() < self._limit and self._has_room(model):
+        if sum(self._running.values()) < self._limit and self._has_room(model):
             # No request waits for this model: each one that ends admits those that have room.
             self._running[model] = self._running.get(model, 0) + 1
         else:
@@ -133,14 +133,14 @@ class Admission:
                 turn.set_exception(ModelUnloading(model))
 
     def _release(self, model: str) -> None:
-        self._running[model] -= 1
-        if not self._running[model]:
-            del self._running[model]
+        left = self._running.pop(model) - 1
+        if left:
+            self._running[model] = left
         self._admit()
 
     def _admit(self) -> None:
         """Admit waiting requests that have room, longest wait first."""
-        while self._running.total() < self._limit:
+        while self._queue and sum(self._running.values()) < self._limit:
             turn = next((one for one, model in self._queue.items() if self._has_room(model)), None)
             if turn is None:
                 return
@@ -148,9 +148,8 @@ class Admission:
             # One that has given up may not have left the queue yet.
             if not turn.done():
                 # Counted now and not when it wakes up, so that no other request takes the place.
-                self._running[model] += 1
+                self._running[model] = self._running.get(model, 0) + 1
                 turn.set_result(None)
 
     def _has_room(self, model: str) -> bool:
-        # Not by index, which would leave a zero behind for every model.
         return self._running.get(model, 0) < self._model_limit

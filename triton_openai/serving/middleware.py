@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -45,19 +44,23 @@ def add_middleware(app: web.Application, *, reports_load: bool) -> None:
         app.on_response_prepare.append(_report_load)
 
 
-@contextmanager
-def observed(app: web.Application, observation: Observation) -> Iterator[None]:
-    """Count the current task as a running request, of which *observation* tells, for the block."""
-    draining, observers = app[DRAINING], app[OBSERVERS]
-    task = draining.enter()
-    observers.started(observation)
-    try:
-        yield
-    finally:
-        draining.leave(task)
-        observation.ended = time.monotonic()
-        observers.ended(observation)
-        observation.release()
+class Observed:
+    """Counts the current task as a running request, of which *observation* tells, for the block."""
+
+    __slots__ = ("_draining", "_observation", "_observers", "_task")
+
+    def __init__(self, app: web.Application, observation: Observation) -> None:
+        self._draining, self._observers, self._observation = app[DRAINING], app[OBSERVERS], observation
+
+    def __enter__(self) -> None:
+        self._task = self._draining.enter()
+        self._observers.started(self._observation)
+
+    def __exit__(self, *_: object) -> None:
+        self._draining.leave(self._task)
+        self._observation.ended = time.monotonic()
+        self._observers.ended(self._observation)
+        self._observation.release()
 
 
 def _middleware(app: web.Application) -> Middleware:
@@ -68,7 +71,7 @@ def _middleware(app: web.Application) -> Middleware:
         observation = request[OBSERVATION] = Observation(
             request_id=request_id(request.headers), method=request.method, path=request.path, request=request
         )
-        with observed(app, observation):
+        with Observed(app, observation):
             # The task of a request, and with it the context, is its own.
             LOG_FIELDS.set(observation.log_fields)
             UPSTREAM.set(observation.upstream)

@@ -15,6 +15,7 @@ import collections
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -57,7 +58,7 @@ _MODEL = ("model", "adapter")
 _OPERATION = ("operation", "model", "adapter")
 
 
-class Instrument(msgspec.Struct, frozen=True):
+class Instrument(msgspec.Struct, frozen=True, eq=False):
     """A metric as Prometheus sees it; a counter's name is that of its samples, with ``_total``."""
 
     name: str
@@ -266,7 +267,8 @@ class Metrics(Observer):
         #: Not the library's global one: two services in one process must not count for each other.
         self.registry = CollectorRegistry()
         self._metrics = {one.name: self._made(one) for one in INSTRUMENTS}
-        self._series: dict[tuple[str, ...], Any] = {}
+        #: Returns the series of an instrument with these values of its labels. The library's own look-up is slower.
+        self.child = cache(self._child)
         if replaces:
             self.child(WORKERS_REPLACED).inc()
 
@@ -278,14 +280,9 @@ class Metrics(Observer):
             return Gauge(one.name, one.help, one.labels, registry=self.registry, multiprocess_mode="livesum")
         return Histogram(one, self.registry)
 
-    def child(self, instrument: Instrument, *labels: str) -> Any:
-        """Return the series of *instrument* with these values of its labels. The library's own look-up is slower."""
-        key = (instrument.name, *labels)
-        found = self._series.get(key)
-        if found is None:
-            metric = self._metrics[instrument.name]
-            found = self._series[key] = metric.labels(*labels) if labels or instrument.buckets else metric
-        return found
+    def _child(self, instrument: Instrument, *labels: str) -> Any:
+        metric = self._metrics[instrument.name]
+        return metric.labels(*labels) if labels or instrument.buckets else metric
 
     def add_gauges(self, model: str, adapter: str, *, alias: bool = False) -> None:
         """Create the gauges of a served name, with 0: an autoscaler must find them before the first request."""

@@ -257,7 +257,7 @@ class Observers(Observer):
         for event in ("started", "identified", "ended"):
             inherited = getattr(Observer, event)
             own = [getattr(one, event) for one in observers if getattr(type(one), event) is not inherited]
-            setattr(self, event, partial(_call, own))
+            setattr(self, event, own[0] if len(own) == 1 else partial(_call, own))
 
 
 def _call(observe: Sequence[Callable[[Observation], None]], observation: Observation) -> None:

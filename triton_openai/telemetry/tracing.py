@@ -59,12 +59,11 @@ _propagator = TraceContextTextMapPropagator()
 
 def trace_context(observation: Observation) -> Context:
     """Return the trace context in a request's headers; an empty one if there is none, or an invalid one."""
-    if observation.request is None:
+    if observation.request is None or "traceparent" not in (headers := observation.request.headers):
         return Context()
-    headers = observation.request.headers
     # Several headers of one name count as one with a list (RFC 9110, section 5.3).
     found = {name: ",".join(headers.getall(name)) for name in _propagator.fields if name in headers}
-    return _propagator.extract(found, Context()) if found else Context()
+    return _propagator.extract(found, Context())
 
 
 class Tracing(Observer):

@@ -46,7 +46,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         return await _answer(context, asked=body.max_tokens, omits_thinking=omits)
 
     try:
-        return await chat.admitted(lambda: chat.answered(answer), param="messages")
+        return await chat.admitted(answer, param="messages")
     except InvalidRequest as error:
         reading.blame(error)
         raise

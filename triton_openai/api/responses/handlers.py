@@ -57,7 +57,7 @@ from triton_openai.errors import (
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
 from triton_openai.prompts.messages import DeveloperMessage, SystemMessage, UserMessage
-from triton_openai.serving.middleware import observed
+from triton_openai.serving.middleware import Observed
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import OBSERVERS
 
@@ -244,9 +244,7 @@ async def _reading(context: RequestContext[ResponsesRequest], job: Job) -> Async
 async def _generate(context: RequestContext[ResponsesRequest], job: Job, reading: Reading) -> web.StreamResponse:
     turned = _turned(context, reading)
     try:
-        return await turned.admitted(
-            lambda: turned.answered(partial(_answer, job=job, reading=reading)), param="messages"
-        )
+        return await turned.admitted(partial(_answer, job=job, reading=reading), param="messages")
     except ServiceError as error:
         reading.blame(error)
         raise
@@ -314,14 +312,14 @@ async def _in_background(
         await collect(turn.runs, timeout=turned.limits.total, push=push)
         log.add(rendering.last(0))
 
-    with observed(app, observation):
+    with Observed(app, observation):
         app[OBSERVERS].identified(observation)
         try:
             try:
                 async with _reading(context, job) as reading:
                     turned = _turned(context, reading)
                     async with every(RENEW_SECONDS, job.renew):
-                        await turned.admitted(lambda: turned.answered(answer), param="messages")
+                        await turned.admitted(answer, param="messages")
                     if events is not None:
                         log.add(await events.ended(None))
             except asyncio.CancelledError:
