@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -71,8 +72,7 @@ class ConnectionSettings:
             raise ConfigurationError("--triton-key needs --triton-certificate.")
         self._fixed = tuple(_parse(text, place) for place, text in enumerate(access.headers, 1))
         self._token: FromFiles[tuple[Header, ...]] | None = None
-        path = access.token_file
-        if path is not None:
+        if (path := access.token_file) is not None:
             if any(name == "authorization" for name, _ in self._fixed):
                 raise ConfigurationError("Use either --triton-token-file or --triton-header Authorization, not both.")
             self._token = FromFiles(
@@ -80,11 +80,6 @@ class ConnectionSettings:
                 (path,),
                 what="the token for Triton",
             )
-
-    @property
-    def server_name(self) -> str | None:
-        """The name that Triton's certificate must have, if it differs from the address."""
-        return self.access.server_name
 
     def headers(self) -> tuple[Header, ...]:
         """
@@ -94,44 +89,40 @@ class ConnectionSettings:
         """
         return self._token.current() if self._token is not None else self._fixed
 
+    @property
+    def _tls_files(self) -> tuple[Path | None, ...]:
+        return self.access.ca, self.access.certificate, self.access.key
+
+    def _read_context(self, protocols: Sequence[str] = ()) -> ssl.SSLContext:
+        access, context = self.access, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if access.ca is not None:
+            load_authorities(context, access.ca, "--triton-ca")
+        else:
+            context.load_default_certs()
+        if access.certificate is not None:
+            load_identity(context, access.certificate, access.key, prefix="--triton")
+        if protocols:
+            context.set_alpn_protocols(protocols)
+        return context
+
     def ssl_context(self, *protocols: str) -> ReloadingContext:
         """Return a context for connections that speak *protocols* (ALPN). Raises :class:`ConfigurationError`."""
-        access = self.access
-
-        def read() -> ssl.SSLContext:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
-            if access.ca is not None:
-                load_authorities(context, access.ca, "--triton-ca")
-            else:
-                context.load_default_certs()
-            if access.certificate is not None:
-                load_identity(context, access.certificate, access.key, prefix="--triton")
-            if protocols:
-                context.set_alpn_protocols(protocols)
-            return context
-
-        paths = (access.ca, access.certificate, access.key)
-        return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, paths, what="certificates for Triton")
+        read, what = partial(self._read_context, protocols), "certificates for Triton"
+        return ReloadingContext.of(ssl.PROTOCOL_TLS_CLIENT, read, self._tls_files, what=what)
 
     def grpc_files(self) -> FromFiles[GrpcFiles]:
         """Return the files for channels of ``grpcs://``. Raises :class:`ConfigurationError`."""
-        access = self.access
 
         def read() -> GrpcFiles:
-            roots = certificate = key = None
             # gRPC would report wrong files only as a failed connection.
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            if access.ca is not None:
-                load_authorities(context, access.ca, "--triton-ca")
-                roots = read_file(access.ca, "--triton-ca")
-            if access.certificate is not None:
-                certificate = read_file(access.certificate, "--triton-certificate")
-                key = certificate if access.key is None else read_file(access.key, "--triton-key")
-                load_identity(context, access.certificate, access.key, prefix="--triton")
-            return GrpcFiles(roots, certificate, key)
+            self._read_context()
+            names = ("--triton-ca", "--triton-certificate", "--triton-key")
+            files = zip(self._tls_files, names, strict=True)
+            roots, certificate, key = (None if path is None else read_file(path, name) for path, name in files)
+            return GrpcFiles(roots, certificate, key or certificate)
 
-        return FromFiles(read, (access.ca, access.certificate, access.key), what="certificates for Triton over gRPC")
+        return FromFiles(read, self._tls_files, what="certificates for Triton over gRPC")
 
     def check(self, urls: Sequence[str]) -> None:
         """Warn if the token is sent to one of *urls* without encryption."""
@@ -166,20 +157,9 @@ def _token(path: Path) -> str:
     return token
 
 
-# TCP keepalive: idle time, interval and number of probes.
-_IDLE_SECONDS = 15
-_INTERVAL_SECONDS = 5
-_PROBES = 3
-# Sent data has to be acknowledged within the same time.
-_UNACKNOWLEDGED_MS = (_IDLE_SECONDS + _PROBES * _INTERVAL_SECONDS) * 1000
-
-# Some systems lack some of them.
-_TCP_OPTIONS = {
-    "TCP_KEEPIDLE": _IDLE_SECONDS,
-    "TCP_KEEPINTVL": _INTERVAL_SECONDS,
-    "TCP_KEEPCNT": _PROBES,
-    "TCP_USER_TIMEOUT": _UNACKNOWLEDGED_MS,
-}
+# Half a minute: 15 seconds of silence and 3 probes, 5 seconds apart; and the same time until sent data has to be
+# acknowledged. Some systems lack some of them.
+_TCP_OPTIONS = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 
 def detect_dead_peer(transport: asyncio.BaseTransport) -> None:
@@ -192,6 +172,5 @@ def detect_dead_peer(transport: asyncio.BaseTransport) -> None:
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():
-            option = getattr(socket, name, None)
-            if option is not None:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -31,7 +31,7 @@ from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles, Header
 from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel
-from triton_openai.triton.status import Failure, classify, cut_off, no_answer, unreachable
+from triton_openai.triton.status import classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
     InferRequest,
@@ -59,8 +59,6 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 _STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
-# Contents from this size on are worth a thread.
-_LARGE = 1 << 20
 _PIECE = 1 << 20
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
@@ -85,34 +83,24 @@ def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
     return message
 
 
-def is_large(request: InferRequest) -> bool:
-    """Return whether *request* carries contents that should not be copied on the event loop."""
-    return request.size >= _LARGE
-
-
-async def serialized(message: Any, request: InferRequest) -> bytes:
-    """Return *message*, a ``ModelInferRequest`` of *request* without its contents, as bytes with them."""
-    head = message.SerializeToString()
-    return await asyncio.to_thread(lambda: _serialized(head, [each.raw() for each in request.inputs]))
+def encode_large(request: InferRequest) -> bytes:
+    """Return the same message as bytes. Runs in a thread: contents are copied in pieces, between which others run."""
+    # The bytes of a message may be followed by further elements of its repeated fields: a tag (the field's number, and
+    # 2 for "with a length"), the length, and the contents.
+    field = service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+    buffer = io.BytesIO()
+    buffer.write(encode_request(request, contents=False).SerializeToString())
+    for tensor in request.inputs:
+        view = memoryview(tensor.raw())
+        buffer.write(_varint(field << 3 | 2) + _varint(len(view)))
+        for start in range(0, len(view), _PIECE):
+            buffer.write(view[start : start + _PIECE])
+    return buffer.getvalue()
 
 
 def serialize(message: Any) -> bytes:
     """Return *message* serialized; bytes stay as they are."""
     return message if isinstance(message, bytes) else bytes(message.SerializeToString())
-
-
-def _serialized(head: bytes, contents: list[bytes]) -> bytes:
-    # The bytes of a message may be followed by further elements of its repeated fields: a tag (the field's number, and
-    # 2 for "with a length"), the length, and the contents.
-    field = service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
-    buffer = io.BytesIO()
-    buffer.write(head)
-    for content in contents:
-        buffer.write(_varint(field << 3 | 2) + _varint(len(content)))
-        view = memoryview(content)
-        for start in range(0, len(view), _PIECE):
-            buffer.write(view[start : start + _PIECE])
-    return buffer.getvalue()
 
 
 def _varint(value: int) -> bytes:
@@ -127,9 +115,7 @@ def _varint(value: int) -> bytes:
 
 async def message_of(request: InferRequest) -> Any:
     """Return the message of *request*, or its bytes if it is large: both can be sent."""
-    if is_large(request):
-        return await serialized(encode_request(request, contents=False), request)
-    return encode_request(request)
+    return await asyncio.to_thread(encode_large, request) if request.large else encode_request(request)
 
 
 def decode_response(message: Any) -> BinaryResponse:
@@ -187,14 +173,7 @@ def translate(code: str, details: str, model: str) -> ServiceError:
             return unreachable(details)
         if "Socket closed" in details or "reset by peer" in details or "GOAWAY" in details:
             return cut_off()
-    return classify(Failure(details, model, code))
-
-
-def _status(error: grpc.RpcError) -> tuple[str, str]:
-    """Return the code and the details of a call of grpc.aio that failed."""
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.code().name, error.details() or ""
-    return "UNKNOWN", str(error)
+    return classify(details, model, code)
 
 
 class GrpcStream(Call):
@@ -213,14 +192,14 @@ class GrpcStream(Call):
         self._cancellable = request.cancellable
         self._distrust = distrust
         self._encoding: asyncio.Task[None] | None = None
-        if is_large(request):
+        if request.large:
             self._encoding = asyncio.create_task(self._start_large(channel, request))
         else:
             channel.start(self, encode_request(request).SerializeToString())
 
     async def _start_large(self, channel: Channel, request: InferRequest) -> None:
         try:
-            message = await message_of(request)
+            message = await asyncio.to_thread(encode_large, request)
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:
@@ -243,7 +222,7 @@ class GrpcStream(Call):
                 error = UpstreamError("Triton sent an answer that cannot be read.", detail=f"{len(data)} bytes")
                 break
             if message.error_message:
-                error = classify(Failure(message.error_message, self._model))
+                error = classify(message.error_message, self._model)
                 break
             if outputs:
                 contents = zip(described, message.infer_response.raw_output_contents, strict=False)
@@ -320,17 +299,13 @@ class GrpcChannel:
             task = asyncio.get_running_loop().create_task(self._channel.close(_OLD_CHANNEL_SECONDS))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
-        options = (
-            *_OPTIONS,
-            # The timeout of an attempt to connect, despite its name.
-            ("grpc.min_reconnect_backoff_ms", int(self.settings.connect_timeout * 1000)),
-        )
+        # The timeout of an attempt to connect, despite its name.
+        options = [*_OPTIONS, ("grpc.min_reconnect_backoff_ms", int(self.settings.connect_timeout * 1000))]
         self._used = files
         if files is None:
             return grpc.aio.insecure_channel(self._target, options=options)
-        name = self.settings.server_name
-        if name is not None:
-            options = (*options, ("grpc.ssl_target_name_override", name))
+        if self.settings.access.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.settings.access.server_name))
         credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
         return grpc.aio.secure_channel(self._target, credentials, options=options)
 
@@ -363,8 +338,8 @@ class GrpcioStream:
     async def _run(self, request: InferRequest) -> None:
         try:
             await self._call(request)
-        except grpc.RpcError as error:
-            self._end(translate(*_status(error), self._model))
+        except grpc.aio.AioRpcError as error:
+            self._end(translate(error.code().name, error.details() or "", self._model))
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:
@@ -384,14 +359,14 @@ class GrpcioStream:
             while (message := await call.read()) is not grpc.aio.EOF:
                 await self._resumed.wait()
                 if message.error_message:
-                    self._end(classify(Failure(message.error_message, self._model)))
+                    self._end(classify(message.error_message, self._model))
                     if self._cancellable:
                         return
                 elif message.infer_response.outputs and self._receiver is not None:
                     self._receiver.receive((decode_response(message.infer_response),))
             code = await call.code()
             if code is not grpc.StatusCode.OK:
-                raise classify(Failure(await call.details() or "", self._model, code.name))
+                raise classify(await call.details() or "", self._model, code.name)
         finally:
             call.cancel()
 
@@ -464,10 +439,10 @@ class GrpcClient:
             if loop.time() - began >= self._settings.connect_timeout:
                 self._distrust()
             raise
-        except grpc.RpcError as error:
+        except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._distrust()
-            raise translate(*_status(error), model) from error
+            raise translate(error.code().name, error.details() or "", model) from error
 
     async def live(self) -> bool:
         await self._unary("ServerLive", service_pb2.ServerLiveRequest())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -20,7 +19,7 @@ from triton_openai.errors import UpstreamError, UpstreamTimeout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
 from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream, error_text
-from triton_openai.triton.status import Failure, classify, no_answer
+from triton_openai.triton.status import classify, no_answer
 from triton_openai.triton.tensors import (
     BinaryResponse,
     InferRequest,
@@ -31,27 +30,24 @@ from triton_openai.triton.tensors import (
 )
 
 _Decoded = TypeVar("_Decoded")
-_LARGE_BODY = 1 << 20
-_STREAM_HEADERS = "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
-_HEADER_LENGTH = "Inference-Header-Content-Length"
 _index_decoder = msgspec.json.Decoder(list[IndexEntry])
 _json_decoder = msgspec.json.Decoder(Any)
 _server_decoder = msgspec.json.Decoder(ServerInfo)
 
 
-class _OutputParameters(msgspec.Struct, frozen=True):
+class _TensorParameters(msgspec.Struct, frozen=True):
     binary_data_size: int = 0
 
 
-class _Output(msgspec.Struct, frozen=True):
+class _Tensor(msgspec.Struct, frozen=True):
     name: str
     datatype: str
     shape: tuple[int, ...]
-    parameters: _OutputParameters = _OutputParameters()
+    parameters: _TensorParameters = _TensorParameters()
 
 
 class _InferHeader(msgspec.Struct, frozen=True):
-    outputs: list[_Output] = []
+    outputs: list[_Tensor] = []
 
 
 _header_decoder = msgspec.json.Decoder(_InferHeader)
@@ -78,19 +74,11 @@ def generate_body(request: InferRequest) -> bytes:
 
 def infer_body(request: InferRequest) -> tuple[bytes, int]:
     """Return the body of an infer call with binary tensors, and the length of its JSON part."""
-    inputs = []
-    contents = []
-    for tensor in request.inputs:
-        raw = tensor.raw()
-        contents.append(raw)
-        inputs.append(
-            {
-                "name": tensor.name,
-                "shape": tensor.shape,
-                "datatype": tensor.datatype,
-                "parameters": {"binary_data_size": len(raw)},
-            }
-        )
+    contents = [tensor.raw() for tensor in request.inputs]
+    inputs = [
+        _Tensor(tensor.name, tensor.datatype, tensor.shape, _TensorParameters(len(raw)))
+        for tensor, raw in zip(request.inputs, contents, strict=True)
+    ]
     header: dict[str, Any] = {"id": request.id, "inputs": inputs}
     parameters: dict[str, Any] = {"priority": request.priority} if request.priority else {}
     if request.outputs:
@@ -141,7 +129,7 @@ class HttpClient:
             host,
             port,
             ssl_context=settings.ssl_context() if tls else None,
-            server_name=settings.server_name if tls else None,
+            server_name=settings.access.server_name if tls else None,
             connect_timeout=settings.connect_timeout,
         )
         # The headers of the settings, and their lines in a request, rebuilt when they change.
@@ -163,7 +151,7 @@ class HttpClient:
                 self._pool.distrust()
             raise
         if answer.status >= 300:
-            raise classify(Failure(error_text(b"".join(answer.parts)), model, str(answer.status)))
+            raise classify(error_text(b"".join(answer.parts)), model, str(answer.status))
         return answer
 
     async def live(self) -> bool:
@@ -197,46 +185,42 @@ class HttpClient:
         def message() -> bytes:
             body, json_length = infer_body(request)
             path = f"/v2/models/{quote(request.model, safe='')}/infer"
-            fixed = f"{_HEADER_LENGTH}: {json_length}\r\nContent-Type: application/octet-stream\r\n"
+            fixed = f"Inference-Header-Content-Length: {json_length}\r\nContent-Type: application/octet-stream\r\n"
             return self._request("POST", path, body, request.headers, fixed)
 
-        large = request.size > _LARGE_BODY
-        made = await asyncio.to_thread(message) if large else message()
+        made = await asyncio.to_thread(message) if request.large else message()
         answer = await self._call(made, model=request.model, limited=False)
         content, length = b"".join(answer.parts), answer.json_length
         return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:
         """Send a ``generate_stream`` call."""
-        path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
-        message = partial(self._request, "POST", path, request, request.headers, _STREAM_HEADERS)
-        large = request.size > _LARGE_BODY
-        return HttpStream(self._pool, request, receiver, message=message, large=large)
+
+        def message() -> bytes:
+            path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
+            fixed = "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
+            return self._request("POST", path, generate_body(request), request.headers, fixed)
+
+        return HttpStream(self._pool, request, receiver, message=message)
 
     def _request(
         self,
         method: str,
         path: str,
-        body: bytes | InferRequest = b"",
+        body: bytes = b"",
         headers: Mapping[str, str] = MappingProxyType({}),
         fixed: str = "",
     ) -> bytes:
-        """Return the bytes of a request with *fixed* header lines; an ``InferRequest`` becomes a generate body."""
-        if isinstance(body, InferRequest):
-            body = generate_body(body)
+        """Return the bytes of a request with *fixed* header lines, the settings' and its own *headers*."""
+        settings = self._settings.headers()
+        if settings is not self._headers:
+            self._headers, self._header_lines = settings, "".join(f"{name}: {value}\r\n" for name, value in settings)
         further = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         head = (
-            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}{self._lines()}{further}"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\n{fixed}"
+            f"{self._header_lines}{further}Content-Length: {len(body)}\r\n\r\n"
         ).encode("ascii")
         return b"".join((head, body))
-
-    def _lines(self) -> str:
-        headers = self._settings.headers()
-        if headers is not self._headers:
-            self._headers = headers
-            self._header_lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-        return self._header_lines
 
     async def close(self) -> None:
         """Close the idle connections; those in use close when their calls end."""

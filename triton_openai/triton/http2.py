@@ -635,7 +635,7 @@ class Channel:
     async def _greet(self, connection: Connection) -> None:
         """Connect, and wait for the server's settings: accepting a connection alone proves nothing."""
         transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: connection, *self._address, ssl=self._context, server_hostname=self._settings.server_name
+            lambda: connection, *self._address, ssl=self._context, server_hostname=self._settings.access.server_name
         )
         detect_dead_peer(transport)
         encrypted = transport.get_extra_info("ssl_object")

@@ -28,7 +28,7 @@ from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.connection import detect_dead_peer
-from triton_openai.triton.status import Failure, classify, cut_off, unreachable
+from triton_openai.triton.status import classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
 
 # The most that is read of an error that does not come from Triton.
@@ -118,7 +118,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
-        self._transport: asyncio.Transport | None = None
+        # Set before anything else is called.
+        self._transport: asyncio.Transport
         # From the first request until the connection is lost: it holds this object's methods, a cycle.
         self._parser: httptools.HttpResponseParser | None = None
         self._parse: Callable[[bytes], None] | None = None
@@ -177,7 +178,8 @@ class Connection(asyncio.Protocol):
             stream.json_length = value
 
     def on_headers_complete(self) -> None:
-        if self._stream is not None and self._parser is not None:
+        if self._stream is not None:
+            assert self._parser is not None
             self._stream.status = self._parser.get_status_code()
             # Under an error status the body is read as a whole.
             self._stream.events &= self._stream.status < 400
@@ -192,11 +194,10 @@ class Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether a request can be sent on it."""
-        return self._transport is not None and not self._transport.is_closing()
+        return not self._transport.is_closing()
 
     def send(self, message: bytes, stream: HttpStream | HttpCall) -> None:
         """Send a whole request; *stream* gets its answer."""
-        assert self._transport is not None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
             self._parse = self._parser.feed_data
@@ -207,12 +208,12 @@ class Connection(asyncio.Protocol):
 
     def pause(self) -> None:
         """Read nothing more."""
-        if self._transport is not None and self.usable:
+        if self.usable:
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Continue to read."""
-        if self._transport is not None and self.usable:
+        if self.usable:
             self._transport.resume_reading()
 
     def release(self) -> None:
@@ -227,8 +228,7 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         """Close it; Triton takes this as the cancellation of a request in flight."""
         self._stream = None
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def _lose(self, error: Exception | None) -> None:
         stream, self._stream = self._stream, None
@@ -362,18 +362,12 @@ class HttpStream:
     """
     One ``generate_stream`` call. See :class:`triton_openai.triton.client.ResponseStream`.
 
-    *message* returns its bytes, and runs in a thread if they are *large*. An event without any of the requested outputs
-    is not an answer; if the request names no outputs, every event is one.
+    *message* returns its bytes, and runs in a thread if the request is large. An event without any of the requested
+    outputs is not an answer; if the request names no outputs, every event is one.
     """
 
     def __init__(
-        self,
-        pool: ConnectionPool,
-        request: InferRequest,
-        receiver: Receiver,
-        *,
-        message: Callable[[], bytes],
-        large: bool = False,
+        self, pool: ConnectionPool, request: InferRequest, receiver: Receiver, *, message: Callable[[], bytes]
     ) -> None:
         self._pool = pool
         self._model = request.model
@@ -391,7 +385,7 @@ class HttpStream:
         self.json_length = b""
         self._parts: list[bytes] = []
         self._size = 0
-        if not large:
+        if not request.large:
             self._message = message()
             connection = pool.idle()
             if connection is not None:
@@ -478,7 +472,7 @@ class HttpStream:
         values = decode_leniently(text)
         error = values.get("error")
         if error is not None and "model_name" not in values:
-            raise classify(Failure(str(error), self._model))
+            raise classify(str(error), self._model)
         if not values or (self._outputs and self._outputs.isdisjoint(values)):
             return None
         return JsonResponse(values)
@@ -498,8 +492,7 @@ class HttpStream:
             self._end(error)
 
     def _refuse(self) -> None:
-        text = error_text(b"".join(self._parts))
-        self._end(classify(Failure(text, self._model, str(self.status))))
+        self._end(classify(error_text(b"".join(self._parts)), self._model, str(self.status)))
 
     def _end(self, error: Exception | None, *, whole: bool = False) -> None:
         receiver = self._receiver

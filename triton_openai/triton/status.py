@@ -47,14 +47,6 @@ _LONGEST_TEXT = 4000
 _MAX_REASON = 500
 
 
-class Failure(msgspec.Struct, frozen=True):
-    """A failure as a transport saw it: its *text*, the *model* asked, and the transport's *status* name, if any."""
-
-    text: str
-    model: str
-    status: str = ""
-
-
 def public_reason(text: str) -> str | None:
     """
     Return *text* as it may be shown to a client, on one line of at most 500 characters.
@@ -190,39 +182,40 @@ RULES = (
     ),
 )  # fmt: skip
 
-_UNAVAILABLE = _rule(UpstreamUnavailable, "Triton is not available at the moment.", retry_after=2)
-_UNSUPPORTED = _rule(NotImplementedUpstream, "Triton does not support this.")
 _BY_STATUS = {
-    "UNAVAILABLE": _UNAVAILABLE,
-    "503": _UNAVAILABLE,
-    "UNIMPLEMENTED": _UNSUPPORTED,
-    "501": _UNSUPPORTED,
+    **dict.fromkeys(
+        ("UNAVAILABLE", "503"),
+        _rule(UpstreamUnavailable, "Triton is not available at the moment.", retry_after=2),
+    ),
+    **dict.fromkeys(("UNIMPLEMENTED", "501"), _rule(NotImplementedUpstream, "Triton does not support this.")),
     "DEADLINE_EXCEEDED": _rule(UpstreamTimeout, "Triton did not answer in time."),
     "CANCELLED": _rule(UpstreamError, "Triton cancelled the request."),
     "RESOURCE_EXHAUSTED": _rule(UpstreamError, "A message was too large for Triton or for this service."),
 }
 
 
-def classify(failure: Failure) -> ServiceError:
-    """Return the error for *failure*; a text that no rule knows is the upstream's fault (502)."""
-    text = failure.text
-    found = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
-    rule, match = next(found, (None, None))
-    if rule is not None and match is not None:
+def classify(text: str, model: str, status: str = "") -> ServiceError:
+    """
+    Return the error for the *text* of a failure of *model*, and the transport's *status* name, if there is one.
+
+    A text that no rule knows is the upstream's fault (502).
+    """
+    matches = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
+    if found := next(matches, None):
+        rule, match = found
         groups = match.groupdict()
         said = public_reason(groups.pop("reason", match[0]) or "")
         message = rule.unsaid if said is None and "{said}" in rule.message else rule.message
         if message is not None:
-            message = message.format(model=failure.model, said=said, **groups)
+            message = message.format(model=model, said=said, **groups)
         return rule.error(message, detail=text, **rule.options)
-    by_status = _BY_STATUS.get(failure.status)
+    by_status = _BY_STATUS.get(status)
     if by_status is not None:
         return by_status.error(by_status.message, detail=text, **by_status.options)
     # A text that no rule knows is shown to clients only if nothing has to be removed from it.
-    _, wrapped, inner = text.partition(_WRAPPING)
-    text = inner if wrapped else text
-    private = "\n" in text.strip() or _STACK.search(text) or _PRIVATE.search(text)
-    return model_failed(None if private else public_reason(text), detail=failure.text)
+    said = text.rpartition(_WRAPPING)[2]
+    private = "\n" in said.strip() or _STACK.search(said) or _PRIVATE.search(said)
+    return model_failed(None if private else public_reason(said), detail=text)
 
 
 def model_failed(said: str | None, *, detail: str | None) -> UpstreamError:

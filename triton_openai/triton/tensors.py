@@ -20,15 +20,16 @@ from triton_openai.errors import UpstreamError
 
 # Rows in a request to a model that takes any number of them.
 _FREE_BATCH = 64
+# From this number of values on, a request is encoded in a thread.
+_LARGE = 1 << 20
 # numpy is not needed for this: arrays of these item codes have exactly the protocol's sizes on every platform we serve.
 _ARRAY_CODES = {
     "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q",
     "FP32": "f", "FP64": "d",
 }  # fmt: skip
-_BITS = (8, 16, 32, 64)
 INTEGER_RANGES: Mapping[str, tuple[int, int]] = {
-    **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in _BITS},
-    **{f"UINT{bits}": (0, 2**bits - 1) for bits in _BITS},
+    **{f"INT{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
 }
 _LENGTH = struct.Struct("<I")
 
@@ -110,16 +111,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def wire_shape(self, spec: TensorSpec, count: int) -> tuple[int, ...]:
         """
-        Return the shape of *count* elements of *spec* for one request row: dynamic dims take the count, fixed ones
-        stay.
+        Return the shape of *count* elements of *spec* for one request row, with a leading 1 for a batching model.
 
-        A batching model gets a leading 1. The innermost dynamic dim takes all elements, which is also what the generate
-        extension infers.
+        The innermost dynamic dim takes all elements, which is also what the generate extension infers.
         """
-        dims = list(spec.dims)
-        dynamic = [i for i, dim in enumerate(dims) if dim < 0]
-        for i in dynamic:
-            dims[i] = 1
+        dims = [1 if dim < 0 else dim for dim in spec.dims]
+        dynamic = [i for i, dim in enumerate(spec.dims) if dim < 0]
         if dynamic:
             dims[dynamic[-1]] = count
         return (1, *dims) if self.batching else tuple(dims)
@@ -138,9 +135,7 @@ class Tensor(msgspec.Struct, frozen=True):
     values: Sequence[Any]
 
     def raw(self) -> bytes:
-        """
-        Return the raw little-endian contents. Raises ``OverflowError`` or ``TypeError`` on values that do not fit.
-        """
+        """Return the raw contents. Raises ``OverflowError`` or ``TypeError`` for values that do not fit."""
         if isinstance(self.values, bytes):
             return self.values
         if self.datatype == "BYTES":
@@ -150,10 +145,10 @@ class Tensor(msgspec.Struct, frozen=True):
             return bytes(1 if value else 0 for value in self.values)
         if self.datatype == "FP16":
             return struct.pack(f"<{len(self.values)}e", *self.values)
-        data_array = array(_ARRAY_CODES[self.datatype], self.values)
+        numbers = array(_ARRAY_CODES[self.datatype], self.values)
         if sys.byteorder == "big":
-            data_array.byteswap()
-        return data_array.tobytes()
+            numbers.byteswap()
+        return numbers.tobytes()
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,9 +180,10 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str] = {}
 
     @property
-    def size(self) -> int:
-        """The number of values of all inputs; texts count by their characters."""
-        return sum([sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values) for one in self.inputs])
+    def large(self) -> bool:
+        """Whether to encode it would hold the event loop."""
+        sizes = [sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values) for one in self.inputs]
+        return sum(sizes) >= _LARGE
 
     def with_headers(self, headers: Mapping[str, str]) -> Self:
         """Return the request with these headers."""
@@ -240,17 +236,10 @@ class JsonOutputs:
         return None
 
 
-class JsonResponse(JsonOutputs):
+class JsonResponse(JsonOutputs, msgspec.Struct, frozen=True):
     """A response of HTTP's generate extension."""
 
-    __slots__ = ("_values",)
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return self._values
+    values: Mapping[str, Any]
 
     def first(self, names: Sequence[str]) -> Sequence[Any]:
         return [next(iter(self.texts(name)), None) for name in names]
@@ -330,7 +319,7 @@ def read_model_config(config: Any) -> ModelConfig:
     """Return the configuration in the JSON form of a ``ModelConfig`` message. Raises :class:`UpstreamError`."""
     try:
         found = {
-            **{name: config[name] for name in ("name", "backend", "platform", "max_batch_size") if name in config},
+            **config,
             "decoupled": config.get("model_transaction_policy", {}).get("decoupled", False),
             "inputs": _specs(config.get("input", ())),
             "outputs": _specs(config.get("output", ())),

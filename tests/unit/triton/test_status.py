@@ -25,7 +25,7 @@ from triton_openai.errors import (
     UpstreamUnavailable,
 )
 from triton_openai.telemetry.logging import warn
-from triton_openai.triton.status import Failure, classify, cut_off, no_answer, public_reason, unreachable
+from triton_openai.triton.status import classify, cut_off, no_answer, public_reason, unreachable
 
 TRACEBACK = (
     "Traceback (most recent call last):\n"
@@ -163,7 +163,7 @@ LEAK = re.compile(r"Traceback|File \"|/opt/|/usr/|/models/|model\.py|0x[0-9a-f]{
 @every_case("text, kind, shown", TEXTS)
 def test_every_known_text_has_its_class(text, kind, shown):
     """The text decides, whatever wraps it; the client reads a sentence, the log has it all."""
-    error = classify(Failure(text, "m"))
+    error = classify(text, "m")
 
     assert kind is type(error)
     assert shown in error.message
@@ -176,7 +176,7 @@ def test_every_known_text_has_its_class(text, kind, shown):
 @every_case("status", ["400", "500", "INTERNAL", "INVALID_ARGUMENT", "UNKNOWN"])
 def test_unreliable_statuses_change_nothing(text, kind, status):
     """The statuses that Triton gives such errors are not to be relied on."""
-    assert kind is type(classify(Failure(text, "m", status)))
+    assert kind is type(classify(text, "m", status))
 
 
 @every_case(
@@ -196,7 +196,7 @@ def test_unreliable_statuses_change_nothing(text, kind, status):
 )
 def test_the_status_is_the_last_resort(status, kind):
     """A text that says nothing leaves the decision to the transport's status."""
-    assert kind is type(classify(Failure("who knows", "m", status)))
+    assert kind is type(classify("who knows", "m", status))
 
 
 @every_case(
@@ -247,7 +247,7 @@ def test_a_huge_text_is_no_work(size):
     """Patterns stay linear: a long text with many beginnings of a match is classified at once."""
     text = "prompt (length 1) " * (size // 18) + "in ensemble '" * 10
 
-    assert isinstance(classify(Failure(text, "m")), ServiceError)
+    assert isinstance(classify(text, "m"), ServiceError)
 
 
 @every_case("text, line", LINES)
