@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
 from triton_openai.parsers.output import Output
 from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.tools.base import NewId, ToolParser
 
 
-class ForcedCall:
+class ForcedCall(ToolParser):
     """
     The stage for an answer that is the arguments of one known tool, because the backend was held to their schema.
 
     Arguments are an object: another answer is content.
     """
 
-    special_tokens = False
-    unfinished = False
-
     def __init__(self, name: str, *, new_id: NewId) -> None:
+        super().__init__(new_id=new_id)
         self._name = name
-        self._new_id = new_id
         self._output = Output()
         self._is_call: bool | None = None
 
@@ -39,12 +36,8 @@ class ForcedCall:
         self._output.arguments(text)
         return self._output.take()
 
-    def flush(self) -> list[Event]:
-        """Return nothing: nothing is held back."""
-        return []
 
-
-class HeldCalls:
+class HeldCalls(ToolParser):
     """
     The stage for an answer that the backend was to be held to calls: *held* reads it.
 
@@ -52,9 +45,8 @@ class HeldCalls:
     which reads the model's own form of calls, until the first call.
     """
 
-    special_tokens = False
-
-    def __init__(self, held: ToolParser | ForcedCall, own: ToolParser) -> None:
+    def __init__(self, held: ToolParser, own: ToolParser) -> None:
+        super().__init__()
         self._held = held
         self._own = own
         self._found = False
@@ -62,7 +54,7 @@ class HeldCalls:
     @property
     def unfinished(self) -> bool:
         """Whether the text ended in the middle of a call; known after the flush."""
-        return any(getattr(parser, "unfinished", False) for parser in (self._held, self._own))
+        return self._held.unfinished or self._own.unfinished
 
     def feed(self, text: str) -> list[Event]:
         """Return what *text* adds."""
@@ -87,13 +79,7 @@ class AnswerParser:
     Without *parallel*, calls after the first are dropped, as a client that asked for one at a time cannot take them.
     """
 
-    def __init__(
-        self,
-        reasoning: ReasoningParser | None,
-        tools: ToolParser | ForcedCall | HeldCalls | None,
-        *,
-        parallel: bool = True,
-    ) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, *, parallel: bool = True) -> None:
         # Stages
         self._reasoning = reasoning
         self._tools = tools
@@ -137,8 +123,4 @@ class AnswerParser:
                 self.calls = max(self.calls, event.index + 1)
         if self._parallel or self.calls < 2:
             return events
-        return [event for event in events if not _is_later_call(event)]
-
-
-def _is_later_call(event: Event) -> bool:
-    return isinstance(event, ToolCallStart | ToolCallArguments) and event.index > 0
+        return [event for event in events if isinstance(event, Content | Reasoning) or not event.index]

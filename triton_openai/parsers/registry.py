@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
@@ -18,8 +18,8 @@ class Registry(Generic[_Parser]):
     """
     The parsers of one *kind* ("tool parser").
 
-    *built_in* is name → "module:Class"; *aliases* are other names of built-in ones, as other servers call them. Names
-    of built-in parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from
+    *built_in* is name → "module:Class"; *aliases* are the names that other servers have for built-in ones. Names of
+    built-in parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from
     *base*; *make* makes a parser of it.
     """
 
@@ -28,7 +28,7 @@ class Registry(Generic[_Parser]):
         kind: str,
         group: str,
         built_in: Mapping[str, str],
-        aliases: Mapping[str, str],
+        aliases: Mapping[str, Sequence[str]],
         *,
         base: type,
         make: Callable[[type[_Parser]], _Parser],
@@ -38,7 +38,7 @@ class Registry(Generic[_Parser]):
         self._make = make
         self._group = group
         self.built_in = built_in
-        self.aliases = aliases
+        self.aliases = {alias: name for name, others in aliases.items() for alias in others}
 
     def names(self) -> list[str]:
         """Return the names of all parsers, built-in ones first, without their aliases."""
@@ -124,43 +124,20 @@ _TOOLS: Mapping[str, str] = {
 }
 
 # The names under which other servers know the same formats.
-_TOOL_ALIASES: Mapping[str, str] = {
-    "qwen": "hermes",
-    "qwen25": "hermes",
-    "qwen3": "hermes",
-    "qwen3_json": "hermes",
-    "ernie45": "hermes",
-    "llama": "llama3_json",
-    "llama3": "llama3_json",
-    "llama4_json": "llama3_json",
-    "qwen3_xml": "qwen3_coder",
-    "qwen_xml": "qwen3_coder",
-    "step3p5": "qwen3_coder",
-    "nemotron_nano": "qwen3_coder",
-    "gpt_oss": "openai",
-    "harmony": "openai",
-    "deepseekv3": "deepseek_v3",
-    "deepseek_v31": "deepseek_v3",
-    "deepseekv31": "deepseek_v3",
-    "deepseek_v3_1": "deepseek_v3",
-    "deepseekv32": "deepseek_v32",
-    "deepseek_v3_2": "deepseek_v32",
-    "deepseek_v4": "deepseek_v32",
-    "deepseekv4": "deepseek_v32",
-    "glm": "glm45",
-    "glm4": "glm45",
-    "glm47": "glm45",
-    "kimik2": "kimi_k2",
-    "llama4_pythonic": "pythonic",
-    "nemotron": "nemotron_json",
-    "nemotron_deci": "nemotron_json",
-    "cohere": "cohere_command3",
-    "hunyuan": "jamba",
-    "hunyuan_a13b": "jamba",
-    "minimax": "jamba",
-    "minimax_m1": "jamba",
-    "phi4": "phi4_mini_json",
-    "phi4_mini": "phi4_mini_json",
+_TOOL_ALIASES: Mapping[str, Sequence[str]] = {
+    "hermes": ("qwen", "qwen25", "qwen3", "qwen3_json", "ernie45"),
+    "llama3_json": ("llama", "llama3", "llama4_json"),
+    "qwen3_coder": ("qwen3_xml", "qwen_xml", "step3p5", "nemotron_nano"),
+    "openai": ("gpt_oss", "harmony"),
+    "deepseek_v3": ("deepseekv3", "deepseek_v31", "deepseekv31", "deepseek_v3_1"),
+    "deepseek_v32": ("deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
+    "glm45": ("glm", "glm4", "glm47"),
+    "kimi_k2": ("kimik2",),
+    "pythonic": ("llama4_pythonic",),
+    "nemotron_json": ("nemotron", "nemotron_deci"),
+    "cohere_command3": ("cohere",),
+    "jamba": ("hunyuan", "hunyuan_a13b", "minimax", "minimax_m1"),
+    "phi4_mini_json": ("phi4", "phi4_mini"),
 }
 
 _REASONING: Mapping[str, str] = {
@@ -182,33 +159,18 @@ _REASONING: Mapping[str, str] = {
     "ernie45": "triton_openai.parsers.reasoning.think:Ernie45",
 }
 
-_REASONING_ALIASES: Mapping[str, str] = {
-    "think": "qwen3",
-    "basic": "qwen3",
-    "qwen3_thinking": "deepseek_r1",
-    "qwq": "deepseek_r1",
-    "step3": "deepseek_r1",
-    "deepseek_v31": "deepseek_v3",
-    "deepseek_v32": "deepseek_v3",
-    "deepseek_v4": "deepseek_v3",
-    "openai": "openai_gptoss",
-    "gpt_oss": "openai_gptoss",
-    "harmony": "openai_gptoss",
-    "glm47": "glm45",
-    "glm": "glm45",
-    "mimo": "qwen3",
-    "step3p5": "qwen3",
-    "nemotron": "nemotron_v3",
-    "nemotron3": "nemotron_v3",
-    "nemotron_3": "nemotron_v3",
-    "nemotron_nano": "nemotron_v3",
-    "nemotron_deci": "nemotron_v3",
-    "kimi_k25": "kimi_k2",
-    "minimax": "minimax_m2",
-    "granite_thinking_parser": "granite",
-    "cohere": "cohere_command3",
-    "hunyuan": "hunyuan_a13b",
-    "olmo3": "qwen3",
+_REASONING_ALIASES: Mapping[str, Sequence[str]] = {
+    "qwen3": ("think", "basic", "mimo", "step3p5", "olmo3"),
+    "deepseek_r1": ("qwen3_thinking", "qwq", "step3"),
+    "deepseek_v3": ("deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    "openai_gptoss": ("openai", "gpt_oss", "harmony"),
+    "glm45": ("glm47", "glm"),
+    "nemotron_v3": ("nemotron", "nemotron3", "nemotron_3", "nemotron_nano", "nemotron_deci"),
+    "kimi_k2": ("kimi_k25",),
+    "minimax_m2": ("minimax",),
+    "granite": ("granite_thinking_parser",),
+    "cohere_command3": ("cohere",),
+    "hunyuan_a13b": ("hunyuan",),
 }
 
 TOOL_PARSERS: Registry[ToolParser] = Registry(
