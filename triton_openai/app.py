@@ -55,16 +55,14 @@ def create_app(
     settings: Settings,
     *,
     client: TritonClient | None = None,
-    images: ImageLoader | None = None,
     worker: Worker | None = None,
     shared: SharedClient | None = None,
 ) -> web.Application:
     """
     Return the application. Nothing runs or connects before it starts.
 
-    *client* replaces the connection to Triton, and *images* the loader of images. *worker* is this process among
-    several workers, *shared* its connection to the state that they share. Raises :class:`ConfigurationError` for
-    settings that cannot work.
+    *client* replaces the connection to Triton. *worker* is this process among several workers, *shared* its connection
+    to the state that they share. Raises :class:`ConfigurationError` for settings that cannot work.
     """
     _check_names(settings)
     connection = client or Endpoint(
@@ -102,7 +100,7 @@ def create_app(
         admission=Admission(
             settings.server, lambda: lag.sustained, worker=worker, model_draining=model_draining, observer=metrics
         ),
-        images=images or _image_loader(settings),
+        images=_image_loader(settings),
     )
     app = web.Application(client_max_size=settings.server.max_body_size)
     app[SERVICE] = service
