@@ -50,7 +50,7 @@ def tokenizer(triton: TestTriton) -> Tokenizer:
 
 def likeliest(number: int, size: int, count: int) -> list[tuple[int, float]]:
     """Return the ids and log probabilities that the stand-in's scores give, by the plain formula."""
-    scores = logits.rows([number], size)[0].astype(np.float64)
+    scores = logits.MadeUp().rows(0, [number], size)[0].astype(np.float64)
     normal = scores - (scores.max() + math.log(np.exp(scores - scores.max()).sum()))
     return [(int(place), float(normal[place])) for place in np.argsort(-normal, kind="stable")[:count]]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 from triton_openai.demo.configs import Contract, contracts, render
 
@@ -44,8 +45,12 @@ class _Site:
 
     repository: DemoRepository
     contracts: dict[str, Contract]
-    token_delay_ms: float
     engine: Path | None
+
+    def build(self, name: str, module: str | None, *, contract: Contract | None = None, **options: Any) -> Path:
+        """Write a model that runs *module*, with its own contract or another; *options* are those of `render`."""
+        options = {"backend": "python", "instances": 1, **options}
+        return self.write(name, render(name, contract or self.contracts[name], **options), module)
 
     def write(self, name: str, config: str, module: str | None = None) -> Path:
         """Write a model's config, its code if *module* names it, and settings that are not in the config."""
@@ -57,11 +62,15 @@ class _Site:
         settings = {
             "tokenizer": str(self.repository.tokenizer),
             "record": str(self.repository.record) if self.repository.record else None,
-            "token_delay_ms": self.token_delay_ms,
             "engine": str(self.engine) if self.engine else None,
         }
         _write_json(version / "standin.json", settings)
         return version
+
+    @property
+    def tokenizer_parameters(self) -> dict[str, str]:
+        """The parameter of the models that read a tokenizer."""
+        return {"tokenizer_dir": str(self.repository.tokenizer)}
 
 
 def build_repository(
@@ -70,17 +79,15 @@ def build_repository(
     models: Collection[str] | None = None,
     tokenizer: Path | None = None,
     record: Path | None = None,
-    token_delay_ms: float = 0.0,
     engine: Path | None = None,
 ) -> DemoRepository:
     """
     Write the stand-ins into *destination* and return where things are.
 
     *models* are the names to build, with the models that they call (default: `model_names`). *tokenizer* is a folder to
-    use instead of the demo's own. The models append their requests and results to the file *record*. *token_delay_ms*
-    is the pace of answers that are not steered. *engine* is the socket of a language model
-    (`triton_openai.demo.engine`); without it, the answers are scripted. An older repository in *destination* is
-    replaced.
+    use instead of the demo's own. The models append their requests and results to the file *record*. *engine* is the
+    socket of a language model (`triton_openai.demo.engine`); without it, the answers are scripted. An older repository
+    in *destination* is replaced.
     """
     destination = destination.resolve()
     wanted = _with_needs(models)
@@ -104,7 +111,7 @@ def build_repository(
         folder = repository.backends / backend
         folder.mkdir(parents=True)
         (folder / "model.py").write_text(_MODEL_FILE.format(levels=2, module=module, name=name))
-    site = _Site(repository, contracts(), token_delay_ms, engine)
+    site = _Site(repository, contracts(), engine)
     for name in wanted:
         _BUILDERS[name][0](site, name)
     return repository
@@ -124,36 +131,23 @@ def _with_needs(models: Collection[str] | None) -> list[str]:
     return [name for name in _BUILDERS if name in needed or name in models]
 
 
-def _tokenizer_parameters(site: _Site) -> dict[str, str]:
-    return {"tokenizer_dir": str(site.repository.tokenizer)}
-
-
 def _preprocessing(site: _Site, name: str) -> None:
-    parameters = _tokenizer_parameters(site)
+    parameters = site.tokenizer_parameters
     if name == "preprocessing":
         # The demo's chat template writes the BOS, so the tokenizer must not add another one. The older release adds
         # none by default.
         parameters["add_special_tokens"] = "false"
-    text = render(
-        name, site.contracts[name], backend="python", max_batch_size=_BATCH, dynamic_batching=True, instances=1,
-        parameters=parameters,
-    )  # fmt: skip
-    site.write(name, text, "preprocessing")
+    site.build(name, "preprocessing", max_batch_size=_BATCH, dynamic_batching=True, parameters=parameters)
 
 
 def _postprocessing(site: _Site, name: str) -> None:
     # One instance, because several would mix up the order of a stream's pieces.
-    parameters = {**_tokenizer_parameters(site), "skip_special_tokens": "true"}
-    text = render(
-        name, site.contracts[name], backend="python", max_batch_size=_BATCH, dynamic_batching=True, instances=1,
-        parameters=parameters,
-    )  # fmt: skip
-    site.write(name, text, "postprocessing")
+    parameters = {**site.tokenizer_parameters, "skip_special_tokens": "true"}
+    site.build(name, "postprocessing", max_batch_size=_BATCH, dynamic_batching=True, parameters=parameters)
 
 
 def _engine(site: _Site, name: str) -> None:
     legacy = name == "tensorrt_llm_legacy"
-    contract = site.contracts["tensorrt_llm_legacy" if legacy else "tensorrt_llm"]
     parameters = {
         "max_beam_width": "1",
         "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
@@ -164,15 +158,20 @@ def _engine(site: _Site, name: str) -> None:
     }
     if not legacy:
         parameters |= {"cancellation_check_period_ms": "100", "guided_decoding_backend": "xgrammar"}
-        parameters |= _tokenizer_parameters(site)
+        parameters |= site.tokenizer_parameters
     streams = name != "tensorrt_llm_nonstreaming"
-    text = render(
-        name, contract, backend="tensorrtllm" if legacy else "python", max_batch_size=_BATCH, dynamic_batching=True,
+    site.build(
+        name,
+        None if legacy else "tensorrt_llm",
+        contract=site.contracts[name if legacy else "tensorrt_llm"],
+        backend="tensorrtllm" if legacy else "python",
+        max_batch_size=_BATCH,
+        dynamic_batching=True,
         # One of them has priorities, which operators add themselves.
         priority_levels=0 if streams else 2,
-        decoupled=streams, instances=1, parameters=parameters,
-    )  # fmt: skip
-    site.write(name, text, None if legacy else "tensorrt_llm")
+        decoupled=streams,
+        parameters=parameters,
+    )
 
 
 def _ensemble(site: _Site, name: str) -> None:
@@ -195,11 +194,15 @@ def _bls(site: _Site, name: str) -> None:
     sees = name == "tensorrt_llm_bls_multimodal"
     if sees:
         parameters["multimodal_encoders_name"] = "multimodal_encoders"
-    text = render(
-        name, site.contracts["tensorrt_llm_bls_legacy" if legacy else "tensorrt_llm_bls"], backend="python",
-        max_batch_size=_BATCH, decoupled=True, instances=1 if sees or legacy else _BLS_INSTANCES, parameters=parameters,
-    )  # fmt: skip
-    site.write(name, text, "tensorrt_llm_bls")
+    site.build(
+        name,
+        "tensorrt_llm_bls",
+        contract=site.contracts["tensorrt_llm_bls_legacy" if legacy else "tensorrt_llm_bls"],
+        max_batch_size=_BATCH,
+        decoupled=True,
+        instances=1 if sees or legacy else _BLS_INSTANCES,
+        parameters=parameters,
+    )
 
 
 def _vllm(site: _Site, name: str) -> None:
@@ -223,7 +226,7 @@ def _llmapi(site: _Site, name: str) -> None:
     if sees:
         contract = Contract([*contract.inputs, "image_url? STRING [-1]"], contract.outputs)
     # No batches, as in the original's model.yaml, whose parameters Triton does not see.
-    folder = site.write(name, render(name, contract, backend="python", decoupled=True, instances=1), "llmapi")
+    folder = site.build(name, "llmapi", contract=contract, decoupled=True)
     arguments = f"""\
 model: {json.dumps(str(site.repository.tokenizer))}
 max_num_tokens: {CONTEXT_LENGTH}
@@ -237,25 +240,24 @@ triton_config:
 
 def _text_embedding(site: _Site, name: str) -> None:
     contract = Contract(["text STRING [1]"], [f"embedding FP32 [{384 if site.engine else 64}]"])
-    text = render(name, contract, backend="python", max_batch_size=64, dynamic_batching=True, instances=1)
-    site.write(name, text, "text_embedding")
+    site.build(name, "text_embedding", contract=contract, max_batch_size=64, dynamic_batching=True)
 
 
 def _text_rerank(site: _Site, name: str) -> None:
-    interface, batch = _RERANKERS[name]
-    text = render(name, interface, backend="python", max_batch_size=batch, dynamic_batching=batch > 0, instances=1)
-    site.write(name, text, "text_rerank")
+    contract, batch = _RERANKERS[name]
+    site.build(name, "text_rerank", contract=contract, max_batch_size=batch, dynamic_batching=batch > 0)
 
 
 def _text_classification(site: _Site, name: str) -> None:
-    interface, batch = _CLASSIFIERS[name]
-    text = render(name, interface, backend="python", max_batch_size=batch, dynamic_batching=batch > 0, instances=1)
-    folder = site.write(name, text, "text_classification")
+    contract, batch = _CLASSIFIERS[name]
+    folder = site.build(
+        name, "text_classification", contract=contract, max_batch_size=batch, dynamic_batching=batch > 0
+    )
     (folder.parent / "labels.txt").write_text("\n".join(CLASSES) + "\n")
 
 
 def _text_model(site: _Site, name: str) -> None:
-    site.write(name, render(name, _TEXT_MODEL, backend="python", decoupled=True, instances=1), "text_model")
+    site.build(name, "text_model", contract=_TEXT_MODEL, decoupled=True)
 
 
 def _write_json(path: Path, value: object) -> None:

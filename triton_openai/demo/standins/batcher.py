@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Protocol
 
-LANES = 4
+_LANES = 4
 
 
 class Job(Protocol):
@@ -27,8 +27,8 @@ class Job(Protocol):
 class Batcher:
     """Calls each job when it is due, always on the same one of a few lanes."""
 
-    def __init__(self, lanes: int = LANES) -> None:
-        self._lanes = [_Lane(number) for number in range(lanes)]
+    def __init__(self) -> None:
+        self._lanes = [_Lane(number) for number in range(_LANES)]
         self._next = itertools.cycle(self._lanes)
 
     def submit(self, job: Job, delay: float = 0.0) -> None:

@@ -119,42 +119,31 @@ class ScriptedEngine:
     def answer(self, prompt: str, prompt_ids: Sequence[int], options: Options) -> Answer:
         """Begin the steered answer if there is one, else the default one."""
         steered, rest = steering.find(prompt)
-        return Answer(_Script(self._vocabulary, steered, rest).generate(options), MadeUp(), steered)
+        return Answer(self._generate(rest, steered, options), MadeUp(), steered)
 
-
-class _Script:
-    def __init__(self, vocabulary: Vocabulary, steering: Steering, prompt: str) -> None:
-        self._vocabulary = vocabulary
-        self._steering = steering
-        self._prompt = prompt
-
-    def generate(self, options: Options) -> Iterator[int]:
-        ids = self._planned(options)
-        yielded = 0
-        for token in ids:
-            yield token
-            yielded += 1
+    def _generate(self, prompt: str, steered: Steering, options: Options) -> Iterator[int]:
+        if steered.tokens is not None:
+            ids = list(steered.tokens) * steered.repeat
+        elif steered.text is not None:
+            ids = self._vocabulary.encode(steered.text * steered.repeat)
+        else:
+            ids = self._vocabulary.encode(_default_answer(prompt, options)) * steered.repeat
+        yield from ids
+        yielded = len(ids)
         filler = ids or self._vocabulary.encode(" and so on")
-        while options.ignore_eos or not self._steering.eos or yielded < options.min_tokens:
+        while options.ignore_eos or not steered.eos or yielded < options.min_tokens:
             yield filler[yielded % len(filler)]
             yielded += 1
         yield self._vocabulary.eos_id
 
-    def _planned(self, options: Options) -> list[int]:
-        steering = self._steering
-        if steering.tokens is not None:
-            return list(steering.tokens) * steering.repeat
-        if steering.text is not None:
-            return self._vocabulary.encode(steering.text * steering.repeat)
-        return self._vocabulary.encode(self._answer(options)) * steering.repeat
 
-    def _answer(self, options: Options) -> str:
-        if options.guide is not None:
-            kind, guide = options.guide
-            return json.dumps({"stand_in": True, "guide_type": kind, "guide": guide})
-        variant = 0 if options.greedy else (options.seed or 0) % len(_VARIANTS)
-        said = f'{_VARIANTS[variant]} You wrote: "{last_words(self._prompt)}"'
-        return f"{said} You sent {options.images} images." if options.images else said
+def _default_answer(prompt: str, options: Options) -> str:
+    if options.guide is not None:
+        kind, guide = options.guide
+        return json.dumps({"stand_in": True, "guide_type": kind, "guide": guide})
+    variant = 0 if options.greedy else (options.seed or 0) % len(_VARIANTS)
+    said = f'{_VARIANTS[variant]} You wrote: "{last_words(prompt)}"'
+    return f"{said} You sent {options.images} images." if options.images else said
 
 
 def last_words(prompt: str) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from .engine import LIMIT, WAITING, Answer, EngineFailure
 
+_FOREVER = 3600.0
+
 
 @dataclass(frozen=True)
 class Step:
@@ -31,7 +33,6 @@ class Generation:
         *,
         end_id: int | None,
         max_tokens: int,
-        default_delay_ms: float = 0.0,
         stops: Callable[[list[int]], bool] = lambda _: False,
     ) -> None:
         self._source = answer.ids
@@ -40,18 +41,20 @@ class Generation:
         self._end_id = end_id
         self._max_tokens = max_tokens
         self._stops = stops
-        self._delay = (default_delay_ms if steering.delay_ms is None else steering.delay_ms) / 1000.0
+        self._delay = steering.delay_ms / 1000.0
         self._started = False
         self.ids: list[int] = []
         self.finish: str | None = None
 
     @property
-    def hangs(self) -> bool:
+    def _hangs(self) -> bool:
         """Whether the sequence has reached the point where steering makes it fall silent."""
         return self._steering.hang_at is not None and len(self.ids) >= self._steering.hang_at
 
     def delay(self) -> float:
-        """Return the seconds until the next step is due."""
+        """Return the seconds until the next step is due; none is while the sequence hangs."""
+        if self._hangs:
+            return _FOREVER
         first = 0.0 if self._started else self._steering.first_delay_ms / 1000.0
         return first + self._delay * self._steering.tokens_per_response
 
@@ -64,7 +67,7 @@ class Generation:
                 if new:
                     return Step(new, eos=False, finish=None)
                 raise EngineFailure(self._steering.error)
-            if new and self.hangs:
+            if new and self._hangs:
                 break
             token = next(self._source, None)
             if token == WAITING:

@@ -10,9 +10,6 @@ the engine. Later releases never answer a request that fails before it reaches t
 from __future__ import annotations
 
 import itertools
-import math
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +17,13 @@ import numpy as np
 import triton_python_backend_utils as pb
 
 from . import settings
-from .engine import EngineFailure, Options, engine_for
-from .generation import Generation
+from .engine import Options
+from .generation import Generation, Step
 from .images import load_images
-from .tensors import Recorder, array, as_text, scalar, strings
-from .text import Vocabulary
+from .inflight import FINAL, InflightModel, InflightRequest, Sequence
+from .tensors import array, as_text, scalar, strings
 from .trt_outputs import PrefixCache
 
-_FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 _PREFIX = "sampling_param_"
 _NUMBERS = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
 _DEFAULT_MAX_TOKENS = 32
@@ -39,84 +35,15 @@ _TURN = "<|im_start|>user\n{images}{text}<|im_end|>\n<|im_start|>assistant\n"
 _CANCELLED = "Request cancelled by client"
 
 
-class TritonPythonModel:
-    """Passes requests to the batcher, and stops them by their id."""
+class Request(InflightRequest):
+    """A running request."""
 
-    def initialize(self, args: dict[str, Any]) -> None:
-        """Read the tokenizer and start the batcher."""
-        self.settings = settings.load(args)
-        self.vocabulary = Vocabulary(self.settings.tokenizer)
-        self.recorder = Recorder(self.settings.record, self.settings.name)
-        self.check_seconds = 0.1
-        self.streams = _FIRST_THAT_STREAMS in self.settings.inputs()
-        self.multimodal = "multimodal: true" in (self.settings.folder / "model.yaml").read_text()
-        self.cache = PrefixCache()
-        self._running: dict[str, Request] = {}
-        self._lock = threading.Lock()
-        self.engine = engine_for(self.settings, self.vocabulary)
-        self._batcher = self.engine.batcher()
-
-    def execute(self, requests: list[Any]) -> None:
-        """Start every request; the batcher sends the answers."""
-        for request in requests:
-            sender = request.get_response_sender()
-            self.recorder.request(request)
-            try:
-                if scalar(request, "stop", False):
-                    self._stop(request.request_id(), sender)
-                    continue
-                job = Request(self, request, sender)
-            except Exception as error:  # noqa: BLE001 - the original returns the text of every error
-                if self.streams:
-                    # The original takes it for a cancelled request, and never answers.
-                    self.recorder.ended("failed", request.request_id(), 0)
-                else:
-                    self.fail(sender, request.request_id(), str(error))
-                continue
-            with self._lock:
-                if job.id:
-                    self._running[job.id] = job
-            self._batcher.submit(job, job.first_delay())
-
-    def finalize(self) -> None:
-        """Stop the batcher."""
-        self._batcher.close()
-
-    def fail(self, sender: Any, request_id: str, text: str, tokens: int = 0) -> None:
-        """Answer a request with an error."""
-        sender.send(pb.InferenceResponse(error=pb.TritonError(text)), flags=_FINAL)
-        self.recorder.ended("failed", request_id, tokens)
-
-    def forget(self, request: Request) -> None:
-        """Remove a request that has ended."""
-        with self._lock:
-            if self._running.get(request.id) is request:
-                del self._running[request.id]
-
-    def _stop(self, request_id: str, sender: Any) -> None:
-        if not request_id:
-            raise ValueError("A request id must be provided for request cancellation")
-        with self._lock:
-            job = self._running.get(request_id)
-        if job is not None:
-            job.stopped = True
-            self._batcher.hasten(job)
-        # The stop request itself gets the answer of a cancelled request.
-        sender.send(pb.InferenceResponse(error=pb.TritonError(_CANCELLED, pb.TritonError.CANCELLED)), flags=_FINAL)
-
-
-class Request:
-    """A running request; the batcher calls `advance`."""
+    failed = "Error generating request: "
 
     def __init__(self, model: TritonPythonModel, request: Any, sender: Any) -> None:
-        self.id: str = request.request_id()
-        self.stopped = False
-        self._model = model
-        self._sender = sender
         streaming = bool(_one(request, "streaming", False))
         if streaming and not model.settings.decoupled:
             raise ValueError("Streaming is only supported in decoupled mode.")
-        self._stream = streaming and model.streams
         text = array(request, "text_input")
         if text.ndim != 1:
             raise ValueError("The LLM API model only supports text_input being a 1D tensor.")
@@ -148,7 +75,6 @@ class Request:
                 f"Error generating request: The sum of prompt length ({float(len(ids))}), query length (0) should not"
                 f" exceed max_num_tokens ({_MAX_NUM_TOKENS})"
             )
-        self._reused_blocks = model.cache.reuse(ids)
         limit = int(_one(request, f"{_PREFIX}max_tokens", _DEFAULT_MAX_TOKENS))
         numbers = {name: _one(request, f"{_PREFIX}{name}", None) for name in _NUMBERS}
         options = Options(
@@ -159,72 +85,35 @@ class Request:
             logprobs=0 if "cumulative_logprob" in self._wanted else None,
             **{name: value for name, value in numbers.items() if value is not None},
         )
-        self.generation = Generation(
+        generation = Generation(
             model.engine.answer(prompt, ids, options),
             end_id=model.vocabulary.eos_id,
             max_tokens=limit,
-            default_delay_ms=model.settings.token_delay_ms,
         )
-        self._due = 0.0
-        self._next_check = 0.0
+        sequence = Sequence(generation, ids, model.cache.reuse(ids))
+        super().__init__(model, request, sender, [sequence], stream=streaming and model.streams)
 
-    def first_delay(self) -> float:
-        """Return the seconds until the first call of `advance`."""
-        now = time.monotonic()
-        self._due = now + self.generation.delay()
-        self._next_check = now + self._model.check_seconds
-        return self._pause(now)
+    def interrupt(self, event: str) -> None:
+        """End a stopped stream with a response, and whatever is cancelled with an error."""
+        if event == "cancelled":
+            self.model.answer_stop(self.sender)
+        elif self.stream:
+            self.sender.send(self._response(self.live[0], "cancelled"), flags=FINAL)
 
-    def advance(self) -> float | None:
-        """Take one step if it is due, and check for a cancellation."""
-        if self.stopped:
-            # A request that does not stream gets no answer.
-            if self._stream:
-                self._sender.send(self._response("cancelled"), flags=_FINAL)
-            return self._ended("stopped")
-        now = time.monotonic()
-        if now >= self._next_check:
-            if self._sender.is_cancelled():
-                error = pb.TritonError(_CANCELLED, pb.TritonError.CANCELLED)
-                self._sender.send(pb.InferenceResponse(error=error), flags=_FINAL)
-                return self._ended("cancelled")
-            self._next_check = now + self._model.check_seconds
-        return self._pause(now) if now < self._due else self._step(now)
+    def response(self, sequence: Sequence, step: Step, *, last: bool) -> Any:
+        """Return the whole text so far."""
+        return self._response(sequence, step.finish)
 
-    def _pause(self, now: float) -> float:
-        return max(0.0, min(self._due, self._next_check) - now)
-
-    def _step(self, now: float) -> float | None:
-        if self.generation.hangs:
-            self._due = math.inf
-            return self._pause(now)
-        try:
-            step = self.generation.step()
-        except EngineFailure as failure:
-            self.generation.close()
-            self._model.fail(self._sender, self.id, f"Error generating request: {failure}", len(self.generation.ids))
-            self._model.forget(self)
-            return None
-        if step.empty:
-            return 0.0
-        last = step.finish is not None
-        if self._stream or last:
-            self._sender.send(self._response(step.finish), flags=_FINAL if last else 0)
-        if last:
-            return self._ended("finished")
-        self._due = max(self._due, now - 1.0) + self.generation.delay()
-        return self._pause(time.monotonic())
-
-    def _response(self, finish: str | None) -> Any:
-        ids = self.generation.ids
+    def _response(self, sequence: Sequence, finish: str | None) -> Any:
+        ids = sequence.generation.ids
         values = {
-            "text_output": self._echo + self._model.vocabulary.decode(ids),
+            "text_output": self._echo + self.model.vocabulary.decode(ids),
             "finish_reason": str(finish),
             "stop_reason": "None",
-            "kv_cache_reused_block": str(self._reused_blocks),
+            "kv_cache_reused_block": str(sequence.reused_blocks),
         }
         if "cumulative_logprob" in self._wanted:
-            scores = map(self.generation.scores.logprob, itertools.count(), ids)
+            scores = map(sequence.generation.scores.logprob, itertools.count(), ids)
             # Text, although the config declares a number.
             values["cumulative_logprob"] = str(float(np.sum([*scores])))
         names = ["text_output", *self._wanted]
@@ -232,10 +121,29 @@ class Request:
             names = [name for name in names if name in self._requested]
         return pb.InferenceResponse([pb.Tensor(name, strings([values[name]])) for name in names])
 
-    def _ended(self, event: str) -> None:
-        self.generation.close()
-        self._model.forget(self)
-        self._model.recorder.ended(event, self.id, len(self.generation.ids))
+
+class TritonPythonModel(InflightModel):
+    """The model of one ``model.yaml``."""
+
+    job = Request
+
+    def initialize(self, args: dict[str, Any]) -> None:
+        """Read the tokenizer and start the batcher."""
+        own = settings.load(args)
+        self.streams = _FIRST_THAT_STREAMS in own.inputs()
+        self.multimodal = "multimodal: true" in (own.folder / "model.yaml").read_text()
+        self.cache = PrefixCache()
+        self.start(own, own.tokenizer, check_seconds=0.1)
+
+    def refuse(self, request_id: str, sender: Any, error: Exception) -> None:
+        """Answer with the error's text, up to 1.2."""
+        # Later releases take it for a cancelled request, and never answer.
+        if not self.streams:
+            sender.send(pb.InferenceResponse(error=pb.TritonError(str(error))), flags=FINAL)
+
+    def answer_stop(self, sender: Any) -> None:
+        """Answer as a cancelled request is answered."""
+        sender.send(pb.InferenceResponse(error=pb.TritonError(_CANCELLED, pb.TritonError.CANCELLED)), flags=FINAL)
 
 
 def _greedy(request: Any) -> bool:

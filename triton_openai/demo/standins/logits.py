@@ -49,19 +49,14 @@ class MadeUp:
         return [(each, log_probability(token) - rank, rank + 1) for rank, each in enumerate(ids)]
 
     def rows(self, first: int, tokens: Sequence[int], vocabulary: int) -> Any:
-        """Return scores; see `Scores.rows`."""
-        return rows(tokens, vocabulary)
-
-
-def rows(tokens: Sequence[int], vocabulary: int) -> Any:
-    """Return a row of scores for each of *tokens*, float32 of shape ``[tokens, vocabulary]``."""
-    found = np.zeros((len(tokens), vocabulary), dtype=np.float32)
-    others = np.arange(vocabulary, dtype=np.int64)
-    for place, token in enumerate(tokens):
-        chosen = math.exp(log_probability(token))
-        weights = 1.0 / (1.0 + (others * 40503 + token) % 997)
-        weights[token] = 0.0
-        weights *= (1.0 - chosen) / weights.sum()
-        weights[token] = chosen
-        found[place] = np.log(weights) + _SHIFT
-    return found
+        """Return the scores of *tokens*, wherever they stand; see `Scores.rows`."""
+        found = np.zeros((len(tokens), vocabulary), dtype=np.float32)
+        others = np.arange(vocabulary, dtype=np.int64)
+        for place, token in enumerate(tokens):
+            chosen = math.exp(log_probability(token))
+            weights = 1.0 / (1.0 + (others * 40503 + token) % 997)
+            weights[token] = 0.0
+            weights *= (1.0 - chosen) / weights.sum()
+            weights[token] = chosen
+            found[place] = np.log(weights) + _SHIFT
+        return found

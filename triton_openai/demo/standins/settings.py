@@ -16,7 +16,6 @@ class Settings:
     config: dict[str, Any]
     record: str | None
     tokenizer: str
-    token_delay_ms: float
     folder: Path
     engine: str | None = None
 
@@ -52,7 +51,6 @@ def load(args: dict[str, Any]) -> Settings:
         config=json.loads(args["model_config"]),
         record=own.get("record"),
         tokenizer=own["tokenizer"],
-        token_delay_ms=float(own.get("token_delay_ms", 0.0)),
         folder=folder,
         engine=own.get("engine"),
     )

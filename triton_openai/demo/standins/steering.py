@@ -15,7 +15,7 @@ class Steering:
 
     text: str | None = None
     tokens: tuple[int, ...] | None = None
-    delay_ms: float | None = None
+    delay_ms: float = 0.0
     first_delay_ms: float = 0.0
     fail_at: int | None = None
     error: str = "the stand-in was told to fail"

@@ -9,6 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+
+# Byte-level BPE writes a printable byte as itself, and the other bytes, in order, as the characters from 256 on.
+_ALPHABET = ByteLevel.alphabet()
+_OTHERS = [byte for byte in range(256) if chr(byte) not in _ALPHABET]
+_BYTES = {letter: ord(letter) if ord(letter) < 256 else _OTHERS[ord(letter) - 256] for letter in _ALPHABET}
 
 
 class Vocabulary:
@@ -21,11 +27,10 @@ class Vocabulary:
         self.special_ids = frozenset(int(key) for key, token in added if token["special"])
         self.eos_id = self._id(config, "eos_token")
         self.pad_id = self._id(config, "pad_token")
-        self._bytes = {character: byte for byte, character in _byte_characters().items()}
-        self._cache: dict[int, bytes] = {}
         self._ids: dict[bytes, int] | None = None
         # The answers of one request share its prompt.
         self._encoded = functools.lru_cache(maxsize=16)(self._encode)
+        self.token_bytes = functools.cache(self._token_bytes)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of *text*."""
@@ -42,17 +47,10 @@ class Vocabulary:
         """Return the text of one token alone."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one token stands for."""
-        known = self._cache.get(token_id)
-        if known is None:
-            piece = self._tokenizer.id_to_token(token_id) or ""
-            if token_id in self.special_ids:
-                known = piece.encode()
-            else:
-                known = bytes(self._bytes[character] for character in piece)
-            self._cache[token_id] = known
-        return known
+        piece = self._tokenizer.id_to_token(token_id) or ""
+        return piece.encode() if token_id in self.special_ids else bytes(_BYTES[character] for character in piece)
 
     def of_bytes(self, data: bytes) -> int | None:
         """Return the token that stands for exactly these bytes, None if there is none."""
@@ -83,15 +81,3 @@ class IncrementalText:
         if self._skip and token_id in self._vocabulary.special_ids:
             return ""
         return self._decoder.decode(self._vocabulary.token_bytes(token_id))
-
-
-def _byte_characters() -> dict[int, str]:
-    """Return the printable character that byte-level BPE writes for each byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {byte: chr(byte) for byte in printable}
-    spare = 256
-    for byte in range(256):
-        if byte not in table:
-            table[byte] = chr(spare)
-            spare += 1
-    return table

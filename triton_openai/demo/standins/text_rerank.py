@@ -12,58 +12,39 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from . import settings
-from .tensors import Recorder, array, as_text
-from .text import Vocabulary
-from .vectors import Embedder, embedder_for
+from .batched import BatchedModel
+from .tensors import array, as_text
 
 # Makes some logits positive and some negative.
 _STEEPNESS = 8.0
 
 
-def logit(embedder: Embedder, query: str, document: str) -> float:
-    """Return a score for the similarity of the two texts."""
-    return _STEEPNESS * (float(np.dot(*embedder.embed([query, document]))) - 0.5)
+class TritonPythonModel(BatchedModel):
+    """Scores every pair."""
 
-
-class TritonPythonModel:
-    """Scores every pair of every batch."""
-
-    def initialize(self, args: dict[str, Any]) -> None:
-        """Open the record."""
-        self._settings = settings.load(args)
-        self._recorder = Recorder(self._settings.record, self._settings.name)
-        self._vocabulary = Vocabulary(self._settings.tokenizer)
-        self._embedder = embedder_for(self._settings)
-
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer each request of a batch."""
-        answers = []
-        for request in requests:
-            self._recorder.request(request)
-            outputs = self._outputs(request)
-            answers.append(pb.InferenceResponse([pb.Tensor(name, values) for name, values in outputs.items()]))
-            self._recorder.ended("finished", request.request_id(), 0)
-        return answers
-
-    def _outputs(self, request: Any) -> dict[str, Any]:
-        inputs = self._settings.inputs()
+    def outputs(self, request: Any) -> dict[str, Any]:
+        """Return a score for each pair, in the tensors that this model declares."""
+        inputs = self.settings.inputs()
         if "INPUT_PAIRS" in inputs:
             pairs = [[as_text(text) for text in row] for row in array(request, "INPUT_PAIRS")]
-            return {"SCORES": np.array([logit(self._embedder, *pair) for pair in pairs], dtype=np.float32)}
+            return {"SCORES": np.array([self._logit(*pair) for pair in pairs], dtype=np.float32)}
         if "input_ids" in inputs:
             scores = [self._score_ids(ids, mask) for ids, mask in self._rows(request)]
             return {"logits": np.array(scores, dtype=np.float32).reshape(-1, 1)}
         texts = [[as_text(text) for text in array(request, name).reshape(-1)] for name in ("query", "passage")]
         pairs = list(zip(*texts, strict=True))
-        scores = [logit(self._embedder, *pair) for pair in pairs]
+        scores = [self._logit(*pair) for pair in pairs]
         order = sorted(range(len(scores)), key=lambda place: -scores[place])
-        counts = [len(self._vocabulary.encode(query)) + len(self._vocabulary.encode(text)) for query, text in pairs]
+        counts = [sum(len(self.vocabulary.encode(text)) for text in pair) for pair in pairs]
         return {
             "index": np.array(order, dtype=np.int32).reshape(-1, 1),
             "logit": np.array([scores[place] for place in order], dtype=np.float32).reshape(-1, 1),
             "token_count": np.array(counts, dtype=np.int32),
         }
+
+    def _logit(self, query: str, document: str) -> float:
+        """Return a score for the similarity of the two texts."""
+        return _STEEPNESS * (float(np.dot(*self.embedder.embed([query, document]))) - 0.5)
 
     def _rows(self, request: Any) -> Any:
         ids, mask, segments = (array(request, name) for name in ("input_ids", "attention_mask", "token_type_ids"))
@@ -76,5 +57,5 @@ class TritonPythonModel:
         # The demo's tokenizer puts the same token in front of both texts.
         start = kept[0]
         second = kept.index(start, 1)
-        decode = self._vocabulary.decode
-        return logit(self._embedder, decode(kept[1:second]), decode(kept[second + 1 :]))
+        decode = self.vocabulary.decode
+        return self._logit(decode(kept[1:second]), decode(kept[second + 1 :]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb
 
-from .logits import MadeUp, rows
+from .logits import MadeUp
 from .tensors import scalar
 
 # Tokens in a block of the cache of each engine.
@@ -19,6 +19,10 @@ _CACHE_SIZE = 4096
 
 # Versions without this output send placeholders for all outputs that were not requested.
 _FIRST_WITHOUT_PLACEHOLDERS = "sequence_index"
+
+_SWITCHES = (
+    "log_probs", "context_logits", "generation_logits", "perf_metrics", "num_input_tokens", "num_output_tokens",
+)  # fmt: skip
 
 
 class Writer:
@@ -42,14 +46,9 @@ class Writer:
         self._several = several
         self._indexed = indexed
         self._placeholders = _FIRST_WITHOUT_PLACEHOLDERS not in declared
-        self._log_probs = bool(scalar(request, "return_log_probs", False))
-        self._context_logits = bool(scalar(request, "return_context_logits", False))
-        self._generation_logits = bool(scalar(request, "return_generation_logits", False))
         self._vocabulary = vocabulary
         self._end_id = end_id
-        self._perf = bool(scalar(request, "return_perf_metrics", False))
-        self._input_count = bool(scalar(request, "return_num_input_tokens", False))
-        self._output_count = bool(scalar(request, "return_num_output_tokens", False))
+        self._wants = {name for name in _SWITCHES if scalar(request, f"return_{name}", False)}
         self._arrived = time.monotonic_ns()
         self._first = 0
 
@@ -70,11 +69,11 @@ class Writer:
             values["batch_index"] = np.array([[sequence.row]], dtype=np.int32)
         if self._indexed:
             values["sequence_index"] = np.array([[sequence.index]], dtype=np.int32)
-        if self._input_count:
+        if "num_input_tokens" in self._wants:
             values["num_input_tokens"] = np.array([[len(sequence.prompt)]], dtype=np.int32)
-        if self._output_count:
+        if "num_output_tokens" in self._wants:
             values["num_output_tokens"] = np.array([[len(ids)]], dtype=np.int32)
-        if self._perf and last:
+        if "perf_metrics" in self._wants and last:
             values |= self._metrics(sequence)
         return pb.InferenceResponse(
             [pb.Tensor(name, value) for name, value in values.items() if name in self._requested]
@@ -82,7 +81,7 @@ class Writer:
 
     def _probabilities(self, sequence: Any) -> dict[str, Any]:
         produced = sequence.generation.ids
-        if self._log_probs:
+        if "log_probs" in self._wants:
             # Every response has those of all tokens so far.
             each = np.array(
                 list(map(sequence.generation.scores.logprob, itertools.count(), produced)), dtype=np.float32
@@ -104,17 +103,17 @@ class Writer:
         """Return the scores: the prompt's in every response, and the new tokens', with a spare row if not streamed."""
         found = {}
         # The language model has none, like an engine that was built without them.
-        if self._context_logits and isinstance(sequence.generation.scores, MadeUp):
+        if "context_logits" in self._wants and isinstance(sequence.generation.scores, MadeUp):
             following = [*sequence.prompt[1:], *(sequence.generation.ids[:1] or [self._end_id])]
-            scores = rows(following, self._vocabulary)
+            scores = sequence.generation.scores.rows(0, following, self._vocabulary)
             found["context_logits"] = scores[np.newaxis]
-        if self._generation_logits and self._stream:
+        if "generation_logits" in self._wants and self._stream:
             # Without a new token, those of the end.
             generated = new or [self._end_id]
             first = len(sequence.generation.ids) - len(new)
             scores = sequence.generation.scores.rows(first, generated, self._vocabulary)
             found["generation_logits"] = scores[np.newaxis, :, np.newaxis]
-        elif self._generation_logits:
+        elif "generation_logits" in self._wants:
             scores = sequence.generation.scores.rows(0, sequence.generation.ids, self._vocabulary)
             found["generation_logits"] = np.pad(scores, ((0, 1), (0, 0)))[np.newaxis, np.newaxis]
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -207,7 +208,7 @@ class Request:
         self._wanted = [name for name in _OPTIONAL_OUTPUTS if scalar(request, f"return_{name}", False)]
         room = min(sampling.max_tokens, model.room(len(self._input)))
         images = len(decode_images(array(request, "image")))
-        answer = model.engine.answer(prompt, self._input, sampling.options(max_tokens=room, images=images))
+        answer = model.engine.answer(prompt, self._input, replace(sampling, max_tokens=room, images=images))
         self._text = DeltaText(
             IncrementalText(model.vocabulary, skip_special_tokens=sampling.skip_special_tokens),
             sampling.stop,
@@ -218,7 +219,6 @@ class Request:
             end_id=model.vocabulary.eos_id,
             # A steered answer may be longer than the model's context: tests ask for very long ones.
             max_tokens=sampling.max_tokens if answer.steering.scripted else room,
-            default_delay_ms=model.settings.token_delay_ms,
             stops=self._stops,
         )
         self._pending: list[int] = []
@@ -230,8 +230,6 @@ class Request:
         """Take one step of the engine and send its result."""
         if self._sampling.logit_bias:
             return self._failed("")
-        if self.generation.hangs:
-            return 3600.0  # nothing more happens, not even a check for cancellation
         try:
             step = self.generation.step()
         except EngineFailure as failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .engine import Options
@@ -47,38 +47,14 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """The parameters that the stand-in uses."""
+class Sampling(Options):
+    """The parameters that the stand-in uses: the engine's, and those of stopping and of the text."""
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    seed: int | None = None
-    greedy: bool = False
-    ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop: bool = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
     logit_bias: bool = False
-    guide: tuple[str, str] | None = None
-    bad_words: tuple[str, ...] = ()
-    numbers: dict[str, Any] = field(default_factory=dict)
-
-    def options(self, *, max_tokens: int, images: int) -> Options:
-        """Return the options for the engine."""
-        return Options(
-            seed=self.seed,
-            greedy=self.greedy,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            guide=self.guide,
-            images=images,
-            logprobs=self.logprobs,
-            bad_words=self.bad_words,
-            **self.numbers,
-        )
 
 
 def parse(values: dict[str, Any], release: str) -> Sampling:
@@ -114,7 +90,7 @@ def parse(values: dict[str, Any], release: str) -> Sampling:
         logit_bias=bool(known.get("logit_bias")),
         guide=guide,
         bad_words=tuple(known.get("bad_words") or ()),
-        numbers={key: known[key] for key in _NUMBERS if key in known},
+        **{key: known[key] for key in _NUMBERS if key in known},
     )
 
 
