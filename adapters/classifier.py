@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triton_openai.adapters._common import interface as tensors
-from triton_openai.adapters._common.base import Adapter, Capabilities
+from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.interface import IDS, MASK, SEGMENTS, Kind
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import ClassificationJob, ClassificationResult, Interface, TokenPair
@@ -63,44 +63,33 @@ def _has_labels(config: ModelConfig, repository: Mapping[str, ModelConfig], outp
     return readable and any(spec is not None and spec.label_filename for spec in (output, *inner))
 
 
-class Classifier(Adapter):
+class Classifier(tensors.DescribedAdapter):
     """Sends as many inputs at a time as the model batches."""
 
     name = "classifier"
 
-    def __init__(
-        self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
-    ) -> None:
-        super().__init__(config, repository)
-        inputs, output, given = _inputs(config), _output(config), interface.constants if interface is not None else {}
+    def _bind(self, interface: Interface | None) -> None:
+        config = self.config
+        inputs, output = _inputs(config), _output(config)
         use = None if output is None else _NAMES.get(output.name.lower())
         if interface is not None:
             first = IDS if IDS in interface.inputs else _TEXT
-            tensors.check_named(config, "inputs", interface.inputs, _BESIDE[first], required=first)
+            inputs = tensors.named_tensors(config, interface, "inputs", _BESIDE[first], required=first)
             use = _PROBABILITIES if _PROBABILITIES in interface.outputs else _LOGITS
-            tensors.check_named(config, "outputs", interface.outputs, _BESIDE[use], required=use)
-            inputs = {each: config.inputs[name] for each, name in interface.inputs.items()}
-            output = config.outputs[interface.outputs[use]]
+            output = tensors.named_tensors(config, interface, "outputs", _BESIDE[use], required=use)[use]
         if not inputs or output is None or use is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single text input or token ids, or no output that is called logits "
                 "or probabilities: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._inputs, self._output = inputs, output
-        self._constants = tensors.constants(config, given, filled=[spec.name for spec in inputs.values()])
-        labels, ids = _has_labels(config, repository, output), _TEXT not in inputs
+        self._constants = tensors.constants(config, interface, filled=[spec.name for spec in inputs.values()])
+        labels, ids = _has_labels(config, self.repository, output), _TEXT not in inputs
         # Without batching, Triton numbers the classes of all rows in sequence.
         self._single = not config.batching and (labels or len(output.dims) == 1)
         self.capabilities = Capabilities(
             classify=True, logits=use == _LOGITS, labels=labels, encoded=ids, token_inputs=ids
         )
-
-    @classmethod
-    def described(
-        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
-    ) -> Adapter:
-        """Return the adapter for *interface*, or for what *config* shows by itself."""
-        return cls(config, repository, interface)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:

@@ -7,21 +7,22 @@ BYTES, and a floating output with one vector per text. The operator describes an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from triton_openai.adapters._common.base import Adapter, Capabilities
+from triton_openai.adapters._common.base import Capabilities
 from triton_openai.adapters._common.interface import (
     FLOATS,
-    check_named,
+    DescribedAdapter,
     constant_tensors,
     constants,
+    named_tensors,
     text_input,
     text_tensor,
 )
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, Interface
-from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
+from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
 
 # Where a model has several floating outputs, the first of these that it has is the embedding.
 _PREFERRED = (
@@ -41,7 +42,7 @@ def _vector_output(config: ModelConfig) -> TensorSpec | None:
     return next(iter(candidates.values())) if len(candidates) == 1 else None
 
 
-class Embeddings(Adapter):
+class Embeddings(DescribedAdapter):
     """
     Sends as many texts at a time as the model batches.
 
@@ -51,32 +52,21 @@ class Embeddings(Adapter):
     name = "embeddings"
     capabilities = Capabilities(embed=True)
 
-    def __init__(
-        self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
-    ) -> None:
-        super().__init__(config, repository)
+    def _bind(self, interface: Interface | None) -> None:
+        config = self.config
         text, vector = text_input(config), _vector_output(config)
-        given: Mapping[str, Any] = {}
         if interface is not None:
-            check_named(config, "inputs", interface.inputs, {"text": "text"}, required="text")
-            check_named(config, "outputs", interface.outputs, {"embedding": "number"}, required="embedding")
-            text, vector = config.inputs[interface.inputs["text"]], config.outputs[interface.outputs["embedding"]]
-            given = interface.constants
+            text = named_tensors(config, interface, "inputs", {"text": "text"}, required="text")["text"]
+            outputs = named_tensors(config, interface, "outputs", {"embedding": "number"}, required="embedding")
+            vector = outputs["embedding"]
         if text is None or vector is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single BYTES input and floating output, which the adapter "
                 "'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._input, self._output = text, vector
-        self._constants = constants(config, given, filled=[text.name])
+        self._constants = constants(config, interface, filled=[text.name])
         self._batch = config.batch_size(text) if config.batching or len(vector.dims) == 2 else 1
-
-    @classmethod
-    def described(
-        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
-    ) -> Adapter:
-        """Return the adapter for *interface*, or for what *config* shows by itself."""
-        return cls(config, repository, interface)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
@@ -97,13 +87,13 @@ class Embeddings(Adapter):
                 f"The model '{self.config.name}' cannot change the number of dimensions of its embeddings.",
                 param="dimensions",
             )
-        starts = range(0, len(job.inputs), self._batch)
-        batches = [self._tensors(job.inputs[start : start + self._batch]) for start in starts]
-        return [self.request(f"{job.id}-{number}", batch, [self._output.name]) for number, batch in enumerate(batches)]
-
-    def _tensors(self, texts: Sequence[Any]) -> list[Tensor]:
-        constant = constant_tensors(self.config, self._constants, len(texts))
-        return [text_tensor(self.config, self._input, texts), *constant]
+        requests = []
+        for number, start in enumerate(range(0, len(job.inputs), self._batch)):
+            texts: Sequence[Any] = job.inputs[start : start + self._batch]
+            constant = constant_tensors(self.config, self._constants, len(texts))
+            inputs = [text_tensor(self.config, self._input, texts), *constant]
+            requests.append(self.request(f"{job.id}-{number}", inputs, [self._output.name]))
+        return requests
 
     def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
         """Return one vector per input."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from triton_openai.adapters._common.base import Adapter, Capabilities, Parameter, Rule, bind
+from triton_openai.adapters._common.base import Capabilities, Parameter, Rule, bind
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, TextStage
-from triton_openai.adapters._common.interface import Kind, check_named, constants, fits
+from triton_openai.adapters._common.interface import DescribedAdapter, Kind, constants, fits, named_tensors
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Delta, FinishReason, Generation, Interface
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor, TensorSpec
@@ -65,15 +65,13 @@ def _found(config: ModelConfig) -> Interface | None:
     return Interface(inputs={_PROMPT: required[0].name, **inputs}, outputs={_TEXT: texts[0], **outputs})
 
 
-class Text(Adapter):
+class Text(DescribedAdapter):
     """Text in and text out, in one response or in several."""
 
     name = "text"
 
-    def __init__(
-        self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
-    ) -> None:
-        super().__init__(config, repository)
+    def _bind(self, interface: Interface | None) -> None:
+        config = self.config
         found = interface or _found(config)
         if found is None:
             raise ConfigurationError(
@@ -81,10 +79,10 @@ class Text(Adapter):
                 "tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._inputs, self._outputs = found.inputs, found.outputs
-        check_named(config, "inputs", self._inputs, INPUTS, required=_PROMPT)
-        check_named(config, "outputs", self._outputs, OUTPUTS, required=_TEXT)
+        named_tensors(config, found, "inputs", INPUTS, required=_PROMPT)
+        named_tensors(config, found, "outputs", OUTPUTS, required=_TEXT)
         always = [self._inputs[use] for use in (_PROMPT, _STREAM, "max_tokens") if use in self._inputs]
-        given = constants(config, found.constants, filled=always)
+        given = constants(config, found, filled=always)
         self._constants = [self.tensor(name, *values) for name, values in given.items()]
         self._text = found.text or ("delta" if config.decoupled else "final")
         rows = [Parameter(use, (name,)) for use, name in self._inputs.items() if use not in (_PROMPT, _STREAM, "stop")]
@@ -98,13 +96,6 @@ class Text(Adapter):
             usage=_COMPLETION in self._outputs,
             finish_reason=_FINISH in self._outputs,
         )
-
-    @classmethod
-    def described(
-        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
-    ) -> Adapter:
-        """Return the adapter for *interface*, or for what *config* shows by itself."""
-        return cls(config, repository, interface)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:

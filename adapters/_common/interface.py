@@ -1,6 +1,6 @@
 """
-Tensors of models whose names follow no standard: finds and fills their inputs, and checks an operator's description of
-them (:class:`Interface`) against the model's config.
+Tensors whose names follow no standard: finds and fills a model's inputs, and checks an operator's description of them
+(:class:`Interface`) against the model's config.
 """
 
 from __future__ import annotations
@@ -9,14 +9,35 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from triton_openai.adapters._common.base import Adapter
 from triton_openai.errors import ConfigurationError, ContextLengthExceeded
-from triton_openai.generation import TokenPair
+from triton_openai.generation import Interface, TokenPair
 from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, Tensor, TensorSpec
 
 FLOATS = ("FP32", "FP16", "FP64")
 _INTEGERS = ("INT64", "INT32")
 #: The inputs of an exported Hugging Face model.
 IDS, MASK, SEGMENTS = "input_ids", "attention_mask", "token_type_ids"
+
+
+class DescribedAdapter(Adapter):
+    """Base of the adapters whose models' tensors the operator may describe. A subclass takes them up in `_bind`."""
+
+    def __init__(
+        self, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None = None
+    ) -> None:
+        super().__init__(config, repository)
+        self._bind(interface)
+
+    def _bind(self, interface: Interface | None) -> None:
+        """Use the tensors of *interface*, or those that the config shows by itself."""
+        raise NotImplementedError
+
+    @classmethod
+    def described(
+        cls, config: ModelConfig, repository: Mapping[str, ModelConfig], interface: Interface | None
+    ) -> Adapter:
+        return cls(config, repository, interface)
 
 
 def text_input(config: ModelConfig) -> TensorSpec | None:
@@ -92,20 +113,21 @@ def fits(kind: Kind, datatype: str) -> bool:
     return datatype in FLOATS or (kind == "integer" and datatype in INTEGER_RANGES)
 
 
-def check_named(
+def named_tensors(
     config: ModelConfig,
+    interface: Interface,
     setting: Literal["inputs", "outputs"],
-    named: Mapping[str, str],
     kinds: Mapping[str, Kind],
     *,
     required: str,
-) -> None:
+) -> dict[str, TensorSpec]:
     """
-    Check the tensors that *setting* names; *kinds* are the uses that it may name, *required* the one that it must.
+    Return the tensors that a *setting* of *interface* names, by their uses.
 
-    Raises :class:`ConfigurationError`.
+    *kinds* are the uses that it may name, *required* the one that it must. Raises :class:`ConfigurationError`.
     """
-    specs = config.inputs if setting == "inputs" else config.outputs
+    named: Mapping[str, str] = getattr(interface, setting)
+    specs: Mapping[str, TensorSpec] = getattr(config, setting)
     label = f"The settings of the model '{config.name}'"
     for use, name in named.items():
         if use not in kinds:
@@ -121,9 +143,10 @@ def check_named(
             )
     if required not in named:
         raise ConfigurationError(f"{label} do not name '{setting}.{required}'.")
+    return {use: specs[name] for use, name in named.items()}
 
 
-def constants(config: ModelConfig, given: Mapping[str, Any], *, filled: Collection[str]) -> dict[str, list[Any]]:
+def constants(config: ModelConfig, interface: Interface | None, *, filled: Collection[str]) -> dict[str, list[Any]]:
     """
     Return the values of the inputs that every request gets: the operator's, as lists.
 
@@ -131,7 +154,7 @@ def constants(config: ModelConfig, given: Mapping[str, Any], *, filled: Collecti
     input cannot hold, and for a required input that has none.
     """
     values: dict[str, list[Any]] = {}
-    for name, value in given.items():
+    for name, value in (interface.constants if interface is not None else {}).items():
         if name not in config.inputs:
             raise ConfigurationError(
                 f"The settings of the model '{config.name}' name '{name}' under 'constants', which the model does not "
@@ -143,10 +166,10 @@ def constants(config: ModelConfig, given: Mapping[str, Any], *, filled: Collecti
             raise ConfigurationError(
                 f"The input '{name}' of the model '{config.name}' is {spec.datatype} and cannot be {value!r}."
             )
-    for name, spec in config.inputs.items():
-        if not spec.optional and name not in filled and name not in values:
+    for spec in config.required:
+        if spec.name not in filled and spec.name not in values:
             raise ConfigurationError(
-                f"The model '{config.name}' requires the input '{name}', which not every request fills: give it a "
+                f"The model '{config.name}' requires the input '{spec.name}', which not every request fills: give it a "
                 "value under 'constants'."
             )
     return values

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -263,77 +263,18 @@ class GrpcStream(Call):
             self._distrust()
 
 
-class GrpcChannel:
-    """
-    The newest channel to *url*.
-
-    Running calls keep their channel when the certificates change. Raises
-    :class:`ConfigurationError` for files that cannot be used.
-    """
-
-    def __init__(self, url: str, settings: ConnectionSettings) -> None:
-        parts = urlsplit(url)
-        self._target = parts.netloc if parts.port else f"{parts.netloc}:8001"
-        self.settings = settings
-        self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
-        self._used: GrpcFiles | None = None
-        self._channel: grpc.aio.Channel | None = None
-        self._closing: set[asyncio.Task[None]] = set()
-        self._distrusted = False
-
-    def channel(self) -> grpc.aio.Channel:
-        """Return the channel to begin calls on."""
-        files = self._files.current() if self._files is not None else None
-        if self._channel is None or self._distrusted or files is not self._used:
-            self._distrusted = False
-            self._channel = self._replace(files)
-        return self._channel
-
-    def distrust(self) -> None:
-        """Use a new connection for further calls: this one was silent, and may be dead."""
-        self._distrusted = True
-
-    def _replace(self, files: GrpcFiles | None) -> grpc.aio.Channel:
-        # Created on first use: a channel belongs to the running loop.
-        if self._channel is not None:
-            task = asyncio.get_running_loop().create_task(self._channel.close(_OLD_CHANNEL_SECONDS))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-        # The timeout of an attempt to connect, despite its name.
-        options = [*_OPTIONS, ("grpc.min_reconnect_backoff_ms", int(self.settings.connect_timeout * 1000))]
-        self._used = files
-        if files is None:
-            return grpc.aio.insecure_channel(self._target, options=options)
-        if self.settings.access.server_name is not None:
-            options.append(("grpc.ssl_target_name_override", self.settings.access.server_name))
-        credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
-        return grpc.aio.secure_channel(self._target, credentials, options=options)
-
-    async def close(self) -> None:
-        """Close every channel; calls in flight are cancelled."""
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close(None)
-
-
 class GrpcioStream:
     """One ``ModelStreamInfer`` call through grpc.aio. See :class:`triton_openai.triton.client.ResponseStream`."""
 
-    def __init__(
-        self, channel: GrpcChannel, request: InferRequest, receiver: Receiver, tasks: set[asyncio.Task[None]]
-    ) -> None:
-        self._channel = channel
+    def __init__(self, client: GrpcClient, request: InferRequest, receiver: Receiver) -> None:
+        self._client = client
         self._model = request.model
         self._cancellable = request.cancellable
         self._receiver: Receiver | None = receiver
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._sent = False
-        self._task = asyncio.create_task(self._run(request))
-        tasks.add(self._task)
-        self._task.add_done_callback(tasks.discard)
+        self._task = client.start(self._run(request))
 
     async def _run(self, request: InferRequest) -> None:
         try:
@@ -346,12 +287,12 @@ class GrpcioStream:
             self._end(None)
 
     async def _call(self, request: InferRequest) -> None:
-        start = self._channel.channel().stream_stream(
+        start = self._client.channel.stream_stream(
             _STREAM_METHOD,
             request_serializer=serialize,
             response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
         )
-        call: Any = start(metadata=(*self._channel.settings.headers(), *request.headers.items()))
+        call: Any = start(metadata=(*self._client.metadata, *request.headers.items()))
         try:
             await call.write(await message_of(request))
             await call.done_writing()
@@ -393,27 +334,68 @@ class GrpcioStream:
             self._resumed.set()
             asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self._task.cancel)
         if silent:
-            self._channel.distrust()
+            self._client.distrust()
 
 
 class GrpcClient:
-    """One Triton behind its gRPC port. See :class:`triton_openai.triton.client.TritonClient`."""
+    """
+    One Triton behind its gRPC port. See :class:`triton_openai.triton.client.TritonClient`.
+
+    Running calls keep their connection when the certificates change. Raises :class:`ConfigurationError` for files that
+    cannot be used.
+    """
 
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
+        parts = urlsplit(url)
+        self._target = parts.netloc if parts.port else f"{parts.netloc}:8001"
         self._settings = settings
-        self._channel = GrpcChannel(url, settings)
+        self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
+        self._used: GrpcFiles | None = None
+        self._channel: grpc.aio.Channel | None = None
+        self._distrusted = False
         self._streams = Channel(url, _STREAM_METHOD, settings) if settings.grpc_client == "own" else None
+        # Streams that run on the channel, and older channels that are closing.
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def channel(self) -> grpc.aio.Channel:
-        """The channel, for the relay's calls; they need :attr:`metadata`."""
-        return self._channel.channel()
 
     @property
     def metadata(self) -> tuple[Header, ...]:
         """The metadata of every call."""
         return self._settings.headers()
+
+    @property
+    def channel(self) -> grpc.aio.Channel:
+        """The channel to begin calls on, with :attr:`metadata`."""
+        # Created on first use: a channel belongs to the running loop.
+        files = self._files.current() if self._files is not None else None
+        if self._channel is None or self._distrusted or files is not self._used:
+            if self._channel is not None:
+                self.start(self._channel.close(_OLD_CHANNEL_SECONDS))
+            self._used, self._distrusted = files, False
+            self._channel = self._connect(files)
+        return self._channel
+
+    def _connect(self, files: GrpcFiles | None) -> grpc.aio.Channel:
+        # The timeout of an attempt to connect, despite its name.
+        options = [*_OPTIONS, ("grpc.min_reconnect_backoff_ms", int(self._settings.connect_timeout * 1000))]
+        if files is None:
+            return grpc.aio.insecure_channel(self._target, options=options)
+        if self._settings.access.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self._settings.access.server_name))
+        credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
+        return grpc.aio.secure_channel(self._target, credentials, options=options)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start *work*, which ends with the client at the latest."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def distrust(self) -> None:
+        """Use new connections for further calls: one was silent, and may be dead."""
+        self._distrusted = True
+        if self._streams is not None:
+            self._streams.distrust()
 
     async def _unary(
         self,
@@ -428,7 +410,7 @@ class GrpcClient:
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            call: Any = self._channel.channel().unary_unary(
+            call: Any = self.channel.unary_unary(
                 f"{_SERVICE}/{method}",
                 request_serializer=serialize,
                 response_deserializer=getattr(service_pb2, f"{method}Response").FromString,
@@ -437,11 +419,11 @@ class GrpcClient:
         except asyncio.CancelledError:
             # The caller gave up on a silent connection. Further calls must not wait for it too.
             if loop.time() - began >= self._settings.connect_timeout:
-                self._distrust()
+                self.distrust()
             raise
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._distrust()
+                self.distrust()
             raise translate(error.code().name, error.details() or "", model) from error
 
     async def live(self) -> bool:
@@ -484,20 +466,15 @@ class GrpcClient:
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         """Send a ``ModelStreamInfer`` call."""
         if self._streams is None:
-            return GrpcioStream(self._channel, request, receiver, self._tasks)
-        return GrpcStream(self._streams, request, receiver, self._distrust)
-
-    def _distrust(self) -> None:
-        self._channel.distrust()
-        if self._streams is not None:
-            self._streams.distrust()
+            return GrpcioStream(self, request, receiver)
+        return GrpcStream(self._streams, request, receiver, self.distrust)
 
     async def close(self) -> None:
-        """Close the channel; calls in flight are cancelled."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        """Close every connection; calls in flight are cancelled."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._streams is not None:
             await self._streams.close()
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close(None)
