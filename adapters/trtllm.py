@@ -200,7 +200,7 @@ class TokenDecoder:
         # The tokens so far, None before the first response.
         self._count: int | None = None
 
-    def feed(self, response: InferResponse) -> Sequence[Delta]:
+    def feed(self, response: InferResponse) -> Delta:
         """Return the delta of one response; the last one often has no ids."""
         ids = response.numbers("output_ids")
         if lengths := response.numbers("sequence_length"):
@@ -222,11 +222,11 @@ class TokenDecoder:
             delta.logprobs = [TokenLogprob("", value, id=number) for number, value in zip(ids, values, strict=True)]
         for read in self._readers:
             read(response, delta)
-        return (delta,)
+        return delta
 
-    def flush(self) -> Sequence[Delta]:
+    def flush(self) -> str:
         """Return nothing: ids are never held back."""
-        return ()
+        return ""
 
 
 def _sends(config: ModelConfig, logits: str) -> bool:

@@ -249,12 +249,12 @@ def with_engine_arguments(hints: Hints, arguments: Mapping[str, Any], *, length:
 class Decoder(Protocol):
     """Turns the responses of one request into deltas. Holds that stream's state; not to be shared."""
 
-    def feed(self, response: InferResponse) -> Sequence[Delta]:
+    def feed(self, response: InferResponse) -> Delta:
         """Return what *response* adds."""
         ...
 
-    def flush(self) -> Sequence[Delta]:
-        """Return what was still held back, once the stream has ended."""
+    def flush(self) -> str:
+        """Return the text that was still held back, once the stream has ended."""
         ...
 
 

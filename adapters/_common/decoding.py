@@ -52,12 +52,13 @@ class TextDecoder:
         self._prompt_count = prompt_count
         self._readers = readers
 
-    def feed(self, response: InferResponse) -> Sequence[Delta]:
+    def feed(self, response: InferResponse) -> Delta:
         text, tokens, reason = response.first(self._outputs)
-        text = text or ""
-        delta = Delta(text if self._stage is None else self._stage.feed(text))
-        if tokens is not None:
-            delta.tokens = int(tokens)
+        if not text:
+            text = ""
+        if self._stage is not None:
+            text = self._stage.feed(text)
+        delta = Delta(text, tokens if tokens is None else int(tokens))
         if self._prompt_count is not None and (counts := response.numbers(self._prompt_count)):
             delta.prompt_tokens = int(counts[0])
             self._prompt_count = None
@@ -65,11 +66,10 @@ class TextDecoder:
             delta.finish_reason = _finish_reason(reason)
         for read in self._readers:
             read(response, delta)
-        return (delta,)
+        return delta
 
-    def flush(self) -> Sequence[Delta]:
-        rest = "" if self._stage is None else self._stage.flush()
-        return (Delta(rest),) if rest else ()
+    def flush(self) -> str:
+        return "" if self._stage is None else self._stage.flush()
 
 
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}

@@ -7,8 +7,6 @@ distribution is: this module, and beside it the metadata with the entry point.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from triton_openai.adapters import Adapter, BoundParameter, Capabilities, Rule
 from triton_openai.generation import Delta, FinishReason, Generation
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
@@ -17,16 +15,17 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 class Words:
     """Counts every piece as a token, and knows when it was the last."""
 
-    def feed(self, response: InferResponse) -> Sequence[Delta]:
-        """Return the delta of one response."""
-        deltas = [Delta(text, tokens=1, prompt_tokens=3) for text in response.texts("answer")]
-        if deltas and list(response.numbers("last")) == [True]:
-            deltas[-1].finish_reason = FinishReason.STOP
-        return deltas
+    def feed(self, response: InferResponse) -> Delta:
+        """Return what one response adds."""
+        texts = response.texts("answer")
+        delta = Delta("".join(texts), tokens=len(texts), prompt_tokens=3)
+        if list(response.numbers("last")) == [True]:
+            delta.finish_reason = FinishReason.STOP
+        return delta
 
-    def flush(self) -> Sequence[Delta]:
+    def flush(self) -> str:
         """Return nothing."""
-        return ()
+        return ""
 
 
 class Counting(Adapter):

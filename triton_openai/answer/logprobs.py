@@ -86,8 +86,7 @@ class LogitsReader:
     Decodes the responses of a stream for its *run*, and makes log probabilities of their logits.
 
     The work may need a thread, so a task does it, in the order of the responses, while the run is paused. The run uses
-    this reader as its decoder: it receives lists of deltas instead of responses, and :meth:`feed` returns them
-    unchanged.
+    this reader as its decoder: it receives deltas instead of responses, and :meth:`feed` returns them unchanged.
     """
 
     def __init__(self, run: Run, decoder: Decoder, generation: Generation) -> None:
@@ -108,12 +107,12 @@ class LogitsReader:
         self._end = (error,)
         self._go_on()
 
-    def feed(self, deltas: Any) -> Sequence[Delta]:
-        """Return the *deltas* that this has made."""
-        return cast(Sequence[Delta], deltas)
+    def feed(self, delta: Any) -> Delta:
+        """Return the *delta* that this has made."""
+        return cast(Delta, delta)
 
-    def flush(self) -> Sequence[Delta]:
-        """Return the deltas that the decoder delayed."""
+    def flush(self) -> str:
+        """Return the text that the decoder delayed."""
         return self._decoder.flush()
 
     def close(self) -> None:
@@ -130,10 +129,9 @@ class LogitsReader:
         run.pause()
         try:
             while self._waiting:
-                deltas: Any = self._decoder.feed(self._waiting.popleft())
-                for delta in deltas:
-                    await self._add_logprobs(delta)
-                run.receive((deltas,))
+                delta: Any = self._decoder.feed(self._waiting.popleft())
+                await self._add_logprobs(delta)
+                run.receive((delta,))
         except Exception as error:  # noqa: BLE001 - the run ends with any error
             self._end = (error,)
         self._task = None

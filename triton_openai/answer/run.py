@@ -288,15 +288,14 @@ class Run:
         if progress.first is None:
             progress.first = progress.now
             self._silence.watch(self._limits.idle)
-        stages = pipeline.stages
         shown: list[Delta] = []
         try:
             for response in responses:
-                for delta in self._decoder.feed(response):
-                    for stage in stages:
-                        stage(delta)
-                    if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
-                        shown.append(delta)
+                delta = self._decoder.feed(response)
+                for stage in pipeline.stages:
+                    stage(delta)
+                if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
+                    shown.append(delta)
                 if pipeline.ends and pipeline.ended:
                     # Stop the backend first, then send the last text to the client.
                     self._work.stop()

@@ -370,9 +370,9 @@ class Pipeline:
     def _flush_text(self, decoder: Decoder, shown: list[Delta]) -> None:
         if self._token_text is not None and self._token_text.stopped:
             self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self._token_text.stop_id
-        texts = [delta.text for delta in decoder.flush()]
-        for text in texts:
-            self._progress.add_text(text)
+        texts = [decoder.flush()]
+        if texts[0]:
+            self._progress.add_text(texts[0])
         if self._token_text is not None:
             texts.append(self._token_text.flush())
         if self._stop is not None:

@@ -235,7 +235,11 @@ class ChatChunks(Chunks):
         self._plan = plan
         self._reasoning_fields = fields
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
-        self._text_heads = [self._head + b'{"index":%d,"delta":{"content":' % choice for choice in range(len(parsers))]
+        #: What precedes the text of most chunks; empty for a choice whose chunks need more.
+        self._text_heads = [
+            b"" if parser or self._continuous or self._ids else self._head + b'{"index":%d,"delta":{"content":' % choice
+            for choice, parser in enumerate(parsers)
+        ]
 
     def first(self, choice: int) -> bytes:
         """Return the chunk with the role, and with the prompt's ids where they are wanted."""
@@ -246,9 +250,10 @@ class ChatChunks(Chunks):
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the chunks of a piece of text."""
+        head = self._text_heads[choice]
+        if head and not delta.logprobs:
+            return head + _encode(delta.text) + self._text_tail
         parser = self._parsers[choice]
-        if parser is None and not delta.logprobs and not self._continuous and not self._ids:
-            return self._text_heads[choice] + _encode(delta.text) + self._text_tail
         if parser is None:
             return self._events(choice, [Content(delta.text)], delta)
         return self._events(choice, parser.feed(delta.text, delta.tokens), delta)

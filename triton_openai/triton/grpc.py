@@ -34,10 +34,10 @@ from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel
 from triton_openai.triton.status import classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
+    Described,
     InferRequest,
     InferResponse,
     ModelConfig,
-    OutputTensor,
     read_model_config,
 )
 
@@ -119,13 +119,11 @@ async def message_of(request: InferRequest) -> Any:
 
 
 def decode_response(message: Any) -> BinaryResponse:
-    """Return the outputs of a ``ModelInferResponse``."""
-    return BinaryResponse(
-        {
-            output.name: OutputTensor(output.datatype, tuple(output.shape), data)
-            for output, data in zip(message.outputs, message.raw_output_contents, strict=False)
-        }
-    )
+    """Return the outputs of a ``ModelInferResponse``. Raises :class:`UpstreamError` if their contents are not raw."""
+    described = tuple((output.name, output.datatype, tuple(output.shape)) for output in message.outputs)
+    if len(described) != len(message.raw_output_contents):
+        raise UpstreamError("Triton sent an answer that cannot be read.", detail="outputs without raw contents")
+    return BinaryResponse(described, message.raw_output_contents)
 
 
 def _stream_response() -> Any:
@@ -156,7 +154,7 @@ _StreamResponse = _stream_response()
 
 
 @lru_cache(maxsize=256)
-def _described(outputs: tuple[bytes, ...]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+def _described(outputs: tuple[bytes, ...]) -> Described:
     tensors = map(service_pb2.ModelInferResponse.InferOutputTensor.FromString, outputs)
     return tuple((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
 
@@ -216,21 +214,18 @@ class GrpcStream(Call):
         for data in messages:
             try:
                 message = _StreamResponse.FromString(data)
-                outputs = tuple(message.infer_response.outputs)
-                described = _described(outputs)
+                described = _described(tuple(message.infer_response.outputs))
+                contents = message.infer_response.raw_output_contents
+                if len(described) != len(contents):
+                    raise DecodeError("outputs without raw contents")
             except DecodeError:
                 error = UpstreamError("Triton sent an answer that cannot be read.", detail=f"{len(data)} bytes")
                 break
             if message.error_message:
                 error = classify(message.error_message, self._model)
                 break
-            if outputs:
-                contents = zip(described, message.infer_response.raw_output_contents, strict=False)
-                responses.append(
-                    BinaryResponse(
-                        {name: OutputTensor(datatype, shape, data) for (name, datatype, shape), data in contents}
-                    )
-                )
+            if described:
+                responses.append(BinaryResponse(described, contents))
         if responses and self._receiver is not None:
             self._receiver.receive(responses)
         if error is not None:

@@ -25,7 +25,6 @@ from triton_openai.triton.tensors import (
     InferRequest,
     InferResponse,
     ModelConfig,
-    OutputTensor,
     read_model_config,
 )
 
@@ -104,15 +103,16 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
         raise UpstreamError("Triton sent an answer that cannot be read.", detail=str(error)) from error
     if not header.outputs:
         raise no_answer(model)
-    outputs: dict[str, OutputTensor] = {}
+    contents = []
     offset = header_length
     for output in header.outputs:
         end = offset + output.parameters.binary_data_size
         if end > len(body):
             raise UpstreamError(f"Triton sent a malformed '{output.name}' output.")
-        outputs[output.name] = OutputTensor(output.datatype, output.shape, body[offset:end])
+        contents.append(body[offset:end])
         offset = end
-    return BinaryResponse(outputs)
+    described = tuple((output.name, output.datatype, output.shape) for output in header.outputs)
+    return BinaryResponse(described, contents)
 
 
 class HttpClient:

@@ -59,10 +59,11 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
     def values(self) -> Mapping[str, Any]:
         return {name: getattr(self, field) for name, field in self.fields.items()}
 
-    def first(self, names: Sequence[str]) -> Sequence[Any]:
-        values: Sequence[Any] = _getter(type(self), tuple(names))(self)
-        if list in map(type, values):
-            values = [(value[0] if value else None) if isinstance(value, list) else value for value in values]
+    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
+        values: Sequence[Any] = _getter(type(self), names)(self)
+        for value in values:
+            if value.__class__ is list:
+                return [(value[0] if value else None) if isinstance(value, list) else value for value in values]
         return values
 
 
@@ -141,18 +142,18 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse *data*, and pass the body to the stream."""
-        stream, parts = self._stream, self._parts
-        if stream is None or self._parse is None:
+        stream, parse, parts = self._stream, self._parse, self._parts
+        if stream is None or parse is None:
             # Data without a request is not HTTP.
             self.close()
             return
         broken = False
         try:
-            self._parse(data)
+            parse(data)
         except httptools.HttpParserError:
             broken = True
         if parts:
-            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            body = b"".join(parts)
             parts.clear()
             stream.feed(body)
         if self._complete and self._stream is stream:

@@ -11,8 +11,9 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol, Self, TypeAlias
 
 import msgspec
 
@@ -193,7 +194,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
 class InferResponse(Protocol):
     """One response. Absent outputs read as empty lists; values are flattened."""
 
-    def first(self, names: Sequence[str]) -> Sequence[Any]:
+    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         """Return the first text or number of each of several outputs, ``None`` of one that is absent or empty."""
 
     def texts(self, name: str) -> Sequence[str]:
@@ -241,7 +242,7 @@ class JsonResponse(JsonOutputs, msgspec.Struct, frozen=True):
 
     values: Mapping[str, Any]
 
-    def first(self, names: Sequence[str]) -> Sequence[Any]:
+    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         return [next(iter(self.texts(name)), None) for name in names]
 
 
@@ -253,19 +254,35 @@ class OutputTensor(msgspec.Struct, frozen=True):
     data: bytes
 
 
+#: Name, datatype and shape of each output of a response.
+Described: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
 class BinaryResponse:
-    """A response with raw tensors: gRPC's, and HTTP's with the binary extension."""
+    """
+    A response with raw tensors: gRPC's, and HTTP's with the binary extension.
 
-    __slots__ = ("_outputs",)
+    *contents* has the bytes of each output that is *described*. Most outputs of a step are never asked for.
+    """
 
-    def __init__(self, outputs: Mapping[str, OutputTensor]) -> None:
-        self._outputs = outputs
+    __slots__ = ("_contents", "_described")
 
-    def first(self, names: Sequence[str]) -> Sequence[Any]:
-        return [next(iter(self.numbers(name)), None) for name in names]
+    def __init__(self, described: Described, contents: Sequence[bytes]) -> None:
+        self._described = described
+        self._contents = contents
+
+    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
+        contents = self._contents
+        return [read(contents[place]) if place >= 0 else None for place, read in _readers(self._described, names)]
+
+    def tensor(self, name: str) -> OutputTensor | None:
+        for (found, datatype, shape), data in zip(self._described, self._contents, strict=True):
+            if found == name:
+                return OutputTensor(datatype, shape, data)
+        return None
 
     def texts(self, name: str) -> Sequence[str]:
-        output = self._outputs.get(name)
+        output = self.tensor(name)
         if output is None:
             return ()
         data = output.data
@@ -281,7 +298,7 @@ class BinaryResponse:
 
     def numbers(self, name: str) -> Sequence[Any]:
         """Return a numeric output; BYTES (some backends send numbers as text) stay text."""
-        output = self._outputs.get(name)
+        output = self.tensor(name)
         if output is None:
             return ()
         if output.datatype == "BYTES":
@@ -301,7 +318,7 @@ class BinaryResponse:
 
     def vectors(self, name: str) -> Sequence[bytes]:
         """Return a floating output of shape ``[n, d]`` as float32 rows; raw FP32 is sliced, not converted."""
-        output = self._outputs.get(name)
+        output = self.tensor(name)
         if output is None:
             return ()
         rows = output.shape[0] if len(output.shape) > 1 else 1
@@ -311,8 +328,35 @@ class BinaryResponse:
         width = len(data) // rows
         return [data[i * width : (i + 1) * width] for i in range(rows)]
 
-    def tensor(self, name: str) -> OutputTensor | None:
-        return self._outputs.get(name)
+
+@lru_cache(256)
+def _readers(described: Described, names: tuple[str, ...]) -> Sequence[tuple[int, Callable[[bytes], Any]]]:
+    """Return the place of each of *names* among the outputs, -1 without one, and what reads its first value."""
+    places = {name: (place, _reader(name, datatype)) for place, (name, datatype, _) in enumerate(described)}
+    return [places.get(name, (-1, bytes)) for name in names]
+
+
+def _reader(name: str, datatype: str) -> Callable[[bytes], Any]:
+    def text(data: bytes) -> str | None:
+        if not data:
+            return None
+        end = 4 + int.from_bytes(data[:4], "little")
+        if end > len(data):
+            raise UpstreamError(f"Triton sent a malformed '{name}' output.")
+        return data[4:end].decode("utf-8", "replace")
+
+    def number(data: bytes) -> Any:
+        return item.unpack_from(data)[0] if len(data) >= item.size else None
+
+    def other(data: bytes) -> Any:
+        return next(iter(BinaryResponse(((name, datatype, ()),), (data,)).numbers(name)), None)
+
+    if datatype == "BYTES":
+        return text
+    if datatype not in _ARRAY_CODES:
+        return other
+    item = struct.Struct("<" + _ARRAY_CODES[datatype])
+    return number
 
 
 def read_model_config(config: Any) -> ModelConfig:

@@ -25,7 +25,6 @@ from triton_openai.triton.tensors import (
     InferRequest,
     JsonResponse,
     ModelConfig,
-    OutputTensor,
     TensorSpec,
 )
 
@@ -168,10 +167,10 @@ def test_who_repeats_the_prompt(excluded, echoes):
     adapter = TrtllmEnsemble(config, {"engine": engine})
 
     assert echoes == adapter.capabilities.echoes
-    (delta,) = adapter.decoder(generation("Hi")).feed(JsonResponse({"text_output": "Hi there" if echoes else " there"}))
+    delta = adapter.decoder(generation("Hi")).feed(JsonResponse({"text_output": "Hi there" if echoes else " there"}))
     assert Delta(" there") == delta
     stream = msgspec.structs.replace(generation("Hi"), stream=True)
-    (delta,) = TrtllmEnsemble(TEXT, {"engine": engine}).decoder(stream).feed(JsonResponse({"text_output": "Hi there"}))
+    delta = TrtllmEnsemble(TEXT, {"engine": engine}).decoder(stream).feed(JsonResponse({"text_output": "Hi there"}))
     assert Delta("Hi there") == delta, "a stream never does"
 
 
@@ -226,12 +225,12 @@ def test_tokens_from_the_cache(flag, output):
     assert [True] == values(adapter.encode(known))[flag]
     assert output in adapter.encode(known).outputs
     assert flag not in values(adapter.encode(generation()))
-    assert None is decoder.feed(JsonResponse({"text_output": "a"}))[0].cached_tokens
-    assert 48 == decoder.feed(JsonResponse({output: 3}))[0].cached_tokens
-    assert 48 == decoder.feed(JsonResponse({output: "3"}))[0].cached_tokens, "the LLM API's model sends text"
+    assert None is decoder.feed(JsonResponse({"text_output": "a"})).cached_tokens
+    assert 48 == decoder.feed(JsonResponse({output: 3})).cached_tokens
+    assert 48 == decoder.feed(JsonResponse({output: "3"})).cached_tokens, "the LLM API's model sends text"
     with pytest.raises(UpstreamError, match="malformed"):
         decoder.feed(JsonResponse({output: "many"}))
-    assert None is adapter.decoder(generation()).feed(JsonResponse({output: 3}))[0].cached_tokens
+    assert None is adapter.decoder(generation()).feed(JsonResponse({output: 3})).cached_tokens
 
 
 @every_case(
@@ -347,7 +346,7 @@ def test_when_a_bls_accumulates(accumulate, decoupled, expected):
     decoder = TrtllmBls(config, {}).decoder(msgspec.structs.replace(generation(), stream=True))
     decoder.feed(JsonResponse({"text_output": "a"}))
 
-    assert [Delta(expected)] == list(decoder.feed(JsonResponse({"text_output": "a b"})))
+    assert Delta(expected) == decoder.feed(JsonResponse({"text_output": "a b"}))
 
 
 def test_the_stop_request_goes_to_the_step_that_takes_it():
@@ -377,7 +376,7 @@ def test_old_vllm_repeats_prompt_and_text():
     texts = ["Hi", "Hi there", "Hi there you"]
 
     assert ["", " there", " you"] == [
-        decoder.feed(JsonResponse({"text_output": text}))[0].text for text in texts
+        decoder.feed(JsonResponse({"text_output": text})).text for text in texts
     ]  # fmt: skip
 
 
@@ -400,7 +399,7 @@ def test_token_ids_of_vllm(change, sampling, ids, logprobs):
     response = {"text_output": "ab", "logprobs": '[{"5": {"logprob": -1.0}}, {"6": {"logprob": -2.0}}]'}
 
     request = adapter.encode(asked)
-    (delta,) = adapter.decoder(asked).feed(JsonResponse(response))
+    delta = adapter.decoder(asked).feed(JsonResponse(response))
 
     assert bool(ids or logprobs) == ("logprobs" in request.outputs) == ("return_logprobs" in values(request))
     assert (ids, logprobs) == (list(delta.token_ids), len(delta.logprobs))
@@ -475,7 +474,7 @@ def test_texts_are_sent_in_batches(inputs, outputs, batch, shapes):
     for number, request in enumerate(requests):
         rows = len(request.inputs[0].values)
         data = array("f", [number + 0.5] * 2 * rows).tobytes()
-        answers.append(BinaryResponse({"embedding": OutputTensor("FP32", (rows, 2), data)}))
+        answers.append(BinaryResponse((("embedding", "FP32", (rows, 2)),), (data,)))
     vectors = adapter.decode_embeddings(job, answers).vectors
     expected = [number + 0.5 for number, request in enumerate(requests) for _ in request.inputs[0].values]
     assert expected == [array("f", vector)[0] for vector in vectors]
@@ -484,7 +483,7 @@ def test_texts_are_sent_in_batches(inputs, outputs, batch, shapes):
 def test_too_few_vectors_are_an_error():
     """A model that answers for fewer texts than it was given is not believed."""
     config = ModelConfig(name="e", max_batch_size=8, inputs=specs("text BYTES 1"), outputs=specs("embedding FP32 2"))
-    answer = BinaryResponse({"embedding": OutputTensor("FP32", (1, 2), b"\x00" * 8)})
+    answer = BinaryResponse((("embedding", "FP32", (1, 2)),), (b"\x00" * 8,))
 
     with pytest.raises(UpstreamError, match="1 embeddings for 2 inputs"):
         Embeddings(config, {}).decode_embeddings(EmbeddingJob(id="j", inputs=["a", "b"]), [answer])

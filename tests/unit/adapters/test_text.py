@@ -13,7 +13,7 @@ from triton_openai.adapters._common.registry import Registry
 from triton_openai.adapters.embeddings import Embeddings
 from triton_openai.adapters.text import Text
 from triton_openai.errors import ConfigurationError
-from triton_openai.generation import EmbeddingJob, FinishReason, Interface
+from triton_openai.generation import Delta, EmbeddingJob, FinishReason, Interface
 from triton_openai.triton.tensors import JsonResponse, ModelConfig
 
 
@@ -45,8 +45,10 @@ DESCRIBED = Interface(
 def deltas(adapter: Text, *responses: dict[str, Any], **sampling: Any) -> list[tuple[str, int | None, Any]]:
     """Return what the adapter makes of *responses*."""
     decoder = adapter.decoder(generation(**sampling))
-    found = [delta for each in responses for delta in decoder.feed(JsonResponse(each))]
-    return [(delta.text, delta.tokens, delta.finish_reason) for delta in (*found, *decoder.flush())]
+    found = [decoder.feed(JsonResponse(each)) for each in responses]
+    if rest := decoder.flush():
+        found.append(Delta(rest))
+    return [(delta.text, delta.tokens, delta.finish_reason) for delta in found]
 
 
 def test_what_is_claimed() -> None:

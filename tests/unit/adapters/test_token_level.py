@@ -293,7 +293,7 @@ def test_the_stop_request_is_for_answers_that_come_at_once() -> None:
 def fed(profile: str, *responses: dict[str, Any], decoupled: bool = True, **sampling: Any) -> list[Delta]:
     """Return what a decoder makes of *responses*."""
     decoder = adapter(profile, decoupled=decoupled).decoder(generation(**sampling))
-    return [delta for response in responses for delta in decoder.feed(JsonResponse(response))]
+    return [decoder.feed(JsonResponse(response)) for response in responses]
 
 
 def test_a_stream_brings_new_ids() -> None:
@@ -430,11 +430,7 @@ def test_llmapi_text_is_cumulative() -> None:
     decoder = adapter("tensorrt_llm_llmapi").decoder(generation())
     responses = [("a", "None"), ("a\ufffd", "None"), ("aé", "None"), ("aé", "stop")]
 
-    deltas = [
-        delta
-        for text, reason in responses
-        for delta in decoder.feed(JsonResponse({"text_output": text, "finish_reason": reason}))
-    ]
+    deltas = [decoder.feed(JsonResponse({"text_output": text, "finish_reason": reason})) for text, reason in responses]
 
     assert ["a", "", "é", ""] == [delta.text for delta in deltas]
     assert "stop" == deltas[-1].finish_reason

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -276,15 +275,15 @@ class Scored:
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def feed(self, response: Any) -> Sequence[Delta]:
+    def feed(self, response: Any) -> Delta:
         number = int(response.texts("text_output")[0])
         row = array("f", [0.0]) * self.width
         row[number] = 9.0
         logits = Logits(data=row.tobytes(), datatype="FP32", width=self.width)
-        return (Delta(token_ids=(number,), tokens=1, logits=logits),)
+        return Delta(token_ids=(number,), tokens=1, logits=logits)
 
-    def flush(self) -> Sequence[Delta]:
-        return ()
+    def flush(self) -> str:
+        return ""
 
 
 @every_case("width", [10, INLINE_NUMBERS + 1])

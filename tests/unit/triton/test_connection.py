@@ -66,7 +66,8 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
     async def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
         self._see(context)
         answer = service_pb2.ModelInferResponse()
-        answer.outputs.add(name="text_output", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"a")
+        answer.outputs.add(name="text_output", datatype="BYTES", shape=[1])
+        answer.raw_output_contents.append(b"\x01\x00\x00\x00a")
         return answer
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
