@@ -21,6 +21,7 @@ from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.config import Settings
 from triton_openai.config.sources import SDK_REFUSES
+from triton_openai.config.tree import AUTO, NONE
 from triton_openai.config.worker import WORKER, Worker
 from triton_openai.errors import ConfigurationError
 from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private
@@ -29,7 +30,6 @@ from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
 from triton_openai.models.draining import DRAINING, Draining, ModelDraining, first_of
 from triton_openai.models.served import Models, ServedModel, keep_loaded
-from triton_openai.parsers.choose import AUTO, NONE
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import history, infill
 from triton_openai.serving.admission import Admission

@@ -142,10 +142,13 @@ class LogitsReader:
     async def _add_logprobs(self, delta: Delta) -> None:
         logits, delta.logits = delta.logits, None
         if logits is not None:
-            ids, count = delta.token_ids, self._count
-            delta.logprobs = await offloaded(
-                lambda: log_probabilities(logits, ids, count), size=len(ids) * logits.width, threshold=INLINE_NUMBERS
-            )
+            delta.logprobs = await _computed(logits, delta.token_ids, self._count)
+
+
+async def _computed(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
+    """Do :func:`log_probabilities` without holding the event loop."""
+    size = len(chosen) * logits.width
+    return await offloaded(log_probabilities, logits, chosen, count, size=size, threshold=INLINE_NUMBERS)
 
 
 # A prompt's scores may be hundreds of megabytes.
@@ -153,9 +156,7 @@ _PARALLEL = 2
 
 
 class Scoring(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    Options of scoring: *count* alternatives to each token, the request's parameter *param*, and *timeout* in seconds.
-    """
+    """How to score: *count* alternatives to each token, for the request's parameter *param*, in *timeout* seconds."""
 
     count: int
     param: str
@@ -182,8 +183,12 @@ async def score_prompts(
     gate = asyncio.Semaphore(_PARALLEL)
 
     async def score(generation: Generation) -> tuple[TokenLogprob, ...]:
+        following = (generation.prompt_ids or ())[1:]
+        if not following:
+            return _named(tokenizer, generation, ())
         async with gate:
-            return await _score(model, tokenizer, generation, scoring, client)
+            logits = await _ask(model, generation, scoring.param, client)
+            return _named(tokenizer, generation, await _computed(logits, following, scoring.count))
 
     tasks = [asyncio.create_task(score(generation)) for generation in generations]
     try:
@@ -198,20 +203,6 @@ async def score_prompts(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _score(
-    model: ServedModel, tokenizer: Tokenizer, generation: Generation, scoring: Scoring, client: TritonClient
-) -> tuple[TokenLogprob, ...]:
-    ids = generation.prompt_ids or ()
-    if len(ids) < 2:
-        return _named(tokenizer, generation, ())
-    logits = await _ask(model, generation, scoring.param, client)
-    chosen, count = ids[1:], scoring.count
-    entries = await offloaded(
-        lambda: log_probabilities(logits, chosen, count), size=len(chosen) * logits.width, threshold=INLINE_NUMBERS
-    )
-    return _named(tokenizer, generation, entries)
 
 
 async def _ask(model: ServedModel, generation: Generation, param: str, client: TritonClient) -> Logits:

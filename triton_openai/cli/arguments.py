@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from triton_openai import __version__
-from triton_openai.config import Option, Settings, options, options_by_name
+from triton_openai.config import Option, Settings, options
 from triton_openai.config.options import bare_type
 from triton_openai.config.sources import closest, refuse_if_file_only
 from triton_openai.errors import ConfigurationError
@@ -99,9 +99,10 @@ def parse(arguments: Sequence[str]) -> Parsed:
     given = vars(namespace)
     if unknown:
         raise ConfigurationError(_unknown(unknown[0], given["command"]))
+    settings = {"config", *(option.name for option in options())}
     return Parsed(
         command=given["command"],
-        settings={name: value for name, value in given.items() if name == "config" or name in options_by_name()},
+        settings={name: value for name, value in given.items() if name in settings},
         **{name: given[name] for name in ("models", "json", "strict", *_DEMO_SWITCHES) if name in given},
     )
 

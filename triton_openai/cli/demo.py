@@ -8,7 +8,6 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from triton_openai.cli.serve import serve_demo
 from triton_openai.config import AccessSettings, ModelDefaults, Settings, TlsSettings, TritonAccess
 from triton_openai.demo.engine import PASSIVE, Engine, missing
 from triton_openai.demo.repository import CONTEXT_LENGTH, build_repository
-from triton_openai.demo.weights import find_model, write_tokenizer
+from triton_openai.demo.weights import find_model
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.sockets import listening_sockets
 from triton_openai.tritonserver.supervisor import triton_for
@@ -66,14 +65,14 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         tempfile.TemporaryDirectory(prefix="triton-openai-demo-") as folder,
         contextlib.ExitStack() as running,
     ):
-        speaking = None if options.scripted else _start_engine(Path(folder), environ, options, required=asked_for)
-        if speaking is not None:
-            running.callback(speaking.engine.stop)
+        engine = None if options.scripted else _start_engine(Path(folder), environ, options, required=asked_for)
+        if engine is not None:
+            running.callback(engine.stop)
         repository = build_repository(
             Path(folder),
             models=None if options.all else _SHOWN,
-            tokenizer=None if speaking is None else speaking.tokenizer,
-            engine=None if speaking is None else speaking.socket,
+            tokenizer=None if engine is None else engine.tokenizer,
+            engine=None if engine is None else engine.socket,
         )
         replace = msgspec.structs.replace
         # In explicit mode all models are there at first, and can be unloaded.
@@ -82,43 +81,32 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         settings = replace(
             settings,
             access=_with_own_key(settings.access),
-            defaults=_defaults(settings.defaults, repository.tokenizer, speaks=speaking is not None),
+            defaults=_defaults(settings.defaults, repository.tokenizer, speaks=engine is not None),
             tls=TlsSettings(),
             triton=replace(settings.triton, model_repository=(repository.path,), load_model=load),
             triton_access=TritonAccess(),
         )
         triton = triton_for(settings, {**environ, **PASSIVE}, backends=repository.backends)
-        if speaking is not None:
-            speaking.engine.wait()
-        talk = partial(_talk, headers=_headers(settings.access), speaks=speaking is not None, once=options.once)
+        if engine is not None:
+            engine.wait()
+        talk = partial(_talk, headers=_headers(settings.access), speaks=engine is not None, once=options.once)
         return serve_demo(settings, sockets, triton, talk)
 
 
-@dataclass(frozen=True)
-class _Speaking:
-    """A language model that is being started."""
-
-    engine: Engine
-    socket: Path
-    tokenizer: Path
-
-
-def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, required: bool) -> _Speaking | None:
+def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, required: bool) -> Engine | None:
     """Start the language model; without one that is *required*, say why there is none and return None."""
     try:
         if problem := missing():
             raise ConfigurationError(f"The demo cannot run a language model here: {problem}.")
         model = find_model(options.model, options.weights)
-        tokenizer = folder / "model"
-        write_tokenizer(model, tokenizer)
+        engine = Engine(model, folder, environ)
     except ConfigurationError as error:
         if required:
             raise
         _say(f"{error.message.rstrip('.')}. The answers are scripted.")
         return None
-    socket = folder / "engine.sock"
     _say(f"Loading {model.name} ({model.weights.stat().st_size / 1e6:.0f} MB) ...")
-    return _Speaking(Engine(model, socket, environ), socket, tokenizer)
+    return engine
 
 
 def _defaults(given: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDefaults:

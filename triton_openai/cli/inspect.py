@@ -267,7 +267,7 @@ def overview(reports: Sequence[ModelReport]) -> str:
         return "Triton has no models."
     chat = {None: "", True: "yes", False: "no"}
     rows = [
-        [one.name, one.adapter or "", ", ".join(one.tasks), chat[one.chat], _source(one), _state(one)]
+        [one.name, one.adapter or "", ", ".join(one.tasks), chat[one.chat], _tokenizer(one), _state(one)]
         for one in reports
     ]
     lines = table(["MODEL", "ADAPTER", "TASKS", "CHAT", "TOKENIZER", "STATE"], rows)
@@ -275,8 +275,8 @@ def overview(reports: Sequence[ModelReport]) -> str:
     return "\n".join([*lines, "", "For details: triton-openai inspect MODEL."])
 
 
-def _source(one: ModelReport) -> str:
-    """Return the tokenizer without the reason why it is this one."""
+def _tokenizer(one: ModelReport) -> str:
+    # Without the reason why it is this one.
     return (one.tokenizer or "").partition(" (")[0]
 
 
@@ -317,10 +317,9 @@ def _render(item: ModelReport) -> str:
             ("sampling", item.sampling),
             *notes,
         ]
-    if item.scores is not None:
-        rows += [("scores", item.scores), ("tokenizer", item.tokenizer or "none"), *notes]
-    if item.classes is not None:
-        rows += [("classes", item.classes), ("tokenizer", item.tokenizer or "none"), *notes]
+    for name, text in (("scores", item.scores), ("classes", item.classes)):
+        if text is not None:
+            rows += [(name, text), ("tokenizer", item.tokenizer or "none"), *notes]
     lines = [item.name, *(f"  {name:<14} {text}" for name, text in rows)]
     if "generate" in item.tasks:
         width = max((len(each.name) for each in item.parameters), default=0)

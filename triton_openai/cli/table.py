@@ -18,20 +18,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     head_line, *lines = [
         [cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in zip(*columns, strict=True)
     ]
-    if has_colours():
-        head_line = [_painted(cell, _BOLD) for cell in head_line]
-        lines = [[_painted(cell, _colour(cell.strip())) for cell in line] for line in lines]
+    head_line = [_painted(cell, _BOLD) for cell in head_line]
+    lines = [[_painted(cell, _colour(cell.strip())) for cell in line] for line in lines]
     return ["  " + "  ".join(line).rstrip() for line in (head_line, *lines)]
 
 
 def problems(lines: Sequence[str]) -> list[str]:
     """Return *lines* as a part of their own, indented, in red; nothing where there are none."""
-    return ["", *(_painted(f"  {line}", _RED) if has_colours() else f"  {line}" for line in lines)] if lines else []
-
-
-def has_colours() -> bool:
-    """Return whether stdout shows colours: a terminal that is not dumb, unless ``NO_COLOR`` is set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return ["", *(_painted(f"  {line}", _RED) for line in lines)] if lines else []
 
 
 def _colour(text: str) -> str | None:
@@ -39,4 +33,6 @@ def _colour(text: str) -> str | None:
 
 
 def _painted(text: str, colour: str | None) -> str:
-    return text if colour is None else f"\033[{colour}m{text}\033[0m"
+    """Return *text* in *colour* where stdout shows colours: a terminal that is not dumb, unless ``NO_COLOR`` is set."""
+    shows = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\033[{colour}m{text}\033[0m" if colour is not None and shows else text

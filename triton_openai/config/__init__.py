@@ -7,7 +7,7 @@ them, and ``reload`` reads them again and finds what a running service can take 
 
 from __future__ import annotations
 
-from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, options, options_by_name
+from triton_openai.config.options import ENVIRONMENT_PREFIX, Option, options
 from triton_openai.config.sources import config_file, load_settings
 from triton_openai.config.tree import (
     AccessSettings,
@@ -34,5 +34,5 @@ __all__ = [
     "ENVIRONMENT_PREFIX", "AccessSettings", "ApiSettings", "DefaultParameters", "Group", "LimitSettings",
     "LoraSettings", "MediaSettings", "MetricsSettings", "ModelDefaults", "ModelSettings", "Option", "ResponsesSettings",
     "RestrictedApi", "ServerSettings", "Settings", "TlsSettings", "TracesSettings", "TritonAccess", "TritonSettings",
-    "config_file", "load_settings", "options", "options_by_name",
+    "config_file", "load_settings", "options",
 ]  # fmt: skip

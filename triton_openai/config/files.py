@@ -82,16 +82,16 @@ class FileWatch:
                     raise ConfigurationError(f"The {what} {path} is a pipe, which is read at the start only.")
 
     def _signatures(self) -> list[tuple[int, ...] | None]:
-        """Return what differs once a file has: another file (also behind a link), contents, or rights."""
-        found: list[tuple[int, ...] | None] = []
-        for path in self.paths:
-            try:
-                stat = path.stat()
-            except OSError:
-                found.append(None)
-            else:
-                found.append((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size))
-        return found
+        return list(map(_signature, self.paths))
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """Return what differs once the file has: another file (also behind a link), contents, or rights."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
 
 
 class FromFiles(Generic[_Value]):

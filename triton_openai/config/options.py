@@ -125,12 +125,6 @@ def options() -> tuple[Option, ...]:
     return (*found, _option(aliases, ("models", "NAME", "aliases"), live=True))
 
 
-@cache
-def options_by_name() -> dict[str, Option]:
-    """Return every setting under the name that its flag has without the dashes."""
-    return {option.name: option for option in options()}
-
-
 def _option(field: msgspec.structs.FieldInfo, path: tuple[str, ...], prefix: str = "", **group: Any) -> Option:
     extra = {"name": field.name.replace("_", "-"), **group, **_extra(field.type)}
     extra["name"] = prefix + extra["name"]

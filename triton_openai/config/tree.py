@@ -48,6 +48,9 @@ def _file_only(text: str, **extra: Any) -> Meta:
     return _flag(text, file_only=True, **extra)
 
 
+#: What a setting that names something can also be: found by the service itself, or nothing.
+AUTO, NONE = "auto", "none"
+
 _SECONDS = {"metavar": "SECONDS"}
 Seconds = Annotated[float, Meta(gt=0, le=86_400, extra=_SECONDS)]
 Bytes = Annotated[int, Meta(ge=1024, extra={"metavar": "BYTES"})]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from triton_openai.demo.weights import DemoModel
+from triton_openai.demo.weights import DemoModel, write_tokenizer
 from triton_openai.errors import ConfigurationError
 
 # The context of all running requests together, and how many run at the same time.
@@ -35,10 +35,17 @@ def missing() -> str | None:
 class Engine:
     """The process that runs a model; it ends when this one does."""
 
-    def __init__(self, model: DemoModel, socket: Path, environ: Mapping[str, str]) -> None:
-        """Start the process, which loads the model in the background."""
+    def __init__(self, model: DemoModel, folder: Path, environ: Mapping[str, str]) -> None:
+        """
+        Start the process, which loads the model in the background, with its socket and its tokenizer in *folder*.
+
+        Raises :class:`ConfigurationError` for a file that is not GGUF or has an unsupported tokenizer.
+        """
+        self.tokenizer = folder / "model"
+        self.socket = folder / "engine.sock"
+        write_tokenizer(model, self.tokenizer)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(model.weights), str(socket)],
+            [sys.executable, "-m", __name__, str(model.weights), str(self.socket)],
             env={**environ, **PASSIVE},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -30,20 +30,19 @@ class Draining:
         #: Whether the end has begun: not ready any more, and every connection is closed after its next answer.
         self.begun = False
 
-    def enter(self) -> asyncio.Task[Any] | None:
-        """Count the running request in; returns what :meth:`leave` takes."""
+    def enter(self) -> asyncio.Task[Any]:
+        """Count the current task's request in; returns what :meth:`leave` takes."""
         task = asyncio.current_task()
-        if task is not None:
-            self._tasks.add(task)
+        assert task is not None
+        self._tasks.add(task)
         return task
 
-    def leave(self, task: asyncio.Task[Any] | None) -> None:
+    def leave(self, task: asyncio.Task[Any]) -> None:
         """Count a request out."""
-        if task is not None:
-            self._tasks.discard(task)
-            self._reasons.pop(task, None)
-            if not self._tasks:
-                self._none.set()
+        self._tasks.discard(task)
+        self._reasons.pop(task, None)
+        if not self._tasks:
+            self._none.set()
 
     def begin(self) -> None:
         """Say from now on that the service is ending; it goes on serving."""

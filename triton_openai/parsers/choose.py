@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from triton_openai.config.tree import AUTO, NONE
 from triton_openai.parsers.detect import detect
 from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.parsers.tools.base import ToolParser
-
-AUTO = "auto"
-NONE = "none"
 
 
 class Parsers(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.prompts.offload import decoder
 
@@ -98,8 +99,6 @@ class FunctionMessage(_Message, frozen=True, kw_only=True, tag="function"):
 Message: TypeAlias = DeveloperMessage | SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
-AUTO = "auto"
-NONE = "none"
 #: The second is the Responses API's; agents that use both APIs confuse the two.
 _IMAGE_TYPES = frozenset({"image_url", "input_image"})
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})

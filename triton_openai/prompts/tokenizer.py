@@ -142,8 +142,7 @@ class Tokenizer:
 
     def count_to(self, text: str, end: int) -> int:
         """Return how many tokens of *text* it takes to have its first *end* characters. Raises as :meth:`encode`."""
-        with _valid_unicode():
-            encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
+        encoding = self.tokens(text)
         # A space may belong to no token; then the next token counts.
         places = (encoding.char_to_token(place) for place in range(end - 1, len(text)))
         last = next((place for place in places if place is not None), None)

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from triton_openai.config import DefaultParameters
+from triton_openai.config.tree import AUTO, NONE, DefaultParameters
 from triton_openai.errors import ConfigurationError
 
 _log = structlog.get_logger(__name__)
@@ -182,8 +182,6 @@ def _template_files(folder: Path, origin: str) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
-AUTO = "auto"
-NONE = "none"
 # The ones that vLLM's server takes (`ModelConfig.get_diff_sampling_param`), and their names in a request.
 _SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {
     "max_new_tokens": "max_tokens"
