@@ -15,6 +15,7 @@ from aiohttp import web
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 from triton_openai.prompts import offload
+from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.serving.request_body import ask_for_body, content_coding, decompress
 from triton_openai.telemetry.observation import OBSERVATION
 
@@ -159,9 +160,10 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
     texts: dict[str, Any] = {"guided_json": getattr(body, "guided_json", None)}
     texts["structured_outputs.json"] = getattr(getattr(body, "structured_outputs", None), "json", None)
     for index, message in enumerate(getattr(body, "messages", None) or ()):
-        called = getattr(message, "function_call", None)
-        texts[f"messages[{index}].function_call"] = getattr(called, "arguments", None)
-        for number, call in enumerate(getattr(message, "tool_calls", None) or ()):
+        if not isinstance(message, AssistantMessage):
+            continue
+        texts[f"messages[{index}].function_call"] = getattr(message.function_call, "arguments", None)
+        for number, call in enumerate(message.tool_calls or ()):
             texts[f"messages[{index}].tool_calls[{number}]"] = getattr(call.function, "arguments", None)
     items = getattr(body, "input", None)
     for index, item in enumerate(items if isinstance(items, list) else ()):

@@ -45,7 +45,7 @@ from triton_openai.parsers.tools.guided import GuidedCalls
 from triton_openai.parsers.tools.llama3_json import Llama3Json
 from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message
-from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT
+from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT, Prompter
 from triton_openai.telemetry.observation import RENDER
 
 #: Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
@@ -137,8 +137,10 @@ async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tup
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
+    prompter = await model.prompter()
     prompt, context.observation.chat_template = await rendered_chat(
         model,
+        prompter,
         body,
         body.messages,
         tools=plan.prompt,
@@ -146,7 +148,7 @@ async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tup
         reasoning_effort=body.reasoning_effort,
         trust_template=service.settings.api.trust_request_chat_template,
     )
-    return as_sent(model, (await model.prompter()).tokenizer, prompt), pictures
+    return as_sent(model, prompter.tokenizer, prompt), pictures
 
 
 async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting: bool = False) -> Turn:
@@ -158,8 +160,9 @@ async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting
     """
     service, body, observation = context.service, context.body, context.observation
     plan = plan_of(body)
-    parsers = await context.model.parsers()
-    task = await _task(context, task_id, plan, parsers)
+    prompter = await context.model.prompter()
+    parsers = context.model.lazy_prompter.parsers(prompter)
+    task = await _task(context, task_id, plan, prompter, parsers)
     if fitting and not task.open_ended:
         task = msgspec.structs.replace(task, open_ended=True, most=task.sampling.max_tokens)
     with observation.stage(RENDER):
@@ -211,7 +214,9 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     return json_response(completion)
 
 
-async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPlan, parsers: Parsers) -> Task:
+async def _task(
+    context: RequestContext[ChatRequest], task_id: str, plan: ToolPlan, prompter: Prompter, parsers: Parsers
+) -> Task:
     body, model = context.body, context.model
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
@@ -220,8 +225,7 @@ async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPl
         # The schemas are walked, in Python.
         size = offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT)
         forced = await offload.run(plan.guide, size=size, threshold=INLINE_WEIGHT)
-    defaults = await model.default_parameters()
-    task = task_of(context, task_id, defaults=defaults, n=body.n or 1, keeps_special=False)
+    task = task_of(context, task_id, defaults=model.default_parameters(prompter), n=body.n or 1, keeps_special=False)
     if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
             "The model has no guided decoding, so it cannot be forced to call a tool. Use 'auto'.", param=plan.param

@@ -110,7 +110,7 @@ async def _task(context: RequestContext[CompletionRequest]) -> Task:
     task = task_of(
         context,
         new_id("cmpl"),
-        defaults=await model.default_parameters(),
+        defaults=model.default_parameters(await model.prompter()),
         n=best_of,
         echoed=body.logprobs if body.echo else None,
         scored=best_of > n,

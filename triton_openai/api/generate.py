@@ -146,7 +146,9 @@ async def runs_of(context: RequestContext[Any], prompts: Sequence[Prompt], task:
     runs: list[Run] = []
     with observation.stage(TOKENIZE):
         for place, prompt in enumerate(prompts):
-            prepared = await _fitted(model, tokenizer, await prepare(model, tokenizer, prompt, task), task)
+            prepared = await prepare(model, tokenizer, prompt, task)
+            if tokenizer is not None:
+                prepared = await _fitted(model, tokenizer, prepared, task)
             for number in range(count):
                 if len(runs) % _RUNS_IN_A_TURN == _RUNS_IN_A_TURN - 1:
                     # Thousands of short prompts are as much work as a long one.
@@ -188,9 +190,8 @@ async def prepare(model: ServedModel, tokenizer: Tokenizer | None, prompt: Promp
     if isinstance(prompt, Written):
         written = prompt.shown
         prompt = prompt.text
-    limit = None if tokenizer is None else longest_prompt(model, tokenizer)
-    if tokenizer is not None and limit is not None and isinstance(prompt, str) and task.truncation is None:
-        check_size(prompt, tokenizer, limit)
+    if tokenizer is not None and isinstance(prompt, str) and task.truncation is None:
+        check_size(prompt, tokenizer, longest_prompt(model, tokenizer))
     if not model.adapter.capabilities.tokens:
         fields = await _as_text(model, tokenizer, prompt, written, task)
     elif tokenizer is not None:
@@ -287,7 +288,7 @@ async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequen
     }
 
 
-async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: Generation, task: Task) -> Generation:
+async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generation, task: Task) -> Generation:
     """
     Return *generation* with an answer that fits the model's context, where its length is known.
 
@@ -295,8 +296,8 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer | None, generation: G
     for a prompt, or prompt and answer together, that do not fit.
     """
     sampling, limit = generation.sampling, model.settings.max_model_len
-    longest = None if tokenizer is None else longest_prompt(model, tokenizer)
-    if tokenizer is None or longest is None:
+    longest = longest_prompt(model, tokenizer)
+    if longest is None:
         return generation
     if limit is None and generation.prompt_ids is None and size_of(generation.prompt) <= longest:
         # No more tokens than bytes: there is nothing to count.

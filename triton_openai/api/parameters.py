@@ -222,6 +222,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,), "ignore_eos": (False,), "skip_special_tokens": (True,),
 }  # fmt: skip
 _plain = attrgetter(*_PLAIN)
+_given = lru_cache(128)(DefaultParameters.given)
 # Every field of a sampling that an adapter has to carry, in one way or another.
 _MAPPED = (*_PLAIN, "stop_token_ids", "bad_words", "allowed_token_ids", "logprobs", "logit_bias")
 
@@ -289,22 +290,23 @@ def sampling(
     """
     max_tokens_name, max_tokens = request.limit
     alternatives_name, logprobs = request.alternatives
-    given = defaults.given()
+    given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
-    values = {name: value for name, value in zip(_PLAIN, _plain(request), strict=True) if value is not None}
-    if given:
-        values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
+    values: dict[str, Any] = dict(zip(_PLAIN, _plain(request), strict=True))
+    for name, value in given.items():
+        if values.get(name, value) is None:
+            values[name] = value
     limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
-    if values.get("min_tokens", 0) > limit:
+    if (values["min_tokens"] or 0) > limit:
         raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{max_tokens_name}' ({limit}).",
             "min_tokens",
         )
     result = Sampling(
         max_tokens=limit,
-        stop=stop_strings(stop),
+        stop=() if stop is None else stop_strings(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),
-        bad_words=_checked_words("bad_words", tuple(request.bad_words or ())),
+        bad_words=_checked_words("bad_words", tuple(request.bad_words)) if request.bad_words else (),
         allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=logprobs,
         logit_bias=_biases(request.logit_bias) if request.logit_bias else (),
@@ -317,11 +319,13 @@ def sampling(
     refused, datatypes = _refused(adapter), _datatypes(adapter)
     for name, value in asked.items():
         called = max_tokens_name if name == "max_tokens" else name
-        neutral, why = refused.get(name, ((value,), ""))
-        if value not in neutral:
-            raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}", param=called)
+        if name in refused:
+            neutral, why = refused[name]
+            if value not in neutral:
+                message = f"The parameter '{called}' is not supported with this model{why}"
+                raise UnsupportedParameter(message, param=called)
         # Checked here because the adapter does not know the client's name of the limit.
-        if isinstance(value, int | float) and value not in _PLAIN.get(name, ()):
+        if isinstance(value, (int, float)) and value not in _PLAIN.get(name, ()):
             check_range(called, value, datatypes.get(name))
     most = adapter.capabilities.top_logprobs
     if (logprobs or 0) > most:

@@ -151,14 +151,14 @@ def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
     return min(known, default=tokenizer.longest_prompt)
 
 
-def check_size(text: str, tokenizer: Tokenizer, limit: int) -> None:
+def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
     """
     Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
 
     Such a text takes long to tokenize, and cannot fit.
     """
     longest = tokenizer.pieces.longest
-    if longest is None or len(text) * 4 <= limit * longest:
+    if longest is None or limit is None or len(text) * 4 <= limit * longest:
         return
     size = size_of(text)
     if size > limit * longest:
@@ -188,6 +188,7 @@ class ChatPromptRequest(Protocol):
 
 async def rendered_chat(
     model: ServedModel,
+    prompter: Prompter,
     request: ChatPromptRequest,
     messages: Sequence[Message],
     *,
@@ -197,7 +198,7 @@ async def rendered_chat(
     trust_template: bool,
 ) -> tuple[str, str]:
     """
-    Return *messages* as the chat template of *model*, or the request's own, renders them; and the template's name.
+    Return *messages* as the template of *model*'s *prompter*, or the request's own, renders them; and its name.
 
     The template gets *tools*; *images* are those in the messages; *trust_template* is whether requests may have their
     own template. Raises :class:`InvalidRequest`, :class:`UnsupportedParameter`, and :class:`ConfigurationError` if the
@@ -205,7 +206,6 @@ async def rendered_chat(
     """
     if images and model.adapter.capabilities.images_as_turn:
         return _turn(request, messages, tools=tools, reasoning_effort=reasoning_effort), "the model's own"
-    prompter = await model.prompter()
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidRequest(
             "'continue_final_message' cannot be used together with 'add_generation_prompt'.",

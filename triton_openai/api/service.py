@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -59,7 +59,7 @@ def key_of(request: web.Request) -> ApiKey:
 
 def new_id(prefix: str, separator: str = "-") -> str:
     """Return a fresh object id such as ``chatcmpl-…``; Triton gets the same id for the request."""
-    return f"{prefix}{separator}{secrets.token_hex(16)}"
+    return f"{prefix}{separator}{os.urandom(16).hex()}"
 
 
 def now() -> int:

@@ -155,8 +155,8 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         provenance = prompter.provenance
         tokenizer, template, notes = provenance.tokenizer, provenance.chat_template, list(provenance.notes)
         images = _images(model, prompter)
-        sampling = _sampling(model, await model.default_parameters(), provenance.generation_config)
-        parsers = await model.parsers()
+        sampling = _sampling(model, model.default_parameters(prompter), provenance.generation_config)
+        parsers = model.lazy_prompter.parsers(prompter)
         suffix = _suffix(model, prompter.tokenizer)
         classes = _classes(model, prompter.tokenizer) if capabilities.classify else None
     except ConfigurationError as error:

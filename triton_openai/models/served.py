@@ -28,7 +28,6 @@ from triton_openai.errors import (
 from triton_openai.generation import Interface, Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
 from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
-from triton_openai.parsers.choose import Parsers
 from triton_openai.prompts.messages import marks
 from triton_openai.prompts.prompter import LazyPrompter, Prompter, Prompters, may_have_tokenizer
 from triton_openai.triton.catalog import Catalog, Snapshot
@@ -131,21 +130,17 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
                 retry_after=error.retry_after,
             ) from error
 
-    async def default_parameters(self) -> DefaultParameters:
+    def default_parameters(self, prompter: Prompter) -> DefaultParameters:
         """
-        Return what holds where a request leaves parameters out: the operator's values, before those that the model's
-        ``generation_config.json`` recommends and this model can honour. Raises :class:`ConfigurationError`.
+        Return what holds where a request leaves parameters out: the operator's values, before those that *prompter*'s
+        ``generation_config.json`` recommends and this model can honour.
         """
-        recommended = (await self.prompter()).recommended
+        recommended = prompter.recommended
         if not recommended:
             return self.settings.default_parameters
         honoured = {row.name for row in self.adapter.parameters if row.rule is not Rule.REFUSED}
         fitting = {name: value for name, value in recommended.items() if name in honoured}
         return DefaultParameters(**{**fitting, **self.settings.default_parameters.given()})
-
-    async def parsers(self) -> Parsers:
-        """Return what reads this model's answers. Raises :class:`ConfigurationError`."""
-        return self.lazy_prompter.parsers(await self.prompter())
 
     async def check(self) -> None:
         """Load its tokenizer and template, and warn of what its requests lack."""

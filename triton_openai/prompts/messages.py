@@ -261,7 +261,7 @@ def _prepare(message: Message, template: PromptTemplate, images: ImageMarks | No
     content = _content(message.content, template, images, f"{place}.content")
     if isinstance(message, AssistantMessage):
         prepared = _assistant(message, content, template, place)
-    elif isinstance(message, ToolMessage | FunctionMessage):
+    elif isinstance(message, (ToolMessage, FunctionMessage)):
         prepared = {"role": "tool", "content": _empty(template) if content is None else content}
         if isinstance(message, ToolMessage) and message.tool_call_id is not None:
             prepared["tool_call_id"] = message.tool_call_id

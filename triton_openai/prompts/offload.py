@@ -47,7 +47,7 @@ def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:
             item = item.values()
         elif isinstance(item, msgspec.Struct):
             item = [field for field in msgspec.structs.astuple(item) if field is not None]
-        elif not isinstance(item, list | tuple):
+        elif not isinstance(item, (list, tuple)):
             continue
         total += per_item * len(item)
         pending.extend(item)

@@ -159,8 +159,9 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         Return the template for *rendering*: ``tool_use`` for tools and ``rag`` for documents if they exist, as in
         ``transformers``, else ``default``. Raises :class:`ConfigurationError`, which names the flags, if there is none.
         """
-        wanted = [name for name, given in (("tool_use", rendering.tools), ("rag", rendering.documents)) if given]
-        for name in (*wanted, "default"):
+        for name in (rendering.tools and "tool_use", rendering.documents and "rag", "default"):
+            if not name:
+                continue
             template = self.templates.get(name)
             if isinstance(template, ConfigurationError):
                 # A new exception: one that is raised again collects tracebacks.
@@ -203,7 +204,9 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         """Do :meth:`render`, in a thread for long messages. Raises the same."""
         given = (messages, rendering.tools, rendering.documents, rendering.variables)
         return await offload.run(
-            lambda: self.render(messages, rendering),
+            self.render,
+            messages,
+            rendering,
             size=offload.weigh(given, INLINE_WEIGHT, per_item=ITEM_WEIGHT),
             # The cost of a client's own template is unknown, even for few messages.
             threshold=-1 if self.foreign else INLINE_WEIGHT,

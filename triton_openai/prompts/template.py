@@ -49,12 +49,16 @@ class GenerationBlock(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+# Attributes of every dict
+_DICT = frozenset(dir(dict))
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """Reads fields of messages without the exception for each that jinja2 takes."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return ``obj.attribute``, or the item where there is no such attribute, as in jinja2."""
-        if type(obj) is not dict or hasattr(dict, attribute):
+        if type(obj) is not dict or attribute in _DICT:
             return super().getattr(obj, attribute)
         return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
 

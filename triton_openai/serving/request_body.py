@@ -46,7 +46,7 @@ def ask_for_body(request: web.Request) -> None:
         coding.strip().lower() for coding in headers.getall(hdrs.TRANSFER_ENCODING)
     ] != ["chunked"]:
         raise UnsupportedMediaType("The body's Transfer-Encoding is not supported: use chunked, or none.")
-    if request.get(EXPECTS_CONTINUE) and not request.content.is_eof() and request.transport is not None:
+    if not request.content.is_eof() and request.get(EXPECTS_CONTINUE) and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from secrets import token_hex
+from os import urandom
 from types import MappingProxyType, TracebackType
 from typing import Protocol, Self, TypeVar
 
@@ -275,4 +275,4 @@ def request_id(headers: Mapping[str, str]) -> str:
     given = headers.get("x-request-id")
     if given is not None and _REQUEST_ID.fullmatch(given) and not holds_key(given):
         return given
-    return token_hex(16)
+    return urandom(16).hex()

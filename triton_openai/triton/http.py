@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from triton_openai.triton.tensors import (
     read_model_config,
 )
 
+_quoted = lru_cache(256)(partial(quote, safe=""))
 _Decoded = TypeVar("_Decoded")
 _index_decoder = msgspec.json.Decoder(list[IndexEntry])
 _json_decoder = msgspec.json.Decoder(Any)
@@ -197,7 +199,7 @@ class HttpClient:
         """Send a ``generate_stream`` call."""
 
         def message() -> bytes:
-            path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
+            path = f"/v2/models/{_quoted(request.model)}/generate_stream"
             fixed = "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
             return self._request("POST", path, generate_body(request), request.headers, fixed)
 

@@ -60,6 +60,11 @@ def served(settings: ModelSettings, *refused: str) -> ServedModel:
     )  # fmt: skip
 
 
+async def defaults(model: ServedModel) -> dict[str, Any]:
+    """Return what holds for *model* where a request leaves parameters out."""
+    return model.default_parameters(await model.prompter()).given()
+
+
 @pytest.mark.parametrize("source", [None, "auto"])
 def test_it_is_read_beside_the_tokenizer(folder, source):
     """Those keys count that vLLM's server takes, under the names of a request."""
@@ -104,13 +109,13 @@ async def test_what_the_operator_says_comes_first(folder):
     own = DefaultParameters(temperature=0.2)
     settings = ModelSettings(tokenizer=str(folder), default_parameters=own)
     expected: dict[str, Any] = {**RECOMMENDED, "temperature": 0.2}
-    assert expected == (await served(settings).default_parameters()).given()
+    assert expected == await defaults(served(settings))
 
     del expected["min_p"], expected["repetition_penalty"]
-    assert expected == (await served(settings, "min_p", "repetition_penalty").default_parameters()).given()
+    assert expected == await defaults(served(settings, "min_p", "repetition_penalty"))
 
     settings = ModelSettings(tokenizer=str(folder), generation_config="none", default_parameters=own)
-    assert {"temperature": 0.2} == (await served(settings).default_parameters()).given()
+    assert {"temperature": 0.2} == await defaults(served(settings))
 
 
 def test_the_setting_of_one_model_takes_the_place_of_that_of_all():
