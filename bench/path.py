@@ -31,7 +31,7 @@ from bench.wire import AnswerReader, http_request
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app
 from triton_openai.config import ModelDefaults, ServerSettings, Settings, TritonSettings
-from triton_openai.serving.connections import HttpServer
+from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.logging import configure_logging
 
 _WARM = 4
@@ -174,10 +174,11 @@ async def _count(url: str | None) -> list[PathRow]:
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         await server.listen(sock)
+        port = sock.getsockname()[1]
         cases: tuple[tuple[str, Form], ...] = ((TOKEN, "text"), (STREAMED, "text"), (WHOLE, "whole"))
         for what, form in cases:
-            _, client = await asyncio.get_running_loop().create_connection(_Client, HOST, server.port)
-            target = Target(protocol="chat", host=HOST, port=server.port)
+            _, client = await asyncio.get_running_loop().create_connection(_Client, HOST, port)
+            target = Target(protocol="chat", host=HOST, port=port)
             request = http_request(target, PACED, 10_000 if what == TOKEN else 1, form)
             counted = await _take(what, client, request, began, step)
             # What runs beside it now and then, such as a look at a file, only ever adds.

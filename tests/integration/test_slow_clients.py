@@ -23,8 +23,9 @@ from triton_openai.api import bodies
 from triton_openai.app import create_app
 from triton_openai.config import AccessSettings, LimitSettings, Settings, TlsSettings, TritonSettings
 from triton_openai.config.tls import server_context
-from triton_openai.serving import connections
-from triton_openai.serving.connections import Connection, HttpServer
+from triton_openai.serving import server as http_server
+from triton_openai.serving.connections import Connection
+from triton_openai.serving.server import HttpServer
 
 QUICK = LimitSettings(header_timeout=0.3, body_timeout=0.3, keepalive_timeout=30)
 BODY = json.dumps({"model": "m", "prompt": "a"}).encode()
@@ -51,7 +52,7 @@ async def listening(
         with socket.create_server(("127.0.0.1", 0)) as sock:
             await server.listen(sock)
             try:
-                yield server.port
+                yield sock.getsockname()[1]
             finally:
                 await server.close()
 
@@ -282,7 +283,7 @@ async def test_a_client_that_takes_nothing(
     monkeypatch.setattr(Connection, "connection_lost", notice)
     pieces = [{"text_output": f"{number}" + "b" * 100_000} for number in range(200)]
     ask = json.dumps({"model": "m", "prompt": "a", "max_tokens": 10**6, "stream": stream}).encode()
-    monkeypatch.setattr(connections, "WRITE_TIMEOUT", 1)
+    monkeypatch.setattr(http_server, "WRITE_TIMEOUT", 1)
     authority = Authority(tmp_path)
     certificate, tls = (authority.issue("service"), authority.client()) if encrypted else (None, None)
     async with listening(LimitSettings(), *pieces, certificate=certificate) as port:

@@ -23,7 +23,7 @@ from triton_openai.demo.engine import PASSIVE, Engine, missing
 from triton_openai.demo.repository import CONTEXT_LENGTH, build_repository
 from triton_openai.demo.weights import find_model
 from triton_openai.errors import ConfigurationError
-from triton_openai.serving.sockets import listening_sockets
+from triton_openai.serving.server import listening_sockets
 from triton_openai.tritonserver.supervisor import triton_for
 
 _QUESTION = "What is the capital of France?"

@@ -34,8 +34,7 @@ from triton_openai.config.reload import Reloader, Source, TakeOver
 from triton_openai.config.tls import server_context
 from triton_openai.config.worker import WORKER, Worker, private_directory
 from triton_openai.models.draining import DRAINING, first_of
-from triton_openai.serving.connections import HttpServer
-from triton_openai.serving.sockets import address_of, listening_sockets, relay_ports
+from triton_openai.serving.server import HttpServer, address_of, listening_sockets, relay_ports
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder

@@ -1,34 +1,22 @@
-"""The HTTP server: time limits for request heads, errors in the API's own form for what is not HTTP, and shutdown."""
+"""A connection of a client: a time limit for request heads, and errors in the API's own form for what is not HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import ssl
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, cast
 
-from aiohttp import StreamReader, web
-from aiohttp.http import RawRequestMessage
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from triton_openai.config import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, ServiceError
-from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations
-from triton_openai.serving.sockets import BACKLOG
-from triton_openai.telemetry.observation import OBSERVERS, Observation, Observer
+from triton_openai.telemetry.observation import Observation, Observer
 from triton_openai.telemetry.process import DESCRIPTORS
 
-# How long the event loop has for the connections that the kernel has accepted when the service stops to listen.
-_ACCEPT_SECONDS = 0.05
-# aiohttp waits this long, twice, for handlers that are left when the server closes.
-_SHUTDOWN_SECONDS = 0.5
 # Longest single header, or request line. A request may have 128 headers.
 _MAX_HEADER_SIZE = 16 * 1024
-#: Seconds after which a client that takes nothing of its answer is disconnected (on Linux).
-WRITE_TIMEOUT = 300.0
 #: Returns the body of an error response.
 ErrorBody = Callable[[ServiceError], bytes]
 
@@ -58,6 +46,7 @@ class Connection(web.RequestHandler):
         self._header_timeout, self._error_body, self._observer = limits.header_timeout, body, observer
         # When the first byte of a head came that is not complete.
         self._head_began: float | None = None
+        # One timer that checks this time, instead of a new timer for every request.
         self._header_timer: asyncio.TimerHandle | None = None
         self._answering = self._draining = False
         #: Whether a request has come over it.
@@ -76,21 +65,18 @@ class Connection(web.RequestHandler):
         if data and not self._answering and self._head_began is None:
             self._head_began = time.monotonic()
             if self._header_timer is None:
-                self._watch_head(self._header_timeout)
+                self._check_head()
         super().data_received(data)
-
-    def _watch_head(self, seconds: float) -> None:
-        # One timer that checks a time stamp, instead of a new timer for every request.
-        self._header_timer = asyncio.get_running_loop().call_later(seconds, self._check_head)
 
     def _check_head(self) -> None:
         self._header_timer = None
-        if self._head_began is not None:
-            left = self._head_began + self._header_timeout - time.monotonic()
-            if left > 0:
-                self._watch_head(left)
-            else:
-                self.force_close()
+        if self._head_began is None:
+            return
+        left = self._head_began + self._header_timeout - time.monotonic()
+        if left > 0:
+            self._header_timer = asyncio.get_running_loop().call_later(left, self._check_head)
+        else:
+            self.force_close()
 
     def begin_answer(self) -> None:
         """Note that the head of a request is complete."""
@@ -144,88 +130,3 @@ class Connection(web.RequestHandler):
         self._draining = True
         if not self._answering and self._head_began is None:
             self.force_close()
-
-
-class HttpServer:
-    """
-    Serves *app*. *body* renders the errors of requests that no handler sees; *tls* is for all of its sockets.
-
-    A client that leaves cancels the handler of its request.
-    """
-
-    def __init__(
-        self,
-        app: web.Application,
-        limits: LimitSettings,
-        *,
-        body: ErrorBody = ServiceError.envelope,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._limits, self._body, self._tls = limits, body, tls
-        # The relays have none.
-        self._observer = app.get(OBSERVERS, Observer())
-        self._listeners: list[asyncio.Server] = []
-
-    async def start(self) -> None:
-        """Start the application."""
-        await self._runner.setup()
-        assert self._runner.server is not None
-        self._server = server = self._runner.server
-        make: Callable[..., web.BaseRequest] = server.request_factory
-
-        def begin(message: RawRequestMessage, payload: StreamReader, protocol: Any, *rest: Any) -> web.BaseRequest:
-            """Make a request when its head is complete."""
-            protocol.begin_answer()
-            message, expects_continue = without_expectations(message)
-            request = make(message, payload, protocol, *rest)
-            request[EXPECTS_CONTINUE] = expects_continue
-            return request
-
-        server.request_factory = begin
-
-    async def listen(self, sock: socket.socket) -> None:
-        """Accept connections on *sock*, a bound TCP socket."""
-        server, limits, tls = self._server, self._limits, self._tls
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
-        listener = await asyncio.get_running_loop().create_server(
-            lambda: Connection(server, limits, self._body, self._observer),
-            sock=sock,
-            backlog=BACKLOG,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else limits.header_timeout,
-        )
-        self._listeners.append(listener)
-
-    @property
-    def port(self) -> int:
-        """The port of the first socket."""
-        return int(self._listeners[0].sockets[0].getsockname()[1])
-
-    @property
-    def awaits_requests(self) -> bool:
-        """Whether a client has connected and has not sent a request yet."""
-        return any(one.connected and not one.used for one in self._connections())
-
-    async def stop_listening(self) -> None:
-        """Accept no more connections. Those that the kernel has accepted are taken first: closing would reset them."""
-        await asyncio.sleep(_ACCEPT_SECONDS)
-        for listener in self._listeners:
-            listener.close()
-
-    def close_idle(self) -> None:
-        """Close idle connections at once, and every other one after its answer."""
-        for connection in self._connections():
-            connection.drain()
-
-    async def close(self) -> None:
-        """Stop the application, and close all that is open."""
-        for listener in self._listeners:
-            listener.close()
-        await self._runner.cleanup()
-
-    def _connections(self) -> list[Connection]:
-        server = self._runner.server
-        return [] if server is None else cast(list[Connection], server.connections)

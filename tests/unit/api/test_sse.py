@@ -23,7 +23,7 @@ from triton_openai.config import LimitSettings
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Sampling
 from triton_openai.models.draining import DRAINING, Draining
-from triton_openai.serving.connections import HttpServer
+from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 HEAD = b"POST / HTTP/1.%d\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
@@ -110,7 +110,7 @@ class Served:
         await server.start()
         with socket.create_server(("127.0.0.1", 0)) as sock:
             await server.listen(sock)
-            self.port = server.port
+            self.port = sock.getsockname()[1]
             try:
                 yield self
             finally:

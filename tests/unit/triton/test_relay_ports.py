@@ -9,7 +9,7 @@ import pytest
 from tests.cases import every_case
 from triton_openai.config import ServerSettings
 from triton_openai.errors import ConfigurationError
-from triton_openai.serving.sockets import relay_ports
+from triton_openai.serving.server import relay_ports
 
 
 def listener(port: int, *, shared: bool) -> socket.socket:

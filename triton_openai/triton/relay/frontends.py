@@ -11,7 +11,7 @@ from triton_openai.access.guard import Guard
 from triton_openai.config import Settings
 from triton_openai.config.tls import server_context
 from triton_openai.errors import ConfigurationError
-from triton_openai.serving.sockets import bound_sockets
+from triton_openai.serving.server import bound_sockets
 
 if TYPE_CHECKING:
     from triton_openai.triton.relay.grpc import GrpcRelay

@@ -19,8 +19,8 @@ from triton_openai.access.guard import Guard, RelayedRequest
 from triton_openai.config import LimitSettings
 from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError, printable
 from triton_openai.models.draining import Draining
-from triton_openai.serving.connections import HttpServer
 from triton_openai.serving.request_body import ask_for_body
+from triton_openai.serving.server import HttpServer
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.relay.rules import Operation, check_operation, checked_load_body, operation_of_path
 from triton_openai.triton.status import cut_off, unreachable
