@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from triton_openai.errors import ConfigurationError, InvalidRequest
@@ -26,8 +27,8 @@ from triton_openai.triton.client import check_name
 from triton_openai.tritonserver import _guard
 from triton_openai.tritonserver._runtime import Runtime, installed_runtime, packaged_runtime
 
-#: Instead of a model's name: load all that are there.
-ALL_MODELS = "*"
+# Instead of a model's name: load all that are there.
+_ALL_MODELS = "*"
 _HOST = "127.0.0.1"
 _KINDS = ("http", "grpc", "metrics")
 _METRICS_SECONDS = 5.0
@@ -68,18 +69,17 @@ class EmbeddedTriton:
         self._extra_backends = None if backends is None else backends.absolute()
         self._binary = None if binary is None else binary.absolute()
         self._model_control_mode = model_control_mode
-        self._load_models = list(load_models)
-        self._extra_args = list(extra_args)
+        self._load_models = load_models
+        self._extra_args = extra_args
         self._ports: Sequence[int] | None = None
         self._shared_memory = f"triton-openai-{uuid.uuid4().hex[:12]}"
-
         # From the first start to the stop
         self._runtime: Runtime | None = None
         self._work_dir: Path | None = None
-
-        # Per process
+        # Of the last process
         self._guard: subprocess.Popen[bytes] | None = None
-        self._pid: int | None = None
+        #: The process id of ``tritonserver`` itself, None before the first start.
+        self.pid: int | None = None
 
     def start(self, timeout: float = 240.0) -> None:
         """
@@ -105,18 +105,16 @@ class EmbeddedTriton:
             self.kill()
             # Triton 2.51 now and then aborts while it starts many models at once on a busy machine.
             crashed = ended is not None and ended < 0
-            if attempt < _ATTEMPTS - 1 and (crashed or (taken and self._ports is None)):
-                continue
-            if ended is None and not taken:
-                raise ConfigurationError(f"Triton was not ready within {timeout:g} s.{self._log_excerpt()}")
-            raise ConfigurationError(f"Triton ended with status {ended} while starting.{self._log_excerpt()}")
+            if attempt == _ATTEMPTS - 1 or not (crashed or (taken and self._ports is None)):
+                late = ended is None and not taken
+                what = f"was not ready within {timeout:g} s" if late else f"ended with status {ended} while starting"
+                raise ConfigurationError(f"Triton {what}.{self._log_excerpt()}")
 
     def stop(self, timeout: float = 15.0) -> None:
         """Ask the server to end, kill it when it has not ended within *timeout* seconds, and tidy up."""
-        if self._guard is not None and self._guard.poll() is None and self._pid is not None:
+        if self._guard is not None:
             # Only the server itself: it ends its Python processes in order.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGTERM)
+            self._signal(os.kill, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guard.wait(timeout)
         self.kill()
@@ -128,13 +126,16 @@ class EmbeddedTriton:
         """End the server and all its processes at once, as a crash of the machine would; `start` works again."""
         if self._guard is None:
             return
-        if self._guard.poll() is None and self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL)
+        self._signal(os.killpg, signal.SIGKILL)
         # It ends when the whole process group has ended.
         self._guard.wait()
         if self._guard.stdin is not None:
             self._guard.stdin.close()
+
+    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
+        if self.poll() is None and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                send(self.pid, number)
 
     def poll(self) -> int | None:
         """Return None while the server runs or was never started, else its exit status (-n: killed by signal n)."""
@@ -145,27 +146,22 @@ class EmbeddedTriton:
     @property
     def http_url(self) -> str:
         """The address of the HTTP endpoint, ``http://127.0.0.1:port``."""
-        return f"http://{_HOST}:{self._known_ports()[0]}"
+        return f"http://{self._address(0)}"
 
     @property
     def grpc_url(self) -> str:
         """The address of the gRPC endpoint, ``grpc://127.0.0.1:port``."""
-        return f"grpc://{_HOST}:{self._known_ports()[1]}"
+        return f"grpc://{self._address(1)}"
 
     @property
     def metrics_url(self) -> str:
         """The address of the metrics, ``http://127.0.0.1:port/metrics``."""
-        return f"http://{_HOST}:{self._known_ports()[2]}/metrics"
+        return f"http://{self._address(2)}/metrics"
 
-    def _known_ports(self) -> Sequence[int]:
-        """Return the ports, which stay the same from the first call on."""
+    def _address(self, kind: int) -> str:
+        # From the first call on, the ports stay the same.
         self._ports = self._ports or free_ports()
-        return self._ports
-
-    @property
-    def pid(self) -> int | None:
-        """The process id of ``tritonserver`` itself, None before the first start."""
-        return self._pid
+        return f"{_HOST}:{self._ports[kind]}"
 
     @property
     def log_path(self) -> Path:
@@ -185,16 +181,14 @@ class EmbeddedTriton:
             if not repository.is_dir():
                 raise ConfigurationError(f"There is no model repository at {repository}.")
         for name in self._load_models:
-            if name != ALL_MODELS and not any(_is_model(repository, name) for repository in self._repositories):
+            if name != _ALL_MODELS and not any(_is_model(repository, name) for repository in self._repositories):
                 # Triton would only report that not all models could be loaded.
                 where = " or ".join(map(str, self._repositories))
                 raise ConfigurationError(f"There is no model {name[:200]!r} in {where}.")
         if self._runtime is None or self._work_dir is None:
             self._work_dir = folder = Path(tempfile.mkdtemp(prefix="triton-openai-"))
-            if self._binary is not None:
-                self._runtime = installed_runtime(self._binary, self._environment, folder, self._extra_backends)
-            else:
-                self._runtime = packaged_runtime(self._environment, folder, self._extra_backends)
+            make = packaged_runtime if self._binary is None else partial(installed_runtime, self._binary)
+            self._runtime = make(self._environment, folder, self._extra_backends)
         return self._runtime
 
     def _command(self, runtime: Runtime, ports: Sequence[int]) -> list[str]:
@@ -233,7 +227,7 @@ class EmbeddedTriton:
             finally:
                 os.close(report_write)
             line = reported.readline()
-        self._pid = int(line) if line else None
+        self.pid = int(line) if line else None
 
     def _wait_ready(self, port: int, deadline: float, begin: int) -> bool:
         """Return True when the server is ready, False when it has ended, lacks a port, or *deadline* has passed."""

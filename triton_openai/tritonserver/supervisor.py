@@ -98,7 +98,7 @@ class Supervisor:
                 return
 
     async def _ended(self) -> int:
-        # A thread that waits instead of looking could not be cancelled.
+        # A thread that waits could not be cancelled.
         while (status := self._server.poll()) is None:  # noqa: ASYNC110
             await asyncio.sleep(self._poll_interval)
         return status
