@@ -27,7 +27,7 @@ from triton_openai.adapters._common.trtllm import (
     stop_request,
     tokenizing_hints,
 )
-from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
+from triton_openai.errors import ConfigurationError, InvalidValue, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, Generation, Logits, Sampling, TokenLogprob, Vocabulary
 from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
 
@@ -234,14 +234,13 @@ def _sends(config: ModelConfig, logits: str) -> bool:
 
 
 def check_size(config: ModelConfig, name: str, tokens: int, vocabulary: Vocabulary, *, param: str | None) -> None:
-    """Raise :class:`InvalidRequest` for more *tokens* than one response should hold the logits *name* of."""
+    """Raise :class:`InvalidValue` for more *tokens* than one response should hold the logits *name* of."""
     most = _MOST_BYTES // (vocabulary.size * _SIZES.get(config.outputs[name].datatype, 4))
     if tokens > most:
-        raise InvalidRequest(
+        raise InvalidValue(
             f"The model sends {vocabulary.size} numbers for each token, and for {most} tokens at once at most;"
             f" this request has {tokens}.",
-            param=param,
-            code="invalid_value",
+            param,
         )
 
 
@@ -282,14 +281,10 @@ def word_list(config: ModelConfig, name: str, words: Sequence[Sequence[int]]) ->
 
 
 def dense_bias(bias: Sequence[tuple[int, float]], size: int) -> list[float]:
-    """Return the bias of every id. Raises :class:`InvalidRequest` for ids that the vocabulary of *size* lacks."""
+    """Return the bias of every id. Raises :class:`InvalidValue` for ids that the vocabulary of *size* lacks."""
     dense = [0.0] * size
     for number, value in bias:
         if not 0 <= number < size:
-            raise InvalidRequest(
-                f"'logit_bias' names the token {number}, and the model has {size} tokens.",
-                param="logit_bias",
-                code="invalid_value",
-            )
+            raise InvalidValue(f"'logit_bias' names the token {number}, and the model has {size} tokens.", "logit_bias")
         dense[number] = value
     return dense

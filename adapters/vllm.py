@@ -27,7 +27,7 @@ from triton_openai.adapters._common.base import (
     with_engine_arguments,
 )
 from triton_openai.adapters._common.decoding import CumulativeText, Reader, TextDecoder, cumulative_logprob
-from triton_openai.errors import InvalidRequest, UpstreamError
+from triton_openai.errors import InvalidValue, UpstreamError
 from triton_openai.generation import Alternative, Delta, EmbeddingJob, EmbeddingResult, Generation, Guide, TokenLogprob
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
@@ -228,7 +228,7 @@ class Vllm(Adapter):
         items: Sequence[Any] = job.inputs
         for index, item in enumerate(items):
             if not isinstance(item, str) and (min(item) < 0 or max(item) > _MAX_TOKEN_ID):
-                raise InvalidRequest("'input' holds an invalid token id.", param="input", code="invalid_value")
+                raise InvalidValue("'input' holds an invalid token id.", "input")
             body: dict[str, Any] = {"input": item}
             if job.dimensions is not None:
                 # A list of one: the backend takes the first element.

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from triton_openai.errors import InvalidRequest
+from triton_openai.errors import InvalidValue
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
 # The longest name of a folder on the usual file systems.
@@ -24,18 +24,16 @@ _FORBIDDEN = re.compile(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 def check_name(name: str) -> None:
     """
-    Raise :class:`InvalidRequest` if *name* cannot be a folder in a model repository.
+    Raise :class:`InvalidValue` if *name* cannot be a folder in a model repository.
 
     Triton 2.51 accepts ``..`` as a model, and reads its configuration from outside the repository.
     """
     if not name:
-        raise InvalidRequest("The model's name is empty.", param="model", code="invalid_value")
+        raise InvalidValue("The model's name is empty.", "model")
     if name in (".", "..") or _FORBIDDEN.search(name):
-        raise InvalidRequest(
-            "The model's name is not a valid folder name in a model repository.", param="model", code="invalid_value"
-        )
+        raise InvalidValue("The model's name is not a valid folder name in a model repository.", "model")
     if len(name.encode()) > _LONGEST:
-        raise InvalidRequest(f"The model's name is longer than {_LONGEST} bytes.", param="model", code="invalid_value")
+        raise InvalidValue(f"The model's name is longer than {_LONGEST} bytes.", "model")
 
 
 class IndexEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from triton_openai.config import TritonAccess
 from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
+from triton_openai.triton.http import HttpClient
 from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
@@ -44,22 +45,21 @@ class Endpoint:
         connection.check(self.urls)
         self._http: TritonClient | None = None
         self._grpc: TritonClient | None = None
-        self._addresses: dict[TritonClient | None, str] = {}
+        self._addresses: dict[TritonClient, str] = {}
         for url in urls:
             scheme = url.partition("://")[0]
+            client: TritonClient
             if scheme in ("http", "https"):
-                from triton_openai.triton.http import HttpClient
-
-                self._http = HttpClient(url, connection)
+                self._http = client = HttpClient(url, connection)
             elif scheme in ("grpc", "grpcs"):
                 # Imported here: grpc costs a tenth of a second and threads, which an HTTP-only service does not need.
                 from triton_openai.triton.grpc import GrpcClient
 
-                self._grpc = GrpcClient(url, connection)
+                self._grpc = client = GrpcClient(url, connection)
             else:
                 message = f"'{url}' is not a Triton address: use http://, https://, grpc:// or grpcs://."
                 raise ConfigurationError(message, param="triton_url")
-            self._addresses[self._http if scheme.startswith("http") else self._grpc] = url
+            self._addresses[client] = url
         control = self._http or self._grpc
         if control is None:
             raise ConfigurationError("No Triton address is given.", param="triton_url")
@@ -84,8 +84,7 @@ class Endpoint:
 
     def address_of(self, request: InferRequest) -> str:
         """Return the address to which *request* goes."""
-        client = self._for(request) if request.stream else self._grpc or self._control
-        return self._addresses[client]
+        return self._addresses[self._for(request) if request.stream else self._grpc or self._control]
 
     async def server_info(self) -> ServerInfo:
         """Return the server's name and version. Logs a gRPC address that does not answer."""
@@ -131,9 +130,8 @@ class Endpoint:
         if self._checking is not None:
             self._checking.cancel()
             await asyncio.gather(self._checking, return_exceptions=True)
-        for client in (self._http, self._grpc):
-            if client is not None:
-                await client.close()
+        for client in self._addresses:
+            await client.close()
 
 
 # Longest answer that is read: the head and a short body are enough.

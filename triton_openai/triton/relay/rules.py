@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import msgspec
 
 from triton_openai.config import Group
-from triton_openai.errors import EndpointNotFound, InvalidRequest, ManagementDisabled
+from triton_openai.errors import EndpointNotFound, InvalidRequest, InvalidValue, ManagementDisabled
 from triton_openai.triton.client import check_name
 
 
@@ -77,8 +77,7 @@ def operation_of_path(path: str) -> tuple[Operation | None, Collection[str]]:
     that is encoded more than once is not relayed.
     """
     for pattern, operation in _PATHS:
-        match = pattern.fullmatch(path)
-        if match is not None:
+        if match := pattern.fullmatch(path):
             name = match.groupdict().get("model")
             if name is None:
                 return operation, ()
@@ -111,13 +110,13 @@ def check_operation(
         check_name(name)
         # A Triton that decodes the path first would see another path.
         if "?" in name or "#" in name:
-            raise InvalidRequest("The model's name is not accepted.", param="model", code="invalid_value")
+            raise InvalidValue("The model's name is not accepted.", "model")
     return operation
 
 
 def check_load(parameters: Collection[str]) -> None:
     """Raise :class:`ManagementDisabled` if the *parameters* of a load would replace the model."""
-    if not {"unload_dependents"}.issuperset(parameters):
+    if set(parameters) - {"unload_dependents"}:
         raise ManagementDisabled(
             "This load replaces the model's configuration or files, which are programs that Triton runs; the service "
             "does not relay that."
