@@ -38,9 +38,9 @@ LOADS: Mapping[str, tuple[Plan, float, str]] = MappingProxyType(
             _PACE,
             "tokens/s",
         ),
-        "streamed chats of one token": (Plan("short", PACED, 16, 1), 0.0, "requests/s"),
-        "whole chats of one token": (Plan("short", PACED, 16, 1, form="whole"), 0.0, "requests/s"),
-        "embeddings": (Plan("short", EMBEDDINGS, 16, 1, form="embeddings"), 0.0, "requests/s"),
+        "streamed chats of one token": (Plan("short", PACED, 16, 1, ramp=0.5), 0.0, "requests/s"),
+        "whole chats of one token": (Plan("short", PACED, 16, 1, ramp=0.5, form="whole"), 0.0, "requests/s"),
+        "embeddings": (Plan("short", EMBEDDINGS, 16, 1, ramp=0.5, form="embeddings"), 0.0, "requests/s"),
     }
 )
 #: About half of what one process does: streams, not in step, that begin anew after 100 tokens.
