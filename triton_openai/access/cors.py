@@ -40,24 +40,18 @@ class Cors:
         self._anybody = "*" in self._origins
 
     def _allows(self, origin: str) -> bool:
-        return origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
+        return self._anybody or origin in self._origins or _PORT.sub(":*", origin, count=1) in self._origins
 
     def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add the headers with which the browser lets the page read *response*, if the page may."""
         if not self._origins:
             return
-        origin = request.headers.get(hdrs.ORIGIN)
-        headers = response.headers
-        if self._anybody:
-            if origin is not None:
-                headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*"
-        else:
+        origin, headers = request.headers.get(hdrs.ORIGIN), response.headers
+        if not self._anybody:
             # Also without an origin: a cache must not give this answer to a page of another one.
             headers[hdrs.VARY] = f"{headers[hdrs.VARY]}, Origin" if hdrs.VARY in headers else "Origin"
-            if origin is None or not self._allows(origin):
-                return
-            headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
-        if origin is not None:
+        if origin is not None and self._allows(origin):
+            headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if self._anybody else origin
             headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = ", ".join(EXPOSED)
 
     def preflight(self, request: web.Request) -> web.Response | None:
@@ -71,7 +65,7 @@ class Cors:
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or hdrs.ACCESS_CONTROL_REQUEST_METHOD not in request.headers:
             return None
-        if not self._anybody and not self._allows(origin):
+        if not self._allows(origin):
             raise OriginNotAllowed("Web pages of this origin may not call this service (--cors-allow-origin).")
         # What is asked for, because * is no answer for the header Authorization.
         allowed = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")

@@ -168,6 +168,8 @@ class RelayedRequest:
         self.names_models = False
         self.counted = False
         self.error: ServiceError | None = None
+        self._running = guard.metrics.child(RELAYING, protocol)
+        self._running.inc()
 
     @property
     def closing(self) -> bool:
@@ -177,7 +179,6 @@ class RelayedRequest:
     async def authorize(self, operation: Operation | None) -> None:
         """Check that the client may do *operation*, ``None`` for an unknown one. Raises :class:`ServiceError`."""
         self._operation = operation
-        self._count_running(1)
         restrictions = self._guard.restrictions
         self.hidden = {*restrictions.header_names, *(KEY_HEADERS if self._guard.keys.ring is not None else ())}
         for group in operation.guards if operation is not None else ():
@@ -229,16 +230,12 @@ class RelayedRequest:
         """Count the request as ended, and log it; *status* is ``None`` if the client disconnected."""
         for ticket in self._tickets:
             ticket.close(0)
-        self._count_running(-1)
+        self._running.dec()
         operation, error = self._operation, self.error
         group = "other" if operation is None else operation.group
         self._guard.metrics.child(RELAYED, self._protocol, group, status or "cancelled").inc()
-        fields = {
-            **self._fields,
-            "operation": group,
-            "status": status,
-            "seconds": round(time.monotonic() - self._began, 4),
-        }
+        seconds = round(time.monotonic() - self._began, 4)
+        fields = {**self._fields, "operation": group, "status": status, "seconds": seconds}
         if error is not None:
             fields["error"] = error.code
         if status is None:
@@ -248,6 +245,3 @@ class RelayedRequest:
         (_log.info if important or refused else _log.debug)("relayed", **fields)
         if error is not None and (error.status >= 500 or error.detail):
             warn(_log, "request refused", error, **fields)
-
-    def _count_running(self, change: int) -> None:
-        self._guard.metrics.child(RELAYING, self._protocol).inc(change)

@@ -118,7 +118,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[bytes, ApiKey]]:
         digests = [*map(sha256, keys), *map(bytes.fromhex, hashes)]
         if not digests:
             raise ConfigurationError(f"{where} has neither a key nor a sha256.")
-        limit = RateLimit(**{name: getattr(entry, name) for name in RateLimit.__struct_fields__})
+        limit = msgspec.convert(entry, RateLimit, from_attributes=True)
         key = ApiKey(name=entry.name, models=entry.models, manage=entry.manage, limit=limit)
         yield from ((digest, key) for digest in digests)
 

@@ -213,7 +213,7 @@ class UnknownFields(Observer):
     *count* gets the model, the adapter and the field of every request that has one.
     """
 
-    def __init__(self, count: Callable[[str, str, str], None] | None = None) -> None:
+    def __init__(self, count: Callable[[str, str, str], None]) -> None:
         self._count = count
         self._names: set[str] = set()
         self._warned: set[tuple[str, str]] = set()
@@ -224,8 +224,7 @@ class UnknownFields(Observer):
         if model is None or adapter is None:
             return
         for name in dict.fromkeys(map(self._bounded, observation.unknown_fields)):
-            if self._count is not None:
-                self._count(model, adapter, name)
+            self._count(model, adapter, name)
             if (model, name) not in self._warned:
                 self._warned.add((model, name))
                 similar = _similar(name, observation.parameters)

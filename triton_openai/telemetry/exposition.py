@@ -376,7 +376,7 @@ class Exposition:
 
         def read() -> Figures:
             found = Figures()
-            for sample in (sample for one in self._collectors for family in one.collect() for sample in family.samples):
+            for sample in (sample for metric in self._counted().values() for sample in metric.samples):
                 if field := _SUMMED.get((sample.name, sample.labels.get("type", ""))):
                     kind = type(getattr(found, field))
                     setattr(found, field, getattr(found, field) + kind(sample.value))
