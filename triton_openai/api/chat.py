@@ -180,13 +180,11 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     service, model, body = context.service, context.model, context.body
     turn = await prepare(context, new_id("chatcmpl"))
     task, plan, runs = turn.task, turn.plan, turn.runs
-    timeout = context.limits.total
     fields = () if body.include_reasoning is False else reasoning_fields(service.settings.api.reasoning_field)
     if body.stream:
         chunks = ChatChunks(context, task, runs, parsers=turn.parsers, plan=plan, fields=fields)
-        heartbeat = service.settings.server.heartbeat_interval
-        return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=timeout)
-    answers = await collect(runs, timeout=timeout)
+        return await stream(context, runs, chunks)
+    answers = await collect(runs, timeout=context.limits.total)
     wanted = {"logprobs": bool(body.logprobs), "token_ids": bool(body.return_token_ids)}
 
     def rendered() -> list[ChatChoice]:

@@ -54,14 +54,12 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 
 async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamResponse:
-    service, model, body = context.service, context.model, context.body
-    observation, limits = context.observation, context.limits
-    n = body.n or 1
+    model, body = context.model, context.body
     task = await _task(context)
     if body.prompt is None:
         raise missing("prompt")
     special = body.add_special_tokens is not False
-    with observation.stage(RENDER):
+    with context.observation.stage(RENDER):
         if body.suffix:
             given = await filled(model, body.prompt, body.suffix, echo=bool(body.echo), special=special)
         else:
@@ -69,10 +67,8 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
     runs = await runs_of(context, given, task)
     echo = Echo(body.logprobs) if body.echo else None
     if body.stream:
-        chunks = CompletionChunks(context, task, runs, echo)
-        heartbeat = service.settings.server.heartbeat_interval
-        return await stream(context.request, runs, chunks, heartbeat=heartbeat, timeout=limits.total)
-    answers = await collect(runs, timeout=limits.total)
+        return await stream(context, runs, CompletionChunks(context, task, runs, echo))
+    answers = await collect(runs, timeout=context.limits.total)
     completion = Completion(
         id=task.id,
         object="text_completion",
@@ -87,7 +83,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
                 prompt_alternatives=body.prompt_logprobs,
                 token_ids=bool(body.return_token_ids),
             )
-            for index, answer in enumerate(_best(answers, n=n, of=task.n))
+            for index, answer in enumerate(_best(answers, n=body.n or 1, of=task.n))
         ],
         usage=usage_of([run.progress.usage for run in runs], n=task.n) or msgspec.UNSET,
         system_fingerprint=model.fingerprint,

@@ -125,9 +125,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     inputs = await as_taken(model, inputs_of(body), truncation(body, side="right"))
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     observation.response_id = job.id
-    result = await context.admitted(
-        lambda context: embed(context.service, context.model, job, timeout=context.limits.total), param="input"
-    )
+    result = await context.admitted(lambda context: embed(context, job), param="input")
     tokens = observation.input_tokens = await count_inputs(model, inputs, result.prompt_tokens)
     as_text = body.encoding_format == "base64"
 
@@ -265,8 +263,9 @@ async def check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Seque
             )
 
 
-async def embed(service: Service, model: ServedModel, job: EmbeddingJob, *, timeout: float | None) -> EmbeddingResult:
-    """Return the vectors of *job*. Raises :class:`ServiceError`, also after *timeout* seconds."""
+async def embed(context: RequestContext[Any], job: EmbeddingJob) -> EmbeddingResult:
+    """Return the vectors of *job*. Raises :class:`ServiceError`, also when the time of *context* is over."""
+    service, model, timeout = context.service, context.model, context.limits.total
     await check_sizes(model, job.inputs)
     adapter, size = model.adapter, sum(map(len, job.inputs))
     requests = await offload.run(lambda: adapter.encode_embeddings(job), size=size, threshold=_INLINE_BYTES)
@@ -436,7 +435,7 @@ async def _compared(context: RequestContext[_Request], job_id: str, pairs: Pairs
     """Return the cosines of embeddings. No text is embedded twice; an activation changes no angle."""
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     job = EmbeddingJob(id=job_id, inputs=texts)
-    result = await embed(context.service, context.model, job, timeout=context.limits.total)
+    result = await embed(context, job)
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(pairs) * len(result.vectors[0]) // 4
     scores = await offload.run(lambda: _cosines(vectors, pairs), size=size, threshold=_INLINE_PRODUCTS)

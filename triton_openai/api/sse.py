@@ -21,13 +21,13 @@ from aiohttp import HttpVersion11, web
 from triton_openai.answer.fan_out import Answers, too_long
 from triton_openai.answer.run import Run
 from triton_openai.api.generate import Task
-from triton_openai.api.service import RequestContext, now
+from triton_openai.api.service import RequestContext, now, service_of
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
 from triton_openai.telemetry.logging import warn
-from triton_openai.telemetry.observation import OBSERVATION, Observation
+from triton_openai.telemetry.observation import Observation
 
 _log = structlog.get_logger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -275,16 +275,14 @@ class EventStream:
         self._timer = asyncio.get_running_loop().call_later(left, self._check)
 
 
-async def stream(
-    request: web.Request, runs: Sequence[Run], chunks: Events, *, heartbeat: float, timeout: float | None
-) -> web.StreamResponse:
+async def stream(context: RequestContext[Any], runs: Sequence[Run], chunks: Events) -> web.StreamResponse:
     """
-    Stream *runs* to the client, for *timeout* seconds at most.
+    Stream *runs* to the client, within the time limits of *context*.
 
     Raises :class:`ServiceError` for what goes wrong before anything was sent; after that, errors are events.
     """
-    events = EventStream(request, runs, chunks, heartbeat=heartbeat)
-    observation = request[OBSERVATION]
+    request, observation, timeout = context.request, context.observation, context.limits.total
+    events = EventStream(request, runs, chunks, heartbeat=context.service.settings.server.heartbeat_interval)
     try:
         try:
             # A timeout without a time would cost as much as one with.
@@ -356,8 +354,9 @@ class EventLog:
         """Return all events."""
         return b"".join(self._events)
 
-    async def send(self, request: web.Request, *, after: int, heartbeat: float) -> web.StreamResponse:
+    async def send(self, request: web.Request, *, after: int) -> web.StreamResponse:
         """Stream the events behind number *after*, and those to come, to the client."""
+        heartbeat = service_of(request).settings.server.heartbeat_interval
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)
         place = after + 1

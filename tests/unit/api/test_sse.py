@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from triton_openai.api.generate import Task
 from triton_openai.api.sse import Chunks, stream
-from triton_openai.config import LimitSettings
+from triton_openai.config import LimitSettings, ServerSettings, Settings
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Sampling
 from triton_openai.models.draining import DRAINING, Draining
@@ -120,8 +120,14 @@ class Served:
         request[OBSERVATION] = self.observation
         task = self.draining.enter()
         runs: Any = self.runs
+        context: Any = SimpleNamespace(
+            request=request,
+            observation=self.observation,
+            limits=SimpleNamespace(total=self._timeout),
+            service=SimpleNamespace(settings=Settings(server=ServerSettings(heartbeat_interval=self._heartbeat))),
+        )
         try:
-            return await stream(request, runs, Marks(runs), heartbeat=self._heartbeat, timeout=self._timeout)
+            return await stream(context, runs, Marks(runs))
         except UpstreamError as error:
             return web.Response(status=error.status)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import structlog
 from aiohttp import web
 
@@ -42,9 +44,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     chat = context.about(reading.chat)
     omits = body.thinking is not None and body.thinking.display == "omitted"
 
-    async def answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
-        return await _answer(context, asked=body.max_tokens, omits_thinking=omits)
-
+    answer = partial(_answer, asked=body.max_tokens, omits_thinking=omits)
     try:
         return await chat.admitted(answer, param="messages")
     except InvalidRequest as error:
@@ -72,7 +72,7 @@ async def _read(service: Service, model: ServedModel, body: CountTokensRequest) 
 
 
 async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thinking: bool) -> web.StreamResponse:
-    service, body, observation = context.service, context.body, context.observation
+    body, observation = context.body, context.observation
     turn = await prepare(context, new_id("msg", "_"), fitting=True)
     (run,), (parser,) = turn.runs, turn.parsers
     room = run.generation.sampling.max_tokens
@@ -80,7 +80,6 @@ async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thi
     if limited:
         observation.headers = {**observation.headers, LIMITED_HEADER: str(room)}
         _log.info("max_tokens is limited to what fits the context", asked=asked, room=room)
-    timeout = context.limits.total
     events = MessageEvents(
         turn.task.id,
         body.model,
@@ -92,9 +91,8 @@ async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thi
         whole=not body.stream,
     )
     if body.stream:
-        heartbeat = service.settings.server.heartbeat_interval
-        return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
-    await agents.render(events, run, timeout=timeout)
+        return await stream(context, turn.runs, events)
+    await agents.render(events, run, timeout=context.limits.total)
     return json_response(events.message)
 
 

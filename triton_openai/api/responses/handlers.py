@@ -41,7 +41,7 @@ from triton_openai.api.responses.types import (
     ResponseObject,
     ResponsesRequest,
 )
-from triton_openai.api.service import RequestContext, begin, key_of, now, service_of
+from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import EventLog, stream
 from triton_openai.errors import (
     ContextLengthExceeded,
@@ -223,7 +223,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     task = asyncio.create_task(_in_background(context, job, job.log, ticket))
     state.live[job.id] = Live(job.response, job.log, task)
     if body.stream:
-        return await job.log.send(request, after=-1, heartbeat=context.service.settings.server.heartbeat_interval)
+        return await job.log.send(request, after=-1)
     return json_response(job.response)
 
 
@@ -242,9 +242,9 @@ async def _reading(context: RequestContext[ResponsesRequest], job: Job) -> Async
 
 
 async def _generate(context: RequestContext[ResponsesRequest], job: Job, reading: Reading) -> web.StreamResponse:
-    turned = _turned(context, reading)
+    answer = partial(_answer, job=job, reading=reading)
     try:
-        return await turned.admitted(partial(_answer, job=job, reading=reading), param="messages")
+        return await _turned(context, reading).admitted(answer, param="messages")
     except ServiceError as error:
         reading.blame(error)
         raise
@@ -257,11 +257,10 @@ def _turned(context: RequestContext[ResponsesRequest], reading: Reading) -> Requ
 
 async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job, reading: Reading) -> web.StreamResponse:
     turn = await _prepared(context, job)
-    events, timeout = job.events(turn, reading), context.limits.total
+    events = job.events(turn, reading)
     if job.body.stream:
-        heartbeat = context.service.settings.server.heartbeat_interval
-        return await stream(context.request, turn.runs, events, heartbeat=heartbeat, timeout=timeout)
-    await agents.render(events, turn.runs[0], timeout=timeout)
+        return await stream(context, turn.runs, events)
+    await agents.render(events, turn.runs[0], timeout=context.limits.total)
     await events.ended(None)
     return json_response(job.response)
 
@@ -434,8 +433,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
         else:
             await asyncio.sleep(1)
             _, record, _ = await _found(request)
-    heartbeat = service_of(request).settings.server.heartbeat_interval
-    return await log.send(request, after=max(-1, after), heartbeat=heartbeat)
+    return await log.send(request, after=max(-1, after))
 
 
 async def _found(request: web.Request) -> tuple[ResponseState, Record, Live | None]:
