@@ -9,18 +9,8 @@ import msgspec
 
 from triton_openai.answer.run import Progress, Run
 from triton_openai.api.agents import seal
+from triton_openai.api.messages import types
 from triton_openai.api.messages.errors import envelope
-from triton_openai.api.messages.types import (
-    Block,
-    BlockDelta,
-    MessageEvent,
-    MessageObject,
-    MessageUsage,
-    StopReason,
-    TextBlock,
-    ThinkingBlock,
-    ToolUseBlock,
-)
 from triton_openai.api.sse import Events, event
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta, FinishReason
@@ -30,10 +20,10 @@ from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStar
 _encode = msgspec.json.Encoder().encode
 
 
-def usage_of(progress: Progress) -> MessageUsage:
+def usage_of(progress: Progress) -> types.MessageUsage:
     """Return the tokens up to now. Clients need numbers: an estimate is better than none."""
     usage = progress.usage_so_far or progress.usage_estimate
-    return MessageUsage(
+    return types.MessageUsage(
         input_tokens=usage.prompt_tokens - (usage.cached_tokens or 0),
         cache_creation_input_tokens=None,
         cache_read_input_tokens=usage.cached_tokens,
@@ -41,7 +31,9 @@ def usage_of(progress: Progress) -> MessageUsage:
     )
 
 
-def stop_of(progress: Progress, parser: AnswerParser | None, *, limited: bool) -> tuple[StopReason | None, str | None]:
+def stop_of(
+    progress: Progress, parser: AnswerParser | None, *, limited: bool
+) -> tuple[types.StopReason | None, str | None]:
     """
     Return why the answer ended, and the stop sequence that ended it.
 
@@ -57,16 +49,16 @@ def stop_of(progress: Progress, parser: AnswerParser | None, *, limited: bool) -
     return (None if reason is None else "end_turn"), None
 
 
-def _block_of(start: Event, text: str, *, omitted: bool) -> Block:
+def _block_of(start: Event, text: str, *, omitted: bool) -> types.Block:
     """Return the block that *start* opens; a thought that is *omitted* is in its signature."""
     if isinstance(start, Content):
-        return TextBlock(text)
+        return types.TextBlock(text)
     if not isinstance(start, ToolCallStart):
-        return ThinkingBlock("", seal(text)) if omitted else ThinkingBlock(text, "")
+        return types.ThinkingBlock("", seal(text)) if omitted else types.ThinkingBlock(text, "")
     try:
-        return ToolUseBlock(start.id, start.name, msgspec.json.decode(text or "{}", type=dict[str, Any]))
+        return types.ToolUseBlock(start.id, start.name, msgspec.json.decode(text or "{}", type=dict[str, Any]))
     except (msgspec.MsgspecError, RecursionError):
-        return TextBlock(f"{start.name}({text}")
+        return types.TextBlock(f"{start.name}({text}")
 
 
 class MessageEvents(Events):
@@ -97,7 +89,7 @@ class MessageEvents(Events):
         self._omits_thinking = omits_thinking
         self._request_id = request_id
         self._whole = whole
-        self.blocks: list[Block] = []
+        self.blocks: list[types.Block] = []
         # Stream state: the number of the block, the event that opened it, and its texts
         self._begun = False
         self._index = 0
@@ -109,10 +101,10 @@ class MessageEvents(Events):
         if self._begun:
             return b""
         self._begun = True
-        return _event(MessageEvent(type="message_start", message=self._message(None, None)))
+        return _event(types.MessageEvent(type="message_start", message=self._message(None, None)))
 
-    def _message(self, reason: StopReason | None, sequence: str | None) -> MessageObject:
-        return MessageObject(
+    def _message(self, reason: types.StopReason | None, sequence: str | None) -> types.MessageObject:
+        return types.MessageObject(
             id=self._id,
             model=self._model,
             content=self.blocks,
@@ -122,13 +114,13 @@ class MessageEvents(Events):
         )
 
     @property
-    def message(self) -> MessageObject:
+    def message(self) -> types.MessageObject:
         """The whole message."""
         return self._message(*stop_of(self._progress, self._parser, limited=self._limited))
 
     def keep_alive(self) -> bytes:
         """Return a ping."""
-        return self.opening() + _event(MessageEvent(type="ping"))
+        return self.opening() + _event(types.MessageEvent(type="ping"))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the events of a piece of text."""
@@ -144,9 +136,9 @@ class MessageEvents(Events):
     def closing(self) -> bytes:
         """Return why the message ended, and its end."""
         reason, sequence = stop_of(self._progress, self._parser, limited=self._limited)
-        delta = BlockDelta(stop_reason=reason, stop_sequence=sequence)
-        ended = MessageEvent(type="message_delta", delta=delta, usage=usage_of(self._progress))
-        return _event(ended) + _event(MessageEvent(type="message_stop"))
+        delta = types.BlockDelta(stop_reason=reason, stop_sequence=sequence)
+        ended = types.MessageEvent(type="message_delta", delta=delta, usage=usage_of(self._progress))
+        return _event(ended) + _event(types.MessageEvent(type="message_stop"))
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the error."""
@@ -157,26 +149,26 @@ class MessageEvents(Events):
         for each in events:
             if isinstance(each, Content):
                 if each.text:
-                    parts += self._block(each, TextBlock("")), self._delta(b"text_delta", b"text", each.text)
+                    parts += self._block(each, types.TextBlock("")), self._delta(b"text_delta", b"text", each.text)
             elif isinstance(each, Reasoning):
-                parts.append(self._block(each, ThinkingBlock("", "")))
+                parts.append(self._block(each, types.ThinkingBlock("", "")))
                 if self._omits_thinking:
                     self._texts.append(each.text)
                 else:
                     parts.append(self._delta(b"thinking_delta", b"thinking", each.text))
             elif isinstance(each, ToolCallStart):
-                parts += self._close(), self._block(each, ToolUseBlock(each.id, each.name, {}))
+                parts += self._close(), self._block(each, types.ToolUseBlock(each.id, each.name, {}))
             else:
                 parts.append(self._delta(b"input_json_delta", b"partial_json", each.text))
         return b"".join(parts)
 
-    def _block(self, opening: Event, block: Block) -> bytes:
+    def _block(self, opening: Event, block: types.Block) -> bytes:
         """Return the start of a *block*, unless one of its kind is open."""
         if type(self._open) is type(opening):
             return b""
         closed = self._close()
         self._open = opening
-        started = MessageEvent(type="content_block_start", index=self._index, content_block=block)
+        started = types.MessageEvent(type="content_block_start", index=self._index, content_block=block)
         return closed + _event(started)
 
     def _delta(self, kind: bytes, field: bytes, text: str) -> bytes:
@@ -197,12 +189,12 @@ class MessageEvents(Events):
         omitted = self._omits_thinking and isinstance(opened, Reasoning)
         if omitted:
             events = self._delta(b"signature_delta", b"signature", seal(text))
-        events += _event(MessageEvent(type="content_block_stop", index=self._index))
+        events += _event(types.MessageEvent(type="content_block_stop", index=self._index))
         self._open, self._texts, self._index = None, [], self._index + 1
         if self._whole:
             self.blocks.append(_block_of(opened, text, omitted=omitted))
         return events
 
 
-def _event(found: MessageEvent) -> bytes:
+def _event(found: types.MessageEvent) -> bytes:
     return event(found.type, _encode(found))

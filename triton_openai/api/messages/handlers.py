@@ -12,15 +12,9 @@ from triton_openai.api import agents
 from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response
 from triton_openai.api.chat import ChatRequest, prepare
+from triton_openai.api.messages import types
 from triton_openai.api.messages.events import MessageEvents
 from triton_openai.api.messages.reader import Reading, read
-from triton_openai.api.messages.types import (
-    CountTokensRequest,
-    MessagesRequest,
-    ModelInfo,
-    ModelPage,
-    TokenCount,
-)
 from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
 from triton_openai.api.sse import stream
 from triton_openai.errors import InvalidRequest
@@ -34,7 +28,7 @@ LIMITED_HEADER = "x-max-tokens"
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, as Anthropic's API does."""
-    context = await begin(request, MessagesRequest, "chat")
+    context = await begin(request, types.MessagesRequest, "chat")
     observation, body = context.observation, context.body
     observation.headers = {**observation.headers, "request-id": observation.request_id}
     # Until they are read: what is made of a request's parameters takes those of a chat.
@@ -54,18 +48,18 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a conversation, as the model's template renders it; images count as their placeholders."""
-    service, body, model = await read_request(request, CountTokensRequest)
+    service, body, model = await read_request(request, types.CountTokensRequest)
     reading = await _read(service, model, body)
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     context = RequestContext(request, service, reading.chat, model, request[OBSERVATION], limits)
     try:
-        return json_response(TokenCount(input_tokens=await agents.count_tokens(context)))
+        return json_response(types.TokenCount(input_tokens=await agents.count_tokens(context)))
     except InvalidRequest as error:
         reading.blame(error)
         raise
 
 
-async def _read(service: Service, model: ServedModel, body: CountTokensRequest) -> Reading:
+async def _read(service: Service, model: ServedModel, body: types.CountTokensRequest) -> Reading:
     reading = read(body, strict_tools=service.settings.api.strict_tools)
     reading.chat.reasoning_effort = await known_effort(model, reading.chat.reasoning_effort)
     return reading
@@ -104,12 +98,12 @@ def list_models(request: web.Request) -> web.Response:
     shown, more = page(query, names, names, most=1000, after="before_id" if backwards < 0 else "after_id")
     data = [describe(models, name) for name in shown[::backwards]]
     ends = (data[0].id, data[-1].id) if data else (None, None)
-    return json_response(ModelPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1]))
+    return json_response(types.ModelPage(data=data, has_more=more, first_id=ends[0], last_id=ends[1]))
 
 
-def describe(models: Models, name: str) -> ModelInfo:
+def describe(models: Models, name: str) -> types.ModelInfo:
     """Return the description of the model *name*."""
     served = models.served.get(name)
-    return ModelInfo(
+    return types.ModelInfo(
         id=name, display_name=name, max_input_tokens=None if served is None else served.settings.max_model_len
     )

@@ -15,25 +15,7 @@ import msgspec
 from triton_openai.api.agents import LONGEST_TYPE, unsealed, warn_left_out
 from triton_openai.api.bodies import missing
 from triton_openai.api.chat import ChatRequest
-from triton_openai.api.messages.types import (
-    Base64SourceParam,
-    BlockParam,
-    CountTokensRequest,
-    DocumentBlockParam,
-    ImageBlockParam,
-    MessageParam,
-    MessagesRequest,
-    RedactedThinkingBlockParam,
-    ResultBlockParam,
-    TextBlockParam,
-    TextSourceParam,
-    ThinkingBlockParam,
-    ToolParam,
-    ToolReferenceBlockParam,
-    ToolResultBlockParam,
-    ToolUseBlockParam,
-    UrlSourceParam,
-)
+from triton_openai.api.messages import types
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
 from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
 from triton_openai.errors import ServiceError, UnsupportedParameter
@@ -83,7 +65,7 @@ class Reading(msgspec.Struct, frozen=True):
                 error.param = own
 
 
-def read(body: CountTokensRequest, *, strict_tools: bool) -> Reading:
+def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
     """
     Return *body* as a chat.
 
@@ -106,7 +88,7 @@ def read(body: CountTokensRequest, *, strict_tools: bool) -> Reading:
         reasoning_effort=None if config is None or config.effort is None else _EFFORTS[config.effort],
         chat_template_kwargs=None if thinking is None else dict.fromkeys(_SWITCHES, thinking.type != "disabled"),
     )
-    if isinstance(body, MessagesRequest):
+    if isinstance(body, types.MessagesRequest):
         form = form or body.output_format
         chat.max_tokens = body.max_tokens
         chat.stop = body.stop_sequences
@@ -117,7 +99,7 @@ def read(body: CountTokensRequest, *, strict_tools: bool) -> Reading:
     return Reading(chat, [origin for _, origin in pairs])
 
 
-def _choice(body: CountTokensRequest) -> ToolChoice:
+def _choice(body: types.CountTokensRequest) -> ToolChoice:
     choice = body.tool_choice
     if choice is None or choice.type == "auto":
         return None
@@ -128,7 +110,7 @@ def _choice(body: CountTokensRequest) -> ToolChoice:
     return NamedTool(function=NamedFunction(name=choice.name))
 
 
-def _tools(body: CountTokensRequest, *, strict: bool) -> Iterator[Tool]:
+def _tools(body: types.CountTokensRequest, *, strict: bool) -> Iterator[Tool]:
     """Yield the tools that the model sees: deferred ones last, so that the prompt goes on where it ended before."""
     found = dict.fromkeys(_references(body.messages))
     shown, deferred = [], {}
@@ -149,22 +131,22 @@ def _tools(body: CountTokensRequest, *, strict: bool) -> Iterator[Tool]:
     yield from [_tool(deferred[name]) for name in found if name in deferred]
 
 
-def _tool(tool: ToolParam) -> Tool:
+def _tool(tool: types.ToolParam) -> Tool:
     described = {} if tool.description is None else {"description": tool.description}
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema}}
 
 
-def _references(messages: Iterable[MessageParam]) -> Iterator[str]:
+def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
     for message in messages:
         for block in message.content if isinstance(message.content, list) else ():
-            if isinstance(block, ToolResultBlockParam) and isinstance(block.content, list):
-                yield from [part.tool_name for part in block.content if isinstance(part, ToolReferenceBlockParam)]
+            if isinstance(block, types.ToolResultBlockParam) and isinstance(block.content, list):
+                yield from [part.tool_name for part in block.content if isinstance(part, types.ToolReferenceBlockParam)]
 
 
-def _messages(body: CountTokensRequest) -> Iterator[tuple[Message, str]]:
+def _messages(body: types.CountTokensRequest) -> Iterator[tuple[Message, str]]:
     """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
     if body.system:
-        given = [TextBlockParam(body.system)] if isinstance(body.system, str) else body.system
+        given = [types.TextBlockParam(body.system)] if isinstance(body.system, str) else body.system
         texts = [_text(block.text) for block in given if not block.text.startswith(_BILLING)]
         if texts:
             yield SystemMessage(content=_content(texts)), "system"
@@ -175,7 +157,7 @@ def _messages(body: CountTokensRequest) -> Iterator[tuple[Message, str]]:
         if role == "assistant":
             yield _assistant(blocks, place), place
         elif role == "system":
-            texts = [_text(block.text) for block in blocks if isinstance(block, TextBlockParam)]
+            texts = [_text(block.text) for block in blocks if isinstance(block, types.TextBlockParam)]
             if len(texts) < len(blocks):
                 raise UnsupportedParameter("Messages of the system have texts only.", param=place)
             yield SystemMessage(content=_content(texts)), place
@@ -183,22 +165,22 @@ def _messages(body: CountTokensRequest) -> Iterator[tuple[Message, str]]:
             yield from [(message, place) for message in _user(blocks, place)]
 
 
-def _blocks(message: MessageParam) -> Sequence[BlockParam]:
-    return [TextBlockParam(message.content)] if isinstance(message.content, str) else message.content
+def _blocks(message: types.MessageParam) -> Sequence[types.BlockParam]:
+    return [types.TextBlockParam(message.content)] if isinstance(message.content, str) else message.content
 
 
-def _assistant(blocks: Sequence[BlockParam], place: str) -> Message:
+def _assistant(blocks: Sequence[types.BlockParam], place: str) -> Message:
     texts, thoughts, calls = [], [], []
     for block in blocks:
         match block:
-            case TextBlockParam():
+            case types.TextBlockParam():
                 texts.append(_text(block.text))
-            case ThinkingBlockParam():
+            case types.ThinkingBlockParam():
                 thoughts.append(block.thinking or unsealed(block.signature) or "")
-            case ToolUseBlockParam():
+            case types.ToolUseBlockParam():
                 function = MessageFunctionCall(name=block.name, arguments=block.input)
                 calls.append(MessageToolCall(id=block.id, type="function", function=function))
-            case RedactedThinkingBlockParam():
+            case types.RedactedThinkingBlockParam():
                 pass
             case _:
                 raise _misplaced(block, "an assistant's", place)
@@ -209,13 +191,13 @@ def _assistant(blocks: Sequence[BlockParam], place: str) -> Message:
     )
 
 
-def _user(blocks: Sequence[BlockParam], place: str) -> Iterator[Message]:
+def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[Message]:
     """Yield what tools answered, and then the rest: the images of tools too, which templates take of users only."""
     parts: list[ContentPart] = []
     answered = False
     for block in blocks:
-        if isinstance(block, ToolResultBlockParam):
-            given = [TextBlockParam(block.content)] if isinstance(block.content, str) else block.content or ()
+        if isinstance(block, types.ToolResultBlockParam):
+            given = [types.TextBlockParam(block.content)] if isinstance(block.content, str) else block.content or ()
             found = [_part(part, place) for part in given]
             text = "\n".join([part.text for part in found if part.text is not None])
             if block.is_error and not text.lower().startswith(("error", "<tool_use_error")):
@@ -223,7 +205,7 @@ def _user(blocks: Sequence[BlockParam], place: str) -> Iterator[Message]:
             parts += [part for part in found if part.text is None]
             answered = True
             yield ToolMessage(content=text, tool_call_id=block.tool_use_id)
-        elif isinstance(block, TextBlockParam | ImageBlockParam | DocumentBlockParam):
+        elif isinstance(block, types.TextBlockParam | types.ImageBlockParam | types.DocumentBlockParam):
             parts.append(_part(block, place))
         else:
             raise _misplaced(block, "a user's", place)
@@ -231,19 +213,19 @@ def _user(blocks: Sequence[BlockParam], place: str) -> Iterator[Message]:
         yield UserMessage(content=_content(parts))
 
 
-def _part(block: ResultBlockParam, place: str) -> ContentPart:
+def _part(block: types.ResultBlockParam, place: str) -> ContentPart:
     match block:
-        case TextBlockParam():
+        case types.TextBlockParam():
             return _text(block.text)
-        case ImageBlockParam(source=UrlSourceParam(url=url)):
+        case types.ImageBlockParam(source=types.UrlSourceParam(url=url)):
             return ContentPart(type="image_url", image_url=url)
-        case ImageBlockParam(source=Base64SourceParam(media_type=media_type, data=data)):
+        case types.ImageBlockParam(source=types.Base64SourceParam(media_type=media_type, data=data)):
             # What it really is, its first bytes say.
             url = f"data:image/{media_type.removeprefix('image/')};base64,{data}"
             return ContentPart(type="image_url", image_url=url)
-        case DocumentBlockParam(source=TextSourceParam(data=data)):
+        case types.DocumentBlockParam(source=types.TextSourceParam(data=data)):
             return _text(data if block.title is None else f"{block.title}\n{data}")
-        case ToolReferenceBlockParam(tool_name=name):
+        case types.ToolReferenceBlockParam(tool_name=name):
             return _text(f"The tool {name} can be called now.")
         case _:
             raise UnsupportedParameter("Of documents, only those of plain text are supported.", param=place)
@@ -257,6 +239,6 @@ def _content(parts: Sequence[ContentPart]) -> Content:
     return parts[0].text if len(parts) == 1 and parts[0].text is not None else list(parts)
 
 
-def _misplaced(block: BlockParam, whose: str, place: str) -> UnsupportedParameter:
+def _misplaced(block: types.BlockParam, whose: str, place: str) -> UnsupportedParameter:
     kind = block.__struct_config__.tag
     return UnsupportedParameter(f"A block of type '{kind}' cannot be in {whose} message.", param=place)

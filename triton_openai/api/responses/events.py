@@ -10,24 +10,8 @@ import msgspec
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
 from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
+from triton_openai.api.responses import types
 from triton_openai.api.responses.reader import ToolName
-from triton_openai.api.responses.types import (
-    IncompleteDetails,
-    InputTokensDetails,
-    ItemStatus,
-    OutputCustomCall,
-    OutputFunctionCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    OutputTokensDetails,
-    ReasoningText,
-    ResponseEvent,
-    ResponseFailure,
-    ResponseObject,
-    ResponseUsage,
-)
 from triton_openai.api.service import now
 from triton_openai.api.sse import Events, event
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
@@ -38,26 +22,18 @@ from triton_openai.parsers.events import Event as ParserEvent
 
 _encode = msgspec.json.Encoder().encode
 # For each kind of item, the event with a piece of its text, and what has the text. A custom tool's text is sent whole.
-_TEXTS: Mapping[type[OutputItem], tuple[str, type[OutputText | ReasoningText] | None]] = {
-    OutputMessage: ("response.output_text.delta", OutputText),
-    OutputReasoning: ("response.reasoning_text.delta", ReasoningText),
-    OutputFunctionCall: ("response.function_call_arguments.delta", None),
-    OutputCustomCall: ("", None),
+_TEXTS: Mapping[type[types.OutputItem], tuple[str, type[types.OutputText | types.ReasoningText] | None]] = {
+    types.OutputMessage: ("response.output_text.delta", types.OutputText),
+    types.OutputReasoning: ("response.reasoning_text.delta", types.ReasoningText),
+    types.OutputFunctionCall: ("response.function_call_arguments.delta", None),
+    types.OutputCustomCall: ("", None),
 }
-
-
-def failure_of(error: ServiceError) -> ResponseFailure:
-    """Return *error* with the codes of the Responses API, by which clients decide whether to try again."""
-    code = "server_error"
-    if isinstance(error, ContextLengthExceeded):
-        code = "context_length_exceeded"
-    elif isinstance(error, Overloaded):
-        code = "rate_limit_exceeded"
-    elif isinstance(error, InvalidRequest):
-        code = "invalid_prompt"
-    elif error.status == 503:
-        code = "server_is_overloaded"
-    return ResponseFailure(code, error.message)
+# The codes by which clients decide whether to try again; of several that fit, the first.
+_CODES: Mapping[type[ServiceError], str] = {
+    ContextLengthExceeded: "context_length_exceeded",
+    Overloaded: "rate_limit_exceeded",
+    InvalidRequest: "invalid_prompt",
+}
 
 
 class ResponseEvents(Events):
@@ -71,7 +47,7 @@ class ResponseEvents(Events):
 
     def __init__(
         self,
-        response: ResponseObject,
+        response: types.ResponseObject,
         run: Run | None,
         parser: AnswerParser | None,
         *,
@@ -85,14 +61,14 @@ class ResponseEvents(Events):
         self._parser = parser
         self._names = names
         self._sealed = sealed
-        self._output: list[OutputItem] = []
+        self._output: list[types.OutputItem] = []
         response.output = self._output
         self._opened = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
         self._last_size = 0
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
-        self._item: OutputItem | None = None
+        self._item: types.OutputItem | None = None
         self._texts: list[str] = []
         self._logprobs: list[ContentLogprob] = []
         self._head = self._middle = self._tail = b""
@@ -119,13 +95,13 @@ class ResponseEvents(Events):
     def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the events for *delta*."""
         parser = self._parser
-        if parser is None and type(self._item) is OutputMessage and not delta.logprobs:
+        if parser is None and type(self._item) is types.OutputMessage and not delta.logprobs:
             return self._text(delta.text)
         entries = chat_logprobs(delta.logprobs).content if delta.logprobs else []
         if parser is None:
             return self._content(delta.text, entries)
         events = parser.feed(delta.text, delta.tokens)
-        if len(events) == 1 and type(events[0]) is Content and type(self._item) is OutputMessage and not entries:
+        if len(events) == 1 and type(events[0]) is Content and type(self._item) is types.OutputMessage and not entries:
             return self._text(events[0].text)
         return self._parsed(events, entries)
 
@@ -134,9 +110,9 @@ class ResponseEvents(Events):
         events = b"" if self._parser is None else self._parsed(self._parser.flush(), [])
         if not self._output:
             # An empty answer is a message too.
-            events += self._open(OutputMessage(id=self._new_id("msg")))
+            events += self._open(types.OutputMessage(id=self._new_id("msg")))
         cut = self._run is not None and self._run.progress.finish_reason is FinishReason.LENGTH
-        if isinstance(self._item, OutputFunctionCall | OutputCustomCall):
+        if isinstance(self._item, types.OutputFunctionCall | types.OutputCustomCall):
             cut = self._parser is not None and self._parser.cut
         return events + self._close("incomplete" if cut else "completed")
 
@@ -146,7 +122,7 @@ class ResponseEvents(Events):
         assert run is not None
         response.status = "completed"
         if run.progress.finish_reason is FinishReason.LENGTH:
-            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            response.status, response.incomplete_details = "incomplete", types.IncompleteDetails("max_output_tokens")
         else:
             response.completed_at = now()
         response.usage = self._usage(run)
@@ -154,13 +130,12 @@ class ResponseEvents(Events):
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the end of the open item, and the events that tell of *error*."""
-        failure = failure_of(error)
-        self.response.status, self.response.error = "failed", failure
+        unknown = "server_is_overloaded" if error.status == 503 else "server_error"
+        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), unknown)
+        self.response.status, self.response.error = "failed", types.ResponseFailure(code, error.message)
         events = self.opening() + self._close("incomplete")
         # Some clients read only the one, some only the other.
-        return (
-            events + self._event("error", code=failure.code, message=failure.message, param=error.param) + self._ended()
-        )
+        return events + self._event("error", code=code, message=error.message, param=error.param) + self._ended()
 
     async def ended(self, error: ServiceError | None) -> bytes:
         """Return the last events, once the response that they tell of is kept."""
@@ -176,14 +151,14 @@ class ResponseEvents(Events):
         self._last_size = len(last)
         return last
 
-    def _usage(self, run: Run) -> ResponseUsage:
+    def _usage(self, run: Run) -> types.ResponseUsage:
         progress, parser = run.progress, self._parser
         usage = progress.usage or progress.usage_estimate
-        return ResponseUsage(
+        return types.ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
+            input_tokens_details=types.InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(
+            output_tokens_details=types.OutputTokensDetails(
                 reasoning_tokens=0 if parser is None else min(parser.reasoning_tokens, usage.completion_tokens)
             ),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
@@ -192,7 +167,7 @@ class ResponseEvents(Events):
     def _event(self, kind: str, **fields: Any) -> bytes:
         number = self._next
         self._next += 1
-        return event(kind, _encode(ResponseEvent(type=kind, sequence_number=number, **fields)))
+        return event(kind, _encode(types.ResponseEvent(type=kind, sequence_number=number, **fields)))
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """Return an event about the open item."""
@@ -210,29 +185,33 @@ class ResponseEvents(Events):
             if isinstance(each, Content):
                 rendered += self._content(each.text, entries)
                 entries = []
-            elif isinstance(each, Reasoning):
-                if not isinstance(self._item, OutputReasoning):
-                    rendered += self._open(OutputReasoning(id=self._new_id("rs")))
-                rendered += self._text(each.text)
             elif isinstance(each, ToolCallStart):
                 rendered += self._open(self._call(each))
             else:
+                if isinstance(each, Reasoning) and not isinstance(self._item, types.OutputReasoning):
+                    rendered += self._open(types.OutputReasoning(id=self._new_id("rs")))
                 rendered += self._text(each.text)
         return rendered
 
     def _content(self, text: str, entries: list[ContentLogprob]) -> bytes:
         if not text and not entries:
             return b""
-        rendered = b"" if isinstance(self._item, OutputMessage) else self._open(OutputMessage(id=self._new_id("msg")))
+        rendered = (
+            b""
+            if isinstance(self._item, types.OutputMessage)
+            else self._open(types.OutputMessage(id=self._new_id("msg")))
+        )
         if not entries:
             return rendered + self._text(text)
         self._texts.append(text)
         self._logprobs += entries
         return rendered + self._item_event("output_text.delta", content_index=0, delta=text, logprobs=entries)
 
-    def _call(self, start: ToolCallStart) -> OutputItem:
+    def _call(self, start: ToolCallStart) -> types.OutputItem:
         named = self._names.get(start.name, ToolName(start.name))
-        kind: type[OutputFunctionCall | OutputCustomCall] = OutputCustomCall if named.custom else OutputFunctionCall
+        kind: type[types.OutputFunctionCall | types.OutputCustomCall] = (
+            types.OutputCustomCall if named.custom else types.OutputFunctionCall
+        )
         return kind(
             id=self._new_id("ctc" if named.custom else "fc"),
             call_id=start.id,
@@ -250,7 +229,7 @@ class ResponseEvents(Events):
         self._next = number + 1
         return self._head + b"%d" % number + self._middle + _encode(text) + self._tail
 
-    def _open(self, item: OutputItem) -> bytes:
+    def _open(self, item: types.OutputItem) -> bytes:
         """Return the end of the open item, and the events that begin *item*."""
         rendered = self._close("completed")
         self._output.append(item)
@@ -261,7 +240,7 @@ class ResponseEvents(Events):
         content, logprobs = b"", b""
         if part is not None:
             rendered += self._item_event("content_part.added", content_index=0, part=part())
-            content, logprobs = b'"content_index":0,', b',"logprobs":[]' if part is OutputText else b""
+            content, logprobs = b'"content_index":0,', b',"logprobs":[]' if part is types.OutputText else b""
         # All events for pieces of its text are alike.
         marked = event(kind, b'{"type":"%b","sequence_number":' % kind.encode())
         self._head = marked.rstrip(b"\n") if kind else b""
@@ -269,33 +248,33 @@ class ResponseEvents(Events):
         self._tail = logprobs + b"}\n\n"
         return rendered
 
-    def _close(self, status: ItemStatus) -> bytes:
+    def _close(self, status: types.ItemStatus) -> bytes:
         """Return the events that end the open item, if there is one."""
         item, rendered = self._item, b""
         if item is None:
             return b""
-        if isinstance(item, OutputFunctionCall) and not self._texts and status == "completed":
+        if isinstance(item, types.OutputFunctionCall) and not self._texts and status == "completed":
             # Clients read the arguments as JSON.
             rendered = self._text("{}")
         text, logprobs = "".join(self._texts), self._logprobs
         self._texts, self._logprobs = [], []
         item.status = status
-        if isinstance(item, OutputMessage):
-            item.content = (OutputText(text=text, logprobs=logprobs),)
+        if isinstance(item, types.OutputMessage):
+            item.content = (types.OutputText(text=text, logprobs=logprobs),)
             rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
-            rendered += self._item_event("content_part.done", content_index=0, part=item.content[0])
-        elif isinstance(item, OutputReasoning):
-            item.content = (ReasoningText(text=text),)
+        elif isinstance(item, types.OutputReasoning):
+            item.content = (types.ReasoningText(text=text),)
             item.encrypted_content = seal(text) if self._sealed else None
             rendered += self._item_event("reasoning_text.done", content_index=0, text=text)
-            rendered += self._item_event("content_part.done", content_index=0, part=item.content[0])
-        elif isinstance(item, OutputFunctionCall):
+        elif isinstance(item, types.OutputFunctionCall):
             item.arguments = text
-            rendered += self._item_event("function_call_arguments.done", name=item.name, arguments=item.arguments)
+            rendered += self._item_event("function_call_arguments.done", name=item.name, arguments=text)
         else:
             item.input = _custom_input(text)
             rendered += self._item_event("custom_tool_call_input.delta", delta=item.input)
             rendered += self._item_event("custom_tool_call_input.done", input=item.input)
+        if isinstance(item, types.OutputMessage | types.OutputReasoning):
+            rendered += self._item_event("content_part.done", content_index=0, part=item.content[0])
         rendered += self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
         self._item = None
         return rendered
@@ -304,10 +283,8 @@ class ResponseEvents(Events):
 def _custom_input(arguments: str) -> str:
     """Return the text for a custom tool: the argument ``input``, or the only one, or else what the model wrote."""
     try:
-        given = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return arguments
-    if not isinstance(given, dict):
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return arguments
     text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
     return text if isinstance(text, str) else arguments

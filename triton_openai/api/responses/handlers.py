@@ -20,6 +20,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.api import agents, chat
 from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import json_response, missing
+from triton_openai.api.responses import types
 from triton_openai.api.responses.events import ResponseEvents
 from triton_openai.api.responses.reader import Reading, input_items, numbered, read
 from triton_openai.api.responses.state import (
@@ -31,15 +32,6 @@ from triton_openai.api.responses.state import (
     every,
     lease,
     output_items,
-)
-from triton_openai.api.responses.types import (
-    CompactedResponse,
-    CompactRequest,
-    IncompleteDetails,
-    Item,
-    OutputMessage,
-    ResponseObject,
-    ResponsesRequest,
 )
 from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import EventLog, stream
@@ -75,7 +67,7 @@ _REPEATED = (
 class Job:
     """A request for a response: what it is about, and how its response is kept."""
 
-    def __init__(self, context: RequestContext[ResponsesRequest]) -> None:
+    def __init__(self, context: RequestContext[types.ResponsesRequest]) -> None:
         body = self.body = context.body
         self.state = context.request.app[STATE]
         self.owner = key_of(context.request).name
@@ -84,7 +76,7 @@ class Job:
         #: The request's own items, as they are kept.
         self.items = numbered(input_items(body), f"{digits}i")
         #: The items that it goes on from.
-        self.before: Sequence[Item] = ()
+        self.before: Sequence[types.Item] = ()
         given = body.conversation
         self.conversation = given if given is None or isinstance(given, str) else given.id
         self.stored = body.store is not False and self.state.keeps
@@ -92,7 +84,7 @@ class Job:
         self.version = 0
         self.log: EventLog | None = None
         told = {name: value for name in _REPEATED if (value := getattr(body, name)) is not None}
-        self.response = ResponseObject(
+        self.response = types.ResponseObject(
             id=self.id,
             created_at=now(),
             conversation=None if self.conversation is None else {"id": self.conversation},
@@ -105,7 +97,7 @@ class Job:
             **told,
         )
 
-    async def read(self, context: RequestContext[ResponsesRequest], before: Sequence[Item]) -> Reading:
+    async def read(self, context: RequestContext[types.ResponsesRequest], before: Sequence[types.Item]) -> Reading:
         """Return the request as a chat that goes on from the items *before*. Raises :class:`InvalidRequest`."""
         body = self.body
         # The response says whether it is used.
@@ -129,19 +121,16 @@ class Job:
 
     def events(self, turn: chat.Turn | None, reading: Reading | None) -> ResponseEvents:
         """Return what renders the response; without a *turn*, it has failed before it began."""
-        response = self.response
+        response, run, parser = self.response, None, None
         response.status = "in_progress"
         if turn is not None:
+            (run,), (parser,) = turn.runs, turn.parsers
             for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
                 if (value := getattr(turn.task.sampling, name)) is not None:
                     setattr(response, name, value)
-        events = ResponseEvents(
-            response,
-            None if turn is None else turn.runs[0],
-            None if turn is None else turn.parsers[0],
-            names={} if reading is None else reading.tools.names,
-            sealed="reasoning.encrypted_content" in (self.body.include or ()),
-        )
+        names = {} if reading is None else reading.tools.names
+        sealed = "reasoning.encrypted_content" in (self.body.include or ())
+        events = ResponseEvents(response, run, parser, names=names, sealed=sealed)
         events.keep = self.keep
         return events
 
@@ -154,13 +143,13 @@ class Job:
         kept = self.response
         if not kept.background:
             kept = msgspec.structs.replace(
-                kept, status="incomplete", incomplete_details=IncompleteDetails("interrupted"), output=()
+                kept, status="incomplete", incomplete_details=types.IncompleteDetails("interrupted"), output=()
             )
-        await self._put(Record(self.owner, kept, self.items, lease()))
+        await self._put(kept, lease=lease())
 
     async def renew(self) -> None:
         """Say that this process still makes the response in the background; end that if somebody has ended it."""
-        if not await self._put(Record(self.owner, self.response, self.items, lease())):
+        if not await self._put(self.response, lease=lease()):
             self.state.stop(self.id)
 
     async def keep(self, last: bytes = b"") -> bool:
@@ -172,17 +161,16 @@ class Job:
                 await self.state.change(self.conversation, self.owner, lambda kept: kept.items.extend(added))
             if self.stored:
                 # Those in the background are read again after their end.
-                events = b"" if self.log is None else bytes(self.log) + last
-                await self._put_last(Record(self.owner, response, self.items, events=events))
+                await self._put_last(b"" if self.log is None else bytes(self.log) + last)
         except (StoreUnavailable, ObjectNotFound) as error:
             warn(_log, "response is not kept", error, response=self.id)
             response.store, response.conversation = False, None
             return False
         return True
 
-    async def _put_last(self, record: Record) -> None:
+    async def _put_last(self, events: bytes) -> None:
         """Keep the whole response, unless somebody has cancelled or deleted it."""
-        while not await self._put(record):
+        while not await self._put(self.response, events=events):
             # Or a renewal was written and its result not seen.
             with suppress(ObjectNotFound):
                 found, version = await self.state.record(self.id, self.owner)
@@ -191,15 +179,15 @@ class Job:
                     continue
             return
 
-    async def _put(self, record: Record) -> bool:
-        kept = await self.state.put(record, self.version)
+    async def _put(self, response: types.ResponseObject, *, lease: float = 0.0, events: bytes = b"") -> bool:
+        kept = await self.state.put(Record(self.owner, response, self.items, lease, events), self.version)
         self.version += kept
         return kept
 
 
 async def handle(request: web.Request) -> web.StreamResponse:
     """Answer with a response."""
-    context = await begin(request, ResponsesRequest, "responses")
+    context = await begin(request, types.ResponsesRequest, "responses")
     body, state = context.body, request.app[STATE]
     if body.previous_response_id is not None and body.conversation is not None:
         raise InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
@@ -228,11 +216,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def _reading(context: RequestContext[ResponsesRequest], job: Job) -> AsyncIterator[Reading]:
+async def _reading(context: RequestContext[types.ResponsesRequest], job: Job) -> AsyncIterator[Reading]:
     """Yield the request of *job* as a chat, with what it goes on from; its conversation is held for the block."""
     state, body = job.state, job.body
     async with AsyncExitStack() as stack:
-        before: Sequence[Item] = ()
+        before: Sequence[types.Item] = ()
         if job.conversation is not None:
             before = (await stack.enter_async_context(state.claimed(job.conversation, job.owner, job.id))).items
         elif body.previous_response_id is not None:
@@ -241,7 +229,7 @@ async def _reading(context: RequestContext[ResponsesRequest], job: Job) -> Async
         yield await job.read(context, before)
 
 
-async def _generate(context: RequestContext[ResponsesRequest], job: Job, reading: Reading) -> web.StreamResponse:
+async def _generate(context: RequestContext[types.ResponsesRequest], job: Job, reading: Reading) -> web.StreamResponse:
     answer = partial(_answer, job=job, reading=reading)
     try:
         return await _turned(context, reading).admitted(answer, param="messages")
@@ -250,7 +238,7 @@ async def _generate(context: RequestContext[ResponsesRequest], job: Job, reading
         raise
 
 
-def _turned(context: RequestContext[ResponsesRequest], reading: Reading) -> RequestContext[chat.ChatRequest]:
+def _turned(context: RequestContext[types.ResponsesRequest], reading: Reading) -> RequestContext[chat.ChatRequest]:
     context.observation.parameters = reading.chat
     return context.about(reading.chat)
 
@@ -287,7 +275,7 @@ async def _prepared(context: RequestContext[chat.ChatRequest], job: Job) -> chat
 
 
 async def _in_background(
-    context: RequestContext[ResponsesRequest], job: Job, log: EventLog, ticket: Ticket | None
+    context: RequestContext[types.ResponsesRequest], job: Job, log: EventLog, ticket: Ticket | None
 ) -> None:
     """Make the response of *job*, whatever becomes of the client."""
     app = context.request.app
@@ -353,12 +341,12 @@ _SUMMARIZE = (
 
 async def compact(request: web.Request) -> web.Response:
     """Return a shorter form of a conversation: the user's messages, and a summary that the model writes."""
-    context = await begin(request, CompactRequest, "responses")
+    context = await begin(request, types.CompactRequest, "responses")
     given = context.body
     items = input_items(given)
     if not items and given.previous_response_id is None:
         raise missing("input")
-    body = ResponsesRequest(
+    body = types.ResponsesRequest(
         model=given.model,
         input=[*items, {"role": "user", "content": _SUMMARIZE}],
         instructions=given.instructions,
@@ -372,7 +360,9 @@ async def compact(request: web.Request) -> web.Response:
     async with _reading(asked, job) as reading:
         await _generate(asked, job, reading)
     response = job.response
-    summary = "".join(part.text for item in response.output if isinstance(item, OutputMessage) for part in item.content)
+    summary = "".join(
+        part.text for item in response.output if isinstance(item, types.OutputMessage) for part in item.content
+    )
     if response.status != "completed":
         raise ContextLengthExceeded("There is no room for a summary of the conversation.", param="input")
     if not summary or response.usage is None:
@@ -380,7 +370,7 @@ async def compact(request: web.Request) -> web.Response:
     kept = [item for item in [*job.before, *job.items[:-1]] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
     return json_response(
-        CompactedResponse(id=job.id, created_at=now(), output=[*kept, compaction], usage=response.usage)
+        types.CompactedResponse(id=job.id, created_at=now(), output=[*kept, compaction], usage=response.usage)
     )
 
 
@@ -404,7 +394,7 @@ class InputTokens(msgspec.Struct, kw_only=True):
 
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
-    context = await begin(request, ResponsesRequest, "responses")
+    context = await begin(request, types.ResponsesRequest, "responses")
     job = Job(context)
     async with _reading(context, job) as reading:
         try:
@@ -416,7 +406,8 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
-    _, record, live = await _found(request)
+    state, record, _ = await _found(request)
+    live = state.live.get(record.response.id)
     if request.query.get("stream") != "true":
         return json_response(record.response if live is None or not record.running else live.shown)
     if not record.response.background:
@@ -436,11 +427,9 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     return await log.send(request, after=max(-1, after))
 
 
-async def _found(request: web.Request) -> tuple[ResponseState, Record, Live | None]:
-    state, response_id = request.app[STATE], request.match_info["response"]
-    state.store()
-    record, _ = await state.record(response_id, key_of(request).name)
-    return state, record, state.live.get(response_id)
+async def _found(request: web.Request) -> tuple[ResponseState, Record, int]:
+    state = request.app[STATE]
+    return state, *await state.record(request.match_info["response"], key_of(request).name)
 
 
 class Deleted(msgspec.Struct, kw_only=True):
@@ -461,10 +450,8 @@ async def delete(request: web.Request) -> web.Response:
 
 async def cancel(request: web.Request) -> web.Response:
     """Cancel a response that is made in the background; one that has ended stays as it is."""
-    state, response_id, owner = request.app[STATE], request.match_info["response"], key_of(request).name
-    state.store()
     while True:
-        record, version = await state.record(response_id, owner)
+        state, record, version = await _found(request)
         if not record.response.background:
             raise InvalidRequest(
                 "Only responses that are made in the background can be cancelled.", param="response_id"
@@ -473,9 +460,8 @@ async def cancel(request: web.Request) -> web.Response:
             return json_response(record.response)
         record.response.status, record.lease = "cancelled", 0.0
         if await state.put(record, version):
-            break
-    state.stop(response_id)
-    return json_response(record.response)
+            state.stop(record.response.id)
+            return json_response(record.response)
 
 
 async def list_input(request: web.Request) -> web.Response:
@@ -488,13 +474,13 @@ class ItemList(msgspec.Struct, kw_only=True):
     """Items, with the ids of the first and the last, and whether more follow."""
 
     object: Literal["list"] = msgspec.field(name="object", default="list")
-    data: Sequence[Item]
+    data: Sequence[types.Item]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-def listed(request: web.Request, items: Sequence[Item]) -> ItemList:
+def listed(request: web.Request, items: Sequence[types.Item]) -> ItemList:
     """Return the page of *items* that *request* asks for, in an ``order``. Raises :class:`InvalidValue`."""
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -504,7 +490,7 @@ def listed(request: web.Request, items: Sequence[Item]) -> ItemList:
     return list_of(shown, more=more)
 
 
-def list_of(items: Sequence[Item], *, more: bool = False) -> ItemList:
+def list_of(items: Sequence[types.Item], *, more: bool = False) -> ItemList:
     """Return a list of *items*, of which there may be *more*."""
-    ends = (items[0].get("id"), items[-1].get("id")) if items else (None, None)
-    return ItemList(data=items, first_id=ends[0], last_id=ends[1], has_more=more)
+    first, last = (items[0].get("id"), items[-1].get("id")) if items else (None, None)
+    return ItemList(data=items, first_id=first, last_id=last, has_more=more)

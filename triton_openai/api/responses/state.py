@@ -124,9 +124,8 @@ class ResponseState:
 
     async def _load(self, kind: type[_Kept], key: str, owner: str) -> tuple[_Kept, int, int] | None:
         """Return the value of *key*, its version and its size; ``None`` also for one of another owner or kind."""
-        if not key.startswith("resp_" if kind is Record else "conv_"):
-            return None
-        found = await self.store().get(key)
+        store = self.store()
+        found = await store.get(key) if key.startswith("resp_" if kind is Record else "conv_") else None
         if found is None:
             return None
         value = await offload.run(_DECODERS[kind].decode, found[0], size=len(found[0]), threshold=_LONGEST_INLINE)

@@ -13,11 +13,11 @@ import os
 import sqlite3
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import structlog
 
@@ -34,28 +34,21 @@ _SWEEP_PART = 16
 # A value that is read becomes a used one at most this often.
 _TOUCH_SECONDS = 3600.0
 
-_Given = ParamSpec("_Given")
-_Found = TypeVar("_Found")
 
-
-def _unless_gone(work: Callable[_Given, Coroutine[Any, Any, _Found]]) -> Callable[_Given, Coroutine[Any, Any, _Found]]:
-    """Make *work* raise :class:`StoreUnavailable` for whatever a driver raises, and when it takes too long."""
-
-    @wraps(work)
-    async def guarded(*given: _Given.args, **named: _Given.kwargs) -> _Found:
-        try:
-            async with asyncio.timeout(_TIMEOUT):
-                return await work(*given, **named)
-        except ServiceError:
-            raise
-        except Exception as error:
-            raise StoreUnavailable(
-                "The store of responses cannot be used at the moment.",
-                detail=f"{type(error).__name__}: {error}",
-                retry_after=2,
-            ) from error
-
-    return guarded
+@asynccontextmanager
+async def _guarded() -> AsyncIterator[None]:
+    """Raise :class:`StoreUnavailable` for whatever a driver raises, and for what takes too long."""
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            yield
+    except ServiceError:
+        raise
+    except Exception as error:
+        raise StoreUnavailable(
+            "The store of responses cannot be used at the moment.",
+            detail=f"{type(error).__name__}: {error}",
+            retry_after=2,
+        ) from error
 
 
 class Store(ABC):
@@ -105,12 +98,10 @@ class SqlStore(Store):
         """Return the rows of a statement, whose parameters are ``$1`` and so on."""
 
     async def get(self, key: str) -> tuple[bytes, int] | None:
-        """See :class:`Store`."""
         now = time.time()
         rows = await self._execute(
             "SELECT value, version, used FROM triton_openai_state WHERE key = $1 AND used >= $2",
-            key,
-            now - self._settings.max_age_seconds,
+            *(key, now - self._settings.max_age_seconds),
         )
         if not rows:
             return None
@@ -120,7 +111,6 @@ class SqlStore(Store):
         return bytes(value), version
 
     async def put(self, key: str, value: bytes, version: int) -> bool:
-        """See :class:`Store`."""
         now, most = time.time(), self._settings.max_size
         self._written += len(value)
         if now - self._swept > _SWEEP_SECONDS or self._written > most / _SWEEP_PART:
@@ -141,7 +131,6 @@ class SqlStore(Store):
         return bool(rows)
 
     async def delete(self, key: str) -> bool:
-        """See :class:`Store`."""
         return bool(await self._execute("DELETE FROM triton_openai_state WHERE key = $1 RETURNING version", key))
 
 
@@ -183,11 +172,13 @@ class SqliteStore(SqlStore):
         return self._connection
 
     def _file(self) -> tuple[int, int] | None:
+        if self._path is None:
+            return None
         try:
-            found = None if self._path is None else self._path.stat()
+            found = self._path.stat()
         except FileNotFoundError:
-            found = None
-        return None if found is None else (found.st_dev, found.st_ino)
+            return None
+        return found.st_dev, found.st_ino
 
     def _connect(self) -> sqlite3.Connection:
         if self._path is not None:
@@ -214,7 +205,7 @@ class SqliteStore(SqlStore):
             self._connection.close()
             self._connection = None
 
-    @_unless_gone
+    @_guarded()
     async def _execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         # To SQLite, $1 is a parameter with the name 1.
         named = {str(number): value for number, value in enumerate(values, 1)}
@@ -223,7 +214,6 @@ class SqliteStore(SqlStore):
         )
 
     async def close(self) -> None:
-        """See :class:`Store`."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
         self._thread.shutdown(wait=False)
 
@@ -255,7 +245,7 @@ class PostgresStore(SqlStore):
             raise
         return pool
 
-    @_unless_gone
+    @_guarded()
     async def _execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         async with self._connecting:
             self._pool = self._pool or await self._connect()
@@ -263,7 +253,6 @@ class PostgresStore(SqlStore):
         return rows
 
     async def close(self) -> None:
-        """See :class:`Store`."""
         if self._pool is not None:
             await self._pool.close()
 
@@ -288,26 +277,22 @@ class RedisStore(Store):
         self._put = self._client.register_script(_PUT)
         self._age = int(settings.max_age_seconds)
 
-    @_unless_gone
+    @_guarded()
     async def get(self, key: str) -> tuple[bytes, int] | None:
-        """See :class:`Store`."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.hmget(_redis_key(key), "value", "version").expire(_redis_key(key), self._age)
             (value, version), _ = await pipe.execute()
         return None if value is None else (value, int(version))
 
-    @_unless_gone
+    @_guarded()
     async def put(self, key: str, value: bytes, version: int) -> bool:
-        """See :class:`Store`."""
         return bool(await self._put(keys=[_redis_key(key)], args=[version, value, self._age]))
 
-    @_unless_gone
+    @_guarded()
     async def delete(self, key: str) -> bool:
-        """See :class:`Store`."""
         return bool(await self._client.delete(_redis_key(key)))
 
     async def close(self) -> None:
-        """See :class:`Store`."""
         await self._client.aclose()
 
 
@@ -319,8 +304,7 @@ def open_store(settings: ResponsesSettings) -> Store | None:
     if kind == "memory":
         return SqliteStore(None, settings)
     if kind == "sqlite":
-        default = state_folder() / "responses.sqlite"
-        return SqliteStore(Path(rest) if rest else default, settings, or_memory=not rest)
+        return SqliteStore(Path(rest or state_folder() / "responses.sqlite"), settings, or_memory=not rest)
     if kind in ("redis", "rediss", "unix"):
         return RedisStore(settings.store, settings)
     return PostgresStore(settings.store, settings)

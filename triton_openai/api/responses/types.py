@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
@@ -61,11 +61,27 @@ class ConversationId(msgspec.Struct):
     id: str
 
 
-class ResponsesRequest(ModelRequest, kw_only=True):
-    """The request. The fields below ``top_p`` are extensions, which chats have too."""
+class ItemsRequest(ModelRequest, kw_only=True):
+    """Base of the requests with items, which may go on from an earlier response."""
 
     input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
+    previous_response_id: str | None = None
+    # Documented, and without influence on the answer here: accepted.
+    prompt_cache_options: Accepted = ABSENT
+    prompt_cache_retention: Accepted = ABSENT
+    service_tier: Accepted = ABSENT
+
+
+class CompactRequest(ItemsRequest, kw_only=True):
+    """A conversation that becomes shorter."""
+
+    prompt_cache_key: Accepted = ABSENT
+
+
+class ResponsesRequest(ItemsRequest, kw_only=True):
+    """The request. The fields below ``top_p`` are extensions, which chats have too."""
+
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -95,29 +111,12 @@ class ResponsesRequest(ModelRequest, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     conversation: str | ConversationId | None = None
-    previous_response_id: str | None = None
     # Documented, and without influence on the answer here: accepted.
     client_metadata: Accepted = ABSENT
-    service_tier: Accepted = ABSENT
-    prompt_cache_options: Accepted = ABSENT
-    prompt_cache_retention: Accepted = ABSENT
     # Documented, and not honoured: refused unless neutral.
     prompt: Annotated[Any, unused()] = None
     context_management: Annotated[Any, unused([])] = None
     moderation: Annotated[Any, unused()] = None
-
-
-class CompactRequest(ModelRequest, kw_only=True):
-    """A conversation that becomes shorter."""
-
-    input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    # Documented, and without influence on the answer here: accepted.
-    prompt_cache_key: Accepted = ABSENT
-    prompt_cache_options: Accepted = ABSENT
-    prompt_cache_retention: Accepted = ABSENT
-    service_tier: Accepted = ABSENT
 
 
 #: What a chat has under the same name.
@@ -142,46 +141,43 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
     text: str = ""
 
 
-class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """A message of the assistant."""
-
+class _OutputItem(msgspec.Struct, kw_only=True, tag_field="type"):
     id: str
     status: ItemStatus = "in_progress"
+
+
+class OutputMessage(_OutputItem, kw_only=True, tag="message"):
+    """A message of the assistant."""
+
     role: Literal["assistant"] = "assistant"
     content: Sequence[OutputText] = ()
 
 
-class OutputReasoning(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+class OutputReasoning(_OutputItem, kw_only=True, tag="reasoning"):
     """
     The model's thinking. ``encrypted_content`` holds the same as ``content`` in the form in which clients send it back.
     """
 
-    id: str
-    status: ItemStatus = "in_progress"
     summary: Sequence[Any] = ()
     content: Sequence[ReasoningText] = ()
     encrypted_content: str | None = None
 
 
-class OutputFunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call of a function; ``namespace`` is there for a function of a namespace."""
-
-    id: str
-    status: ItemStatus = "in_progress"
+class _OutputCall(_OutputItem, kw_only=True):
     call_id: str
     name: str
-    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    namespace: str | UnsetType = UNSET
+
+
+class OutputFunctionCall(_OutputCall, kw_only=True, tag="function_call"):
+    """A call of a function; ``namespace`` is there for a function of a namespace."""
+
     arguments: str = ""
 
 
-class OutputCustomCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+class OutputCustomCall(_OutputCall, kw_only=True, tag="custom_tool_call"):
     """A call of a custom tool, which takes text."""
 
-    id: str
-    status: ItemStatus = "in_progress"
-    call_id: str
-    name: str
-    namespace: str | msgspec.UnsetType = msgspec.UNSET
     input: str = ""
 
 
@@ -287,18 +283,18 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
 
     type: str
     sequence_number: int
-    response: ResponseObject | msgspec.UnsetType = msgspec.UNSET
-    item_id: str | msgspec.UnsetType = msgspec.UNSET
-    output_index: int | msgspec.UnsetType = msgspec.UNSET
-    content_index: int | msgspec.UnsetType = msgspec.UNSET
-    item: OutputItem | msgspec.UnsetType = msgspec.UNSET
-    part: OutputText | ReasoningText | msgspec.UnsetType = msgspec.UNSET
-    delta: str | msgspec.UnsetType = msgspec.UNSET
-    text: str | msgspec.UnsetType = msgspec.UNSET
-    logprobs: Sequence[ContentLogprob] | msgspec.UnsetType = msgspec.UNSET
-    name: str | msgspec.UnsetType = msgspec.UNSET
-    arguments: str | msgspec.UnsetType = msgspec.UNSET
-    input: str | msgspec.UnsetType = msgspec.UNSET
-    code: str | msgspec.UnsetType | None = msgspec.UNSET
-    message: str | msgspec.UnsetType = msgspec.UNSET
-    param: str | msgspec.UnsetType | None = msgspec.UNSET
+    response: ResponseObject | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    part: OutputText | ReasoningText | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    logprobs: Sequence[ContentLogprob] | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    code: str | UnsetType | None = UNSET
+    message: str | UnsetType = UNSET
+    param: str | UnsetType | None = UNSET
