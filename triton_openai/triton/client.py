@@ -118,7 +118,7 @@ class TritonClient(Protocol):
         """
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Run a model that answers exactly once (one that is not decoupled)."""
+        """Run a model that answers exactly once (one that is not decoupled). The caller limits the time."""
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         """

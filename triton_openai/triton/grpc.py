@@ -450,7 +450,6 @@ class GrpcClient:
         await self._unary("RepositoryModelUnload", message, model=model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Run one request; the caller limits its time."""
         message = await message_of(request)
         answer = await self._unary("ModelInfer", message, model=request.model, limited=False, headers=request.headers)
         if not answer.outputs:
@@ -459,7 +458,6 @@ class GrpcClient:
         return decode_response(answer)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
-        """Send a ``ModelStreamInfer`` call."""
         if self._streams is None:
             return GrpcioStream(self, request, receiver)
         return GrpcStream(self._streams, request, receiver, self.distrust)

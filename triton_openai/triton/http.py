@@ -31,9 +31,6 @@ from triton_openai.triton.tensors import (
 
 _quoted = lru_cache(256)(partial(quote, safe=""))
 _Decoded = TypeVar("_Decoded")
-_index_decoder = msgspec.json.Decoder(list[IndexEntry])
-_json_decoder = msgspec.json.Decoder(Any)
-_server_decoder = msgspec.json.Decoder(ServerInfo)
 
 
 class _TensorParameters(msgspec.Struct, frozen=True):
@@ -161,15 +158,15 @@ class HttpClient:
         return True
 
     async def server_info(self) -> ServerInfo:
-        return _decoded(_server_decoder, await self._call(self._request("GET", "/v2")), "server metadata")
+        return _decoded(ServerInfo, await self._call(self._request("GET", "/v2")), "server metadata")
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         answer = await self._call(self._request("POST", "/v2/repository/index"))
-        return _decoded(_index_decoder, answer, "a repository index")
+        return _decoded(list[IndexEntry], answer, "a repository index")
 
     async def model_config(self, model: str) -> ModelConfig:
         answer = await self._call(self._request("GET", f"/v2/models/{quote(model, safe='')}/config"), model=model)
-        return read_model_config(_decoded(_json_decoder, answer, "a model configuration"))
+        return read_model_config(_decoded(dict[str, Any], answer, "a model configuration"))
 
     async def load_model(self, model: str) -> None:
         await self._control(model, "load", b"{}", limited=False)
@@ -182,8 +179,6 @@ class HttpClient:
         await self._call(self._request("POST", path, body), model=model, limited=limited)
 
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Run one request with binary tensors; the caller limits its time."""
-
         def message() -> bytes:
             body, json_length = infer_body(request)
             path = f"/v2/models/{quote(request.model, safe='')}/infer"
@@ -196,8 +191,6 @@ class HttpClient:
         return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)
 
     def stream(self, request: InferRequest, receiver: Receiver) -> HttpStream:
-        """Send a ``generate_stream`` call."""
-
         def message() -> bytes:
             path = f"/v2/models/{_quoted(request.model)}/generate_stream"
             fixed = "Content-Type: application/json\r\nAccept: text/event-stream\r\n"
@@ -229,8 +222,8 @@ class HttpClient:
         self._pool.close()
 
 
-def _decoded(decoder: msgspec.json.Decoder[_Decoded], answer: HttpCall, what: str) -> _Decoded:
+def _decoded(kind: type[_Decoded], answer: HttpCall, what: str) -> _Decoded:
     try:
-        return decoder.decode(b"".join(answer.parts))
+        return msgspec.json.decode(b"".join(answer.parts), type=kind)
     except msgspec.MsgspecError as error:
         raise UpstreamError(f"Triton sent {what} that cannot be read.", detail=str(error)) from error

@@ -10,6 +10,7 @@ Source of the facts: RFC 9113 (HTTP/2), RFC 7541 (HPACK, through hpack) and gRPC
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import struct
 import weakref
@@ -276,7 +277,9 @@ class Connection(asyncio.Protocol):
             self.greeted.set_exception(ConnectionError(reason))
             # Retrieved, because maybe no task waits for it any more.
             self.greeted.exception()
-        for call in list(self._calls.values()):
+        # The end of one may cancel others, here and wherever several end together.
+        while self._calls:
+            call = next(iter(self._calls.values()))
             self._forget(call)
             call.end(LOST, reason)
 
@@ -375,7 +378,7 @@ class Connection(asyncio.Protocol):
         self._reason = f"the server ended the connection: error {code} {payload[8:200].decode('utf-8', 'replace')}"
         self._draining = True
         for call in [call for call in self._calls.values() if call.stream_id > last & _UINT31]:
-            if not self._retry(call):
+            if call.connection is self and not self._retry(call):
                 self._finish(call, LOST, self._reason, ended=True)
         self._end_if_unused()
 
@@ -593,7 +596,9 @@ class Channel:
     def withdraw(self, call: Call) -> None:
         """Forget *call*, which waits for a connection."""
         call.channel = None
-        self._waiting.remove(call)
+        # While all that wait are ended, it is no longer there.
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(call)
 
     def distrust(self) -> None:
         """Use a new connection for further calls, and ping the server on the old one."""
@@ -646,4 +651,5 @@ class Channel:
     def _fail_waiting(self, code: str, details: str) -> None:
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
-            call.end(code, details)
+            if call.channel is not None:
+                call.end(code, details)

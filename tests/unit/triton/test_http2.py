@@ -94,6 +94,7 @@ class Taking(Call):
         self.end_of_call: tuple[str, str] | None = None
         self.ended = asyncio.Event()
         self.on_messages: Callable[[], object] | None = None
+        self.on_end: Callable[[], object] = lambda: None
 
     def messages_received(self, messages: list[bytes]) -> None:
         """Keep them."""
@@ -108,6 +109,7 @@ class Taking(Call):
         assert self.end_of_call is None
         self.end_of_call = code, details
         self.ended.set()
+        self.on_end()
 
     @property
     def texts(self) -> list[bytes]:
@@ -451,6 +453,25 @@ def windows(sent: Sequence[Frame]) -> dict[int, int]:
     """Return what is given back to each stream."""
     assert {WINDOW_UPDATE} >= {kind for kind, *_ in sent}
     return {stream_id: int.from_bytes(data, "big") for _, _, stream_id, data in sent}
+
+
+@every_case("how", ["lost", "farewell", "unreachable"])
+async def test_a_call_whose_end_cancels_another(how: str) -> None:
+    """It may do so although both end together: the other one hears nothing more, and a third does."""
+    wire = Wire()
+    if how == "unreachable":
+        wire.connection.drain()
+        wire.channel._address = "127.0.0.1", 1
+    first, second, third = wire.call(), wire.call(), wire.call()
+    first.on_end = second.cancel
+    if how == "lost":
+        wire.lose()
+    elif how == "farewell":
+        opened = b"".join(frame(HEADERS, END_HEADERS, stream_id, OPEN) for stream_id in (1, 3, 5))
+        wire.feed(opened, frame(GOAWAY, 0, 0, number(0) + number(2)))
+    await asyncio.wait_for(third.ended.wait(), 10)
+
+    assert [True, False, True] == [call.ended.is_set() for call in (first, second, third)]
 
 
 async def test_windows_are_given_back(wire):
