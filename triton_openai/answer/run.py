@@ -207,23 +207,20 @@ class Work:
         stream.close(silent=silent)
         order = self._model.adapter.cancel(self._generation)
         if order is not None:
-            early = self._progress.first is None
-            self._background.start(self._send(order, again=early), timeout=_STOP_REQUEST_TIMEOUT)
-
-    async def _send(self, order: InferRequest, *, again: bool) -> None:
-        await self._send_once(order)
-        if again:
             # Before its first answer, the engine may not have the request yet, and ignores a stop that arrives first.
-            await asyncio.sleep(_STOP_AGAIN)
-            await self._send_once(order)
+            times = 2 if self._progress.first is None else 1
+            self._background.start(self._send(order, times=times), timeout=_STOP_REQUEST_TIMEOUT)
 
-    async def _send_once(self, order: InferRequest) -> None:
-        try:
-            with self._upstream.call(order) as sent:
-                await gather(self._client, sent)
-        except ServiceError as error:
-            # A model that is not decoupled cannot answer a stop request, but obeys it.
-            _log.debug("stop request failed", model=order.model, reason=error.reason)
+    async def _send(self, order: InferRequest, *, times: int) -> None:
+        for attempt in range(times):
+            if attempt:
+                await asyncio.sleep(_STOP_AGAIN)
+            try:
+                with self._upstream.call(order) as sent:
+                    await gather(self._client, sent)
+            except ServiceError as error:
+                # A model that is not decoupled cannot answer a stop request, but obeys it.
+                _log.debug("stop request failed", model=order.model, reason=error.reason)
 
 
 class Run:

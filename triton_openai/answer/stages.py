@@ -184,14 +184,8 @@ class StopStrings:
         return held
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        best: tuple[int, int, str] | None = None
-        for stop in self._stops:
-            start = text.find(stop)
-            if start >= 0:
-                candidate = (start + len(stop), start, stop)
-                if best is None or candidate < best:
-                    best = candidate
-        return None if best is None else (best[1], best[2])
+        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
+        return min(found)[1:] if found else None
 
     def _could_begin(self, text: str) -> int:
         """Return the length of the longest suffix of *text* that is a prefix of a stop string."""

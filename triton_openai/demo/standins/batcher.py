@@ -7,10 +7,9 @@ work, but sending a response blocks until Triton has taken it; with a few thread
 
 from __future__ import annotations
 
-import heapq
+import asyncio
 import itertools
 import threading
-import time
 from typing import Protocol
 
 _LANES = 4
@@ -31,7 +30,7 @@ class Batcher:
         self._lanes = [_Lane(number) for number in range(_LANES)]
         self._next = itertools.cycle(self._lanes)
 
-    def submit(self, job: Job, delay: float = 0.0) -> None:
+    def submit(self, job: Job, delay: float) -> None:
         """Add a job."""
         next(self._next).submit(job, delay)
 
@@ -47,73 +46,40 @@ class Batcher:
 
 
 class _Lane:
-    """One thread and its jobs."""
+    """One thread and its jobs, on an event loop."""
 
     def __init__(self, number: int) -> None:
-        self._due: list[tuple[float, int, Job]] = []
-        self._serial: dict[Job, int] = {}
-        self._counter = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"batcher-{number}", daemon=True)
+        self._timers: dict[Job, asyncio.TimerHandle] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"batcher-{number}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job, delay: float = 0.0) -> None:
+    def submit(self, job: Job, delay: float) -> None:
         """Add a job."""
-        with self._changed:
-            self._push(job, delay)
-            self._changed.notify()
+        self._loop.call_soon_threadsafe(self._schedule, job, delay)
 
     def hasten(self, job: Job) -> None:
         """Call *job* now, instead of when it is due."""
-        with self._changed:
-            if job in self._serial:
-                self._push(job, 0.0)
-                self._changed.notify()
+        self._loop.call_soon_threadsafe(self._hasten, job)
 
     def close(self) -> None:
         """End the thread; jobs that still run are dropped."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5)
 
-    def _push(self, job: Job, delay: float) -> None:
-        serial = next(self._counter)
-        self._serial[job] = serial  # an older entry of the same job is stale from now on
-        heapq.heappush(self._due, (time.monotonic() + delay, serial, job))
+    def _schedule(self, job: Job, delay: float) -> None:
+        self._timers[job] = self._loop.call_later(delay, self._advance, job)
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                job = self._next()
-            if job is None:
-                return
-            delay = job.advance()
-            with self._changed:
-                if delay is None:
-                    self._serial.pop(job, None)
-                elif self._serial.get(job) == -1:
-                    self._push(job, delay)
+    def _advance(self, job: Job) -> None:
+        del self._timers[job]
+        delay = job.advance()
+        if delay is not None:
+            self._schedule(job, delay)
 
-    def _next(self) -> Job | None:
-        """Return the job that is due, None when the batcher is closed. Called with the lock held."""
-        while not self._closed:
-            if not self._due:
-                self._changed.wait()
-                continue
-            due, serial, job = self._due[0]
-            if self._serial.get(job) != serial:
-                heapq.heappop(self._due)
-                continue
-            wait = due - time.monotonic()
-            if wait > 0:
-                self._changed.wait(wait)
-                continue
-            heapq.heappop(self._due)
-            self._serial[job] = -1  # running; `hasten` replaces this mark and wins over the job's own delay
-            return job
-        return None
+    def _hasten(self, job: Job) -> None:
+        if job in self._timers:
+            self._timers[job].cancel()
+            self._schedule(job, 0.0)
 
 
 class Threads:
@@ -122,7 +88,7 @@ class Threads:
     def __init__(self) -> None:
         self._closed = threading.Event()
 
-    def submit(self, job: Job, delay: float = 0.0) -> None:
+    def submit(self, job: Job, delay: float) -> None:
         """Add a job."""
         threading.Thread(target=self._run, args=(job, delay), daemon=True).start()
 

@@ -46,35 +46,20 @@ _FROM_PREPROCESSING = {
     "OUT_PAD_ID": "pad_id",
     "OUT_PROMPT_TABLE_EXTRA_IDS": "prompt_table_extra_ids",
 }
+_PASSED_ON = (
+    "exclude_input_in_output", "temperature", "repetition_penalty", "min_tokens", "min_length", "presence_penalty",
+    "frequency_penalty", "seed", "random_seed", "return_log_probs", "return_context_logits", "return_generation_logits",
+    "return_perf_metrics", "beam_width", "prompt_embedding_table", "prompt_vocab_size", "lora_task_id", "lora_weights",
+    "lora_config", "guided_decoding_guide_type", "guided_decoding_guide", "return_num_input_tokens",
+    "return_num_output_tokens",
+)  # fmt: skip
 # As in the original, num_return_sequences is declared but not read.
 _TO_ENGINE = {
-    "exclude_input_in_output": "exclude_input_in_output",
+    **{name: name for name in _PASSED_ON},
     "top_k": "runtime_top_k",
     "top_p": "runtime_top_p",
-    "temperature": "temperature",
     "length_penalty": "len_penalty",
-    "repetition_penalty": "repetition_penalty",
-    "min_tokens": "min_tokens",
-    "min_length": "min_length",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "seed": "seed",
-    "random_seed": "random_seed",
-    "return_log_probs": "return_log_probs",
-    "return_context_logits": "return_context_logits",
-    "return_generation_logits": "return_generation_logits",
-    "return_perf_metrics": "return_perf_metrics",
-    "beam_width": "beam_width",
     "stream": "streaming",
-    "prompt_embedding_table": "prompt_embedding_table",
-    "prompt_vocab_size": "prompt_vocab_size",
-    "lora_task_id": "lora_task_id",
-    "lora_weights": "lora_weights",
-    "lora_config": "lora_config",
-    "guided_decoding_guide_type": "guided_decoding_guide_type",
-    "guided_decoding_guide": "guided_decoding_guide",
-    "return_num_input_tokens": "return_num_input_tokens",
-    "return_num_output_tokens": "return_num_output_tokens",
 }
 _ENGINE_OUTPUTS = (
     "cum_log_probs", "output_log_probs", "context_logits", "generation_logits", "batch_index", "sequence_index",

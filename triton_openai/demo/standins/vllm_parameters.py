@@ -8,37 +8,27 @@ from typing import Any
 
 from .engine import Options
 
-# Values of simple types are converted; an optional one may be null, a plain one may not.
-_SIMPLE: dict[str, type] = {
-    "n": int,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-    "repetition_penalty": float,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "seed": int,
-    "ignore_eos": bool,
-    "max_tokens": int,
-    "min_tokens": int,
-    "logprobs": int,
-    "prompt_logprobs": int,
-    "detokenize": bool,
-    "skip_special_tokens": bool,
-    "spaces_between_special_tokens": bool,
-    "include_stop_str_in_output": bool,
-    "truncate_prompt_tokens": int,
-}
+_NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+# Values of simple types are converted; null is no such value.
+_KINDS: dict[type, tuple[str, ...]] = {
+    int: (
+        "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
+    ),
+    float: tuple(name for name in _NUMBERS if name != "top_k"),
+    bool: (
+        "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+        "include_stop_str_in_output",
+    ),
+}  # fmt: skip
+_SIMPLE = {name: kind for kind, names in _KINDS.items() for name in names}
 _PASSED = {
     "stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids", "extra_args", "output_kind",
     "output_text_buffer_length", "logits_processors",
 }  # fmt: skip
 _GUIDES = {"r25.11": ("structured_outputs",), "r25.01": ("guided_decoding",), "r24.12": ()}
 _GUIDE_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_NUMBERS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
 _MAX_LOGPROBS = 20
 
 
