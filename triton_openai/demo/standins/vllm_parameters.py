@@ -11,7 +11,7 @@ from .engine import Options
 _NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-# Values of simple types are converted; null is no such value.
+# The constructor converts values of these types.
 _KINDS: dict[type, tuple[str, ...]] = {
     int: (
         "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens",
