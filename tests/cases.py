@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -47,7 +46,7 @@ def every_case(names: str, cases: Iterable[Any], *, ids: Callable[[Any], str] = 
                     with _collected(failures, ids, case):
                         await test(**fixtures, **bound(case))
 
-        chosen: Any = run_async if asyncio.iscoroutinefunction(test) else run
+        chosen: Any = run_async if inspect.iscoroutinefunction(test) else run
         chosen.__signature__ = signature.replace(parameters=rest)
         return chosen  # type: ignore[no-any-return]
 

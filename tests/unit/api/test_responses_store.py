@@ -191,6 +191,14 @@ async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "triton-openai" / "responses.sqlite").exists()
 
 
+@pytest.fixture
+async def state() -> AsyncIterator[ResponseState]:
+    """What is kept in memory."""
+    state = ResponseState(kept())
+    yield state
+    await state.close()
+
+
 def record(number: int, previous: int | None = None, **fields: Any) -> Record:
     """Return a finished response with one item each way."""
     digits = f"{number:032x}"
@@ -207,9 +215,8 @@ def record(number: int, previous: int | None = None, **fields: Any) -> Record:
     return Record("me", response, [{"type": "message", "id": f"msg_{digits}i000", "role": "user", "content": "in"}])
 
 
-async def test_what_a_response_goes_on_from() -> None:
+async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
     """Items of all responses before it, in order; only the key's own, and only those that have ended."""
-    state = ResponseState(kept())
     for each in (record(1), record(2, 1), record(3, 9), record(4, status="in_progress")):
         each.lease = 2e10
         assert await state.put(each, 0)
@@ -229,9 +236,8 @@ async def test_what_a_response_goes_on_from() -> None:
         await state.resolved([("input[0]", {"type": "item_reference", "id": items[1]["id"]})], (), "you")
 
 
-async def test_a_maker_that_is_gone() -> None:
+async def test_a_maker_that_is_gone(state: ResponseState) -> None:
     """A response whose process has ended is incomplete."""
-    state = ResponseState(kept())
     running = record(1, status="in_progress")
     await state.put(running, 0)
     found, _ = await state.record(running.response.id, "me")
@@ -240,9 +246,8 @@ async def test_a_maker_that_is_gone() -> None:
     assert "interrupted" == found.response.incomplete_details.reason
 
 
-async def test_one_response_at_a_time_in_a_conversation() -> None:
+async def test_one_response_at_a_time_in_a_conversation(state: ResponseState) -> None:
     """The second one is refused while the first one is made; afterwards its turn has come."""
-    state = ResponseState(kept())
     await state.put(Conversation(owner="me", id="conv_1", created_at=1), 0)
     async with state.claimed("conv_1", "me", "resp_1"):
         with pytest.raises(ConversationBusy):
