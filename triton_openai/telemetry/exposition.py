@@ -51,10 +51,9 @@ TRITON_MODELS = Instrument(
 )  # fmt: skip
 SERVED = Instrument("triton_openai_models_served", (), "Names under which models are served, aliases included.")
 MODEL = Instrument(
-    "triton_openai_model_info",
-    ("model", "triton_model", "adapter"),
+    "triton_openai_model_info", ("model", "triton_model", "adapter"),
     "A served name, its Triton model and its adapter; always 1.",
-)
+)  # fmt: skip
 CHAT = Instrument(
     "triton_openai_model_can_chat", ("model",),
     "Whether a Triton model that generates text has a working tokenizer and chat template; missing until they are "

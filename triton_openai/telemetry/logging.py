@@ -1,7 +1,7 @@
 """
 Log lines on stderr: readable ones for people, or one JSON object per line.
 
-No log line has prompts, answers or credentials. The callers ensure that; ``redact`` is a safety net.
+No log line has prompts, answers or credentials. The callers ensure that; ``_REDACTED`` is a safety net.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor, Wrapped
 from triton_openai.config import ServerSettings
 from triton_openai.errors import ServiceError
 
-# Fields that could hold a client's text or a credential.
+# Fields that could hold a client's text or a credential: their values are not shown.
 _REDACTED = frozenset((
     "api_key", "authorization", "body", "completion", "content", "input", "messages", "password", "prompt", "text",
     "token", "tokens",
@@ -97,11 +97,13 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
 
 def _complete(process: EventDict, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
     """Return *event* with the fields of its request and of the *process*, its logger, level and time."""
+    if not _REDACTED.isdisjoint(event):
+        event.update(dict.fromkeys(_REDACTED & event.keys(), "<redacted>"))
     record = event.get("_record")
     return {
         **process,
         **LOG_FIELDS.get(),
-        **redact(event),
+        **event,
         "logger": logger.name if record is None else record.name,
         "level": method,
         "timestamp": timestamp(),
@@ -117,13 +119,6 @@ def timestamp() -> str:
 @lru_cache(1)
 def _second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def redact(event: EventDict) -> EventDict:
-    """Replace the values of fields that could hold a client's text or a credential."""
-    if not _REDACTED.isdisjoint(event):
-        event.update(dict.fromkeys(_REDACTED & event.keys(), "<redacted>"))
-    return event
 
 
 def _renderers(log_format: str) -> list[Processor]:

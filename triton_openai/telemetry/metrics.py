@@ -128,11 +128,10 @@ UNKNOWN_FIELDS = Instrument(
     "and for names that are not identifiers.",
 )  # fmt: skip
 RELAYED = Instrument(
-    "triton_openai_relayed_requests_total",
-    ("protocol", "group", "status"),
+    "triton_openai_relayed_requests_total", ("protocol", "group", "status"),
     "Requests and calls of Triton's own protocol that ended (--enable-kserve-frontends), by protocol, Triton's group "
     "of the operation, and HTTP or gRPC status; 'cancelled' when the client left.",
-)
+)  # fmt: skip
 RELAYING = Instrument(
     "triton_openai_relayed_requests_running", ("protocol",),
     "Running requests, calls and streams of Triton's own protocol.",
