@@ -148,7 +148,6 @@ class CrossEncoder(Adapter):
         ]
 
     def decode_scores(self, job: ScoreJob, responses: Sequence[InferResponse]) -> ScoreResult:
-        """Return one score per pair."""
         scores: list[float] = []
         tokens: list[int] = []
         names = {name.lower(): name for name in self.config.outputs}

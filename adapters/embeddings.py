@@ -96,7 +96,6 @@ class Embeddings(DescribedAdapter):
         return requests
 
     def decode_embeddings(self, job: EmbeddingJob, responses: Sequence[InferResponse]) -> EmbeddingResult:
-        """Return one vector per input."""
         vectors = [vector for response in responses for vector in response.vectors(self._output.name)]
         if len(vectors) != len(job.inputs):
             raise UpstreamError(f"The model sent {len(vectors)} embeddings for {len(job.inputs)} inputs.")

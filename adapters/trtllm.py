@@ -127,8 +127,7 @@ class Trtllm(TrtllmAdapter):
         if sampling.logprobs == 0 or generation.scored:
             inputs.append(self.tensor("return_log_probs", True))
             outputs += (LOGPROBS, CUMULATIVE)
-        logprobs = sampling.logprobs is not None or generation.scored
-        request = self.generation_request(generation, inputs, outputs, logprobs=logprobs)
+        request = self.generation_request(generation, inputs, outputs)
         if needed_for is None:
             return request
         return msgspec.structs.replace(request, json_expressible=False, needed_for=needed_for)

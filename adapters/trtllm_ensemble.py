@@ -140,11 +140,12 @@ class TrtllmText(TrtllmAdapter):
             *self.declared_tensors(**flags, stream=not self.at_once(generation)),
         ]
         outputs: tuple[str, ...] = _OUTPUTS
-        logprobs = sampling.logprobs is not None or generation.scored
-        if logprobs:
+        if sampling.logprobs is not None:
+            outputs += (LOGPROBS,)
+        if generation.scored:
+            outputs += (CUMULATIVE,)
+        if outputs != _OUTPUTS:
             inputs.append(self.tensor("return_log_probs", True))
-            outputs += (LOGPROBS,) if sampling.logprobs is not None else ()
-            outputs += (CUMULATIVE,) if generation.scored else ()
         if generation.bias_words:
             words, weights = zip(*generation.bias_words, strict=True)
             inputs += [self.tensor("embedding_bias_words", *words), self.tensor("embedding_bias_weights", *weights)]
@@ -159,7 +160,7 @@ class TrtllmText(TrtllmAdapter):
             if not given and name in config.inputs and not config.inputs[name].optional
         ]
         # An ensemble's engine does not learn of a cancellation, and a BLS model never looks for one.
-        return self.generation_request(generation, inputs, outputs, logprobs=logprobs, cancellable=False)
+        return self.generation_request(generation, inputs, outputs, cancellable=False)
 
     def _image_tensors(self, images: Sequence[Image]) -> list[Tensor]:
         """

@@ -34,32 +34,18 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 _log = structlog.get_logger(__name__)
 
 _KEYS = "sampling_parameters"
-# The keys of that JSON, as vLLM's SamplingParams calls them, and the integer range of each. Unknown keys fail the
-# request, so this is a whitelist.
-_SAMPLING: Mapping[str, str | None] = {
-    "max_tokens": "INT32",
-    "temperature": None,
-    "top_p": None,
-    "top_k": "INT32",
-    "min_tokens": "INT32",
-    "seed": "INT64",
-    "frequency_penalty": None,
-    "presence_penalty": None,
-    "repetition_penalty": None,
-    "stop": None,
-    "include_stop_str_in_output": None,
-    "stop_token_ids": None,
-    "ignore_eos": None,
-    "min_p": None,
-    "bad_words": None,
-    "allowed_token_ids": None,
-    "skip_special_tokens": None,
-    "logprobs": "INT32",
-}
+# The keys of that JSON, as vLLM's SamplingParams calls them. Unknown keys fail the request, so this is a whitelist.
+_SAMPLING = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_tokens", "seed"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("stop", "include_stop_str_in_output", "stop_token_ids", "ignore_eos"),
+    *("min_p", "bad_words", "allowed_token_ids", "skip_special_tokens", "logprobs"),
+)
+_INTEGERS = {**dict.fromkeys(("max_tokens", "top_k", "min_tokens", "logprobs"), "INT32"), "seed": "INT64"}
 PARAMETERS: tuple[BoundParameter, ...] = (
     *(
-        BoundParameter(name=name, rule=Rule.MAPPED, target=f"{_KEYS}.{name}", datatype=datatype)
-        for name, datatype in _SAMPLING.items()
+        BoundParameter(name=name, rule=Rule.MAPPED, target=f"{_KEYS}.{name}", datatype=_INTEGERS.get(name))
+        for name in _SAMPLING
     ),
     refused("length_penalty"),
     # JSON makes text of the token ids, which fails the request.
@@ -194,10 +180,8 @@ class Vllm(Adapter):
         ]
         if generation.images:
             inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))
-        more = [
-            *(["logprobs"] if asked.logprobs is not None or ids else []),
-            *([_CUMULATIVE] if generation.scored else []),
-        ]
+        wanted = {"logprobs": asked.logprobs is not None or ids, _CUMULATIVE: generation.scored}
+        more = [name for name, is_wanted in wanted.items() if is_wanted]
         inputs += [self.tensor(f"return_{name}", True) for name in more]
         return self.request(generation.id, inputs, (*_OUTPUTS, *more))
 

@@ -17,7 +17,7 @@ import msgspec
 from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, Parameter, Rule, check_range
 from triton_openai.adapters._common.decoding import Reader, cumulative_logprob
 from triton_openai.errors import ConfigurationError, UpstreamError
-from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat, Sampling
+from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
 
 #: Those of the engine and of the models of text in front of it. Some have a name of their own in each.
@@ -98,23 +98,13 @@ class TrtllmAdapter(Adapter):
         return msgspec.structs.replace(self.hints, max_prompt_len=_prompt_limit(self.engine))
 
     def generation_request(
-        self,
-        generation: Generation,
-        inputs: Sequence[Tensor],
-        outputs: Sequence[str],
-        *,
-        logprobs: bool = False,
-        cancellable: bool = True,
+        self, generation: Generation, inputs: Sequence[Tensor], outputs: Sequence[str], *, cancellable: bool = True
     ) -> InferRequest:
-        """
-        Return the request with the inputs of parameters, guide, LoRA adapter and cache in addition to *inputs*.
-
-        *logprobs* is whether log probabilities are asked for, which the executor has where it samples only.
-        """
+        """Return the request with the inputs of parameters, guide, LoRA adapter and cache in addition to *inputs*."""
         tensors = [
             *inputs,
             *self.parameter_tensors(generation.sampling),
-            *self._randomness(generation.sampling, logprobs=logprobs),
+            *self._randomness(generation),
             *self._guide_tensors(generation.guide),
             *self.lora_tensors(generation.lora),
         ]
@@ -139,7 +129,7 @@ class TrtllmAdapter(Adapter):
             return None
         return next((pair for pair in _CACHE_REPORTS if pair[0] in inputs and pair[1] in outputs), None)
 
-    def _randomness(self, sampling: Sampling, *, logprobs: bool) -> list[Tensor]:
+    def _randomness(self, generation: Generation) -> list[Tensor]:
         """
         Return temperature, top_p and top_k as the executor understands them.
 
@@ -148,11 +138,13 @@ class TrtllmAdapter(Adapter):
         top_p of 0 as none: either 0, which means the likeliest token alone, becomes ``top_k`` 1. Without any of the
         three it reports no probabilities; ``top_k`` 1 asks for the same answer.
         """
+        sampling = generation.sampling
         values: dict[str, float] = dict(_DEFAULTS) if self.capabilities.samples else {}
         top_k = None if sampling.top_k is None else max(0, sampling.top_k)
         asked = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
         values |= {name: value for name, value in asked.items() if value is not None}
-        if 0 in (sampling.temperature, sampling.top_p) or (logprobs and not values):
+        scored = generation.scored or sampling.logprobs is not None
+        if 0 in (sampling.temperature, sampling.top_p) or (scored and not values):
             values = {"top_k": 1}
         tensors = []
         for row in self.parameters:
