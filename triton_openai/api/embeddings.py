@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai import errors
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
 from triton_openai.api.parameters import (
     ABSENT,
@@ -30,17 +31,8 @@ from triton_openai.api.parameters import (
     truncation,
     unused,
 )
-from triton_openai.api.prompts import check_ids, check_size, separated
+from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated
 from triton_openai.api.service import RequestContext, Service, begin, new_id, now
-from triton_openai.errors import (
-    ConfigurationError,
-    ContextLengthExceeded,
-    InvalidRequest,
-    InvalidValue,
-    UnsupportedParameter,
-    UpstreamError,
-    UpstreamTimeout,
-)
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, ScoreJob, ScoreResult
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
@@ -121,7 +113,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     context = await begin(request, EmbeddingsRequest, "embeddings")
     body, model, observation = context.body, context.model, context.observation
     if not model.adapter.capabilities.embed:
-        raise InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
+        raise errors.InvalidRequest(f"The model '{body.model}' does not make embeddings.", param="model")
     inputs = await as_taken(model, inputs_of(body), truncation(body, side="right"))
     job = EmbeddingJob(id=new_id("embd"), inputs=inputs, dimensions=body.dimensions)
     observation.response_id = job.id
@@ -141,9 +133,9 @@ def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
     """Return the inputs one by one. Raises :class:`InvalidRequest` for empty and for mixed ones."""
     items = separated(body.input, "input")
     if not all(items):
-        raise InvalidValue("'input' must not hold an empty item.", "input")
+        raise errors.InvalidValue("'input' must not hold an empty item.", "input")
     if len(set(map(type, items))) > 1:
-        raise InvalidRequest(
+        raise errors.InvalidRequest(
             "'input' must hold either texts or lists of token ids.", param="input", code="invalid_type"
         )
     return items
@@ -168,7 +160,7 @@ async def as_taken(
     if tokenizer is None and encodes:
         raise no_tokenizer(model)
     if tokenizer is None:
-        raise UnsupportedParameter(
+        raise errors.UnsupportedParameter(
             f"The model '{model.name}' takes text, not token ids, and its tokenizer is not configured (--tokenizer)."
             f"{hint}"
             if decodes
@@ -196,18 +188,11 @@ async def as_taken(
                 # Without special tokens, which the backend adds.
                 value = await tokenizer.decode_async(value)
                 if not value:
-                    raise InvalidValue("'input' must not hold an empty item.", "input")
+                    raise errors.InvalidValue("'input' must not hold an empty item.", "input")
             taken.append(value)
         # Thousands of short inputs are as much work as a long one.
         await asyncio.sleep(0)
     return taken
-
-
-def no_tokenizer(model: ServedModel) -> ConfigurationError:
-    """Return the error for texts where the model takes token ids and its tokenizer is not known."""
-    return ConfigurationError(
-        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.owner}=SOURCE."
-    )
 
 
 async def answers_of(
@@ -238,7 +223,7 @@ async def answers_of(
                 await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
     except TimeoutError as error:
-        raise UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
+        raise errors.UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
     finally:
         for task in tasks:
             task.cancel()
@@ -255,7 +240,7 @@ async def check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Seque
         if isinstance(item, str):
             check_size(item, tokenizer, limit)
         elif len(item) > limit:
-            raise ContextLengthExceeded(
+            raise errors.ContextLengthExceeded(
                 f"This model's maximum context length is {limit} tokens. However, your input has {len(item)} tokens.",
                 param="input",
                 tokens=len(item),
@@ -298,7 +283,7 @@ def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
     if sys.byteorder == "big":
         values.byteswap()
     if not math.isfinite(sum(values)):
-        raise UpstreamError("The model sent an embedding with values that are not numbers.")
+        raise errors.UpstreamError("The model sent an embedding with values that are not numbers.")
     embedding = base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
     return msgspec.Raw(_encode(Embedding(index=index, embedding=embedding)))
 
@@ -349,7 +334,7 @@ def _texts(value: Text | list[Text], place: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if any(getattr(value, name) is not None for name in neutral_values(TextObject)):
-        raise UnsupportedParameter("Only text can be scored.", param=place)
+        raise errors.UnsupportedParameter("Only text can be scored.", param=place)
     return [value.text]
 
 
@@ -362,22 +347,24 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
     model, request = context.model, context.body
     capabilities = model.adapter.capabilities
     if not (capabilities.score or capabilities.embed):
-        raise InvalidRequest(f"The model '{request.model}' scores no texts and makes no embeddings.", param="model")
+        raise errors.InvalidRequest(
+            f"The model '{request.model}' scores no texts and makes no embeddings.", param="model"
+        )
     if request.truncate_prompt_tokens is not None and not capabilities.encoded:
-        raise UnsupportedParameter(
+        raise errors.UnsupportedParameter(
             "'truncate_prompt_tokens' is not supported with this model, because it takes texts.",
             param="truncate_prompt_tokens",
         )
     most = context.service.settings.server.max_body_size
     if capabilities.score and sum(len(query) + len(document) for query, document in pairs) > most:
         # A long query and many documents are a short body, and a query is sent along with every document.
-        raise InvalidValue(
+        raise errors.InvalidValue(
             f"The query, once for each document, and the documents have more than {most} characters together.", param
         )
     score = _crossed if capabilities.score else _compared
     result = await context.admitted(lambda context: score(context, job_id, pairs), param=param)
     if not all(map(math.isfinite, result.scores)):
-        raise UpstreamError("The model sent a score that is not a number.")
+        raise errors.UpstreamError("The model sent a score that is not a number.")
     context.observation.input_tokens = result.prompt_tokens
     return result
 
@@ -387,7 +374,7 @@ async def _crossed(context: RequestContext[_Request], job_id: str, pairs: Pairs)
     model, request = context.model, context.body
     activated = model.settings.score_activation == "sigmoid"
     if request.use_activation is not None and not activated:
-        raise UnsupportedParameter(
+        raise errors.UnsupportedParameter(
             "Whether this model's scores are activated is not known here: they are given as they are. (If they are "
             "logits, say so with score_activation.)",
             param="use_activation",
@@ -415,7 +402,7 @@ async def _encoded(model: ServedModel, tokenizer: Tokenizer, request: ScoringReq
     if cut == -1:
         cut = longest or tokenizer.model_max_length
         if cut is None:
-            raise UnsupportedParameter(
+            raise errors.UnsupportedParameter(
                 "The model's context length is not known: set --max-model-len.", param="truncate_prompt_tokens"
             )
     if cut is None and longest is not None:
@@ -424,7 +411,7 @@ async def _encoded(model: ServedModel, tokenizer: Tokenizer, request: ScoringReq
     encoded = await tokenizer.encode_pairs_async(job.pairs, cut)
     most = max(len(pair.ids) for pair in encoded)
     if longest is not None and most > longest:
-        raise ContextLengthExceeded(
+        raise errors.ContextLengthExceeded(
             f"This model's maximum context length is {longest} tokens. However, a query and its document have {most} "
             "tokens together."
         )
@@ -505,7 +492,7 @@ async def handle_rerank(request: web.Request) -> web.StreamResponse:
     body = context.body
     (query,), documents = _texts(body.query, "query"), _texts(body.documents, "documents")
     if not query:
-        raise InvalidValue("'query' must not be empty.", "query")
+        raise errors.InvalidValue("'query' must not be empty.", "query")
     rerank_id = context.observation.response_id = new_id("rerank")
     result = await score(context, rerank_id, [(query, document) for document in documents], param="documents")
     # Equal scores keep the order of their documents.
@@ -583,7 +570,7 @@ def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
     names = next((side for side in SIDES if set(side) == set(given)), None)
     if names is None:
         known = ", ".join(f"'{first}' and '{second}'" for first, second in SIDES)
-        raise InvalidRequest(
+        raise errors.InvalidRequest(
             f"Give the two sides under one pair of names: {known}.",
             param=given[0] if given else SIDES[-1][0],
             code="missing_required_parameter" if len(given) < 2 else "invalid_value",
@@ -592,7 +579,7 @@ def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
-        raise InvalidValue(
+        raise errors.InvalidValue(
             f"'{names[0]}' must be one text, or as many as '{names[1]}': there are {len(first)} and {len(second)}.",
             names[0],
         )

@@ -24,11 +24,10 @@ from triton_openai.api.parameters import (
     token_ids,
     truncation,
 )
-from triton_openai.api.prompts import Prompt, Written, check_ids, check_size, longest_prompt, size_of
+from triton_openai.api.prompts import Prompt, Written, check_ids, check_size, longest_prompt, no_tokenizer, size_of
 from triton_openai.api.service import RequestContext, Service
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import (
-    ConfigurationError,
     ContextLengthExceeded,
     InvalidRequest,
     InvalidValue,
@@ -197,9 +196,7 @@ async def prepare(model: ServedModel, tokenizer: Tokenizer | None, prompt: Promp
     elif tokenizer is not None:
         fields = await _as_ids(model, tokenizer, prompt, task)
     else:
-        raise ConfigurationError(
-            f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.name}=SOURCE."
-        )
+        raise no_tokenizer(model)
     return Generation(
         id=task.id,
         sampling=task.sampling,

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 
 import msgspec
+from msgspec.structs import astuple
 
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import IMPOSSIBLE, TokenLogprob
@@ -89,12 +91,7 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, offset: int) -> tupl
 
 def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
     """Return both in one: those of the prompt, and of what follows it."""
-    return CompletionLogprobs(
-        tokens=first.tokens + then.tokens,
-        token_logprobs=first.token_logprobs + then.token_logprobs,
-        top_logprobs=first.top_logprobs + then.top_logprobs,
-        text_offset=first.text_offset + then.text_offset,
-    )
+    return CompletionLogprobs(*map(add, astuple(first), astuple(then)))
 
 
 def narrowed(entries: Sequence[TokenLogprob], count: int) -> Sequence[TokenLogprob]:

@@ -9,7 +9,13 @@ from typing import Any, Protocol, TypeAlias
 import msgspec
 
 from triton_openai.api.bodies import MAX_ITEMS, missing
-from triton_openai.errors import ContextLengthExceeded, InvalidRequest, InvalidValue, UnsupportedParameter
+from triton_openai.errors import (
+    ConfigurationError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    InvalidValue,
+    UnsupportedParameter,
+)
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.infill import choose, fill, recognise
@@ -139,6 +145,13 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Written:
             "These token ids cannot be sent to the model as text without changing them.", param="prompt"
         )
     return Written(text, tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def no_tokenizer(model: ServedModel) -> ConfigurationError:
+    """Return the error for texts where the model takes token ids and its tokenizer is not known."""
+    return ConfigurationError(
+        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.owner}=SOURCE."
+    )
 
 
 def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:

@@ -26,25 +26,11 @@ from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.completion_response import Completion
 from triton_openai.api.messages import handlers as messages
+from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.errors import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
-from triton_openai.api.messages.types import (
-    CountTokensRequest,
-    MessageEvent,
-    MessageObject,
-    MessagesRequest,
-    ModelInfo,
-    ModelPage,
-    TokenCount,
-)
 from triton_openai.api.responses import conversations
 from triton_openai.api.responses import handlers as responses
-from triton_openai.api.responses.types import (
-    CompactedResponse,
-    CompactRequest,
-    ResponseEvent,
-    ResponseObject,
-    ResponsesRequest,
-)
+from triton_openai.api.responses import types as response_types
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
 from triton_openai.config import Group, Settings
@@ -373,139 +359,80 @@ _AGAIN: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "starting_after": ("The number of the event that the stream goes on from.", {"type": "integer", "minimum": -1}),
 }
 _KEPT = (errors.UnsupportedParameter, errors.ObjectNotFound, errors.ConversationBusy, errors.StoreUnavailable)
+_RESPONSE, _CONVERSATION = "/responses/{response:[^/]+}", "/conversations/{conversation:[^/]+}"
+_ITEM = _CONVERSATION + "/items/{item:[^/]+}"
 
 OPERATIONS = (
-    Operation(
-        chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference", chat.ChatRequest,
-        ChatCompletion, event=ChatCompletionChunk, infers=True,
-    ),
-    Operation(
-        completions.handle, _openai("POST /completions"), "create_completion", "inference",
-        completions.CompletionRequest, Completion, event=Completion, infers=True,
-    ),
-    Operation(
-        responses.handle, _openai("POST /responses"), "create_response", "inference", ResponsesRequest, ResponseObject,
-        event=ResponseEvent, infers=True, errors=_KEPT,
-    ),
-    Operation(
-        responses.count_tokens, _openai("POST /responses/input_tokens"), "count_input_tokens", "inference",
-        ResponsesRequest, responses.InputTokens, errors=_KEPT,
-    ),
-    Operation(
-        responses.compact, _openai("POST /responses/compact"), "compact_response", "inference", CompactRequest,
-        CompactedResponse, infers=True, errors=_KEPT,
-    ),
-    Operation(
-        responses.retrieve, _openai("GET /responses/{response:[^/]+}"), "get_response", "inference",
-        answer=ResponseObject, event=ResponseEvent, query=_AGAIN, errors=_KEPT,
-    ),
-    Operation(
-        responses.delete, _openai("DELETE /responses/{response:[^/]+}"), "delete_response", "inference",
-        answer=responses.Deleted, errors=_KEPT,
-    ),
-    Operation(
-        responses.cancel, _openai("POST /responses/{response:[^/]+}/cancel"), "cancel_response", "inference",
-        answer=ResponseObject, errors=_KEPT,
-    ),
-    Operation(
-        responses.list_input, _openai("GET /responses/{response:[^/]+}/input_items"), "list_input_items", "inference",
-        answer=responses.ItemList, query=_PAGE, errors=_KEPT,
-    ),
-    Operation(
-        conversations.create, _openai("POST /conversations"), "create_conversation", "inference",
-        conversations.ConversationRequest, conversations.ConversationObject, errors=_KEPT,
-    ),
-    Operation(
-        conversations.retrieve, _openai("GET /conversations/{conversation:[^/]+}"), "get_conversation", "inference",
-        answer=conversations.ConversationObject, errors=_KEPT,
-    ),
-    Operation(
-        conversations.update, _openai("POST /conversations/{conversation:[^/]+}"), "update_conversation", "inference",
-        conversations.ConversationUpdate, conversations.ConversationObject, errors=_KEPT,
-    ),
-    Operation(
-        conversations.delete, _openai("DELETE /conversations/{conversation:[^/]+}"), "delete_conversation", "inference",
-        answer=responses.Deleted, errors=_KEPT,
-    ),
-    Operation(
-        conversations.list_items, _openai("GET /conversations/{conversation:[^/]+}/items"), "list_items", "inference",
-        answer=responses.ItemList, query=_PAGE, errors=_KEPT,
-    ),
-    Operation(
-        conversations.add_items, _openai("POST /conversations/{conversation:[^/]+}/items"), "add_items", "inference",
-        conversations.NewItems, responses.ItemList, errors=_KEPT,
-    ),
-    Operation(
-        conversations.retrieve_item, _openai("GET /conversations/{conversation:[^/]+}/items/{item:[^/]+}"), "get_item",
-        "inference", errors=_KEPT,
-    ),
-    Operation(
-        conversations.delete_item, _openai("DELETE /conversations/{conversation:[^/]+}/items/{item:[^/]+}"),
-        "delete_item", "inference", answer=conversations.ConversationObject, errors=_KEPT,
-    ),
-    Operation(
-        responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",
-        errors=(errors.MethodNotAllowed, errors.UpgradeRefused),
-    ),
-    Operation(
-        messages.handle, _openai("POST /messages"), "create_message", "inference", MessagesRequest, MessageObject,
-        event=MessageEvent, infers=True, anthropic=True,
-    ),
-    Operation(
-        messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
-        CountTokensRequest, TokenCount, anthropic=True,
-    ),
-    Operation(
-        embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding", embeddings.EmbeddingsRequest,
-        embeddings.EmbeddingList, infers=True,
-    ),
-    Operation(
-        # The last path is that of the second version of Cohere's client.
-        embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
-        embeddings.RerankRequest, embeddings.Reranked, infers=True,
-    ),
-    Operation(
-        embeddings.handle_score, _openai("POST /score"), "score", "embedding", embeddings.ScoreRequest,
-        embeddings.ScoreList, infers=True,
-    ),
-    Operation(
-        classify.handle, _openai("POST /classify"), "classify", "embedding", classify.ClassifyRequest,
-        classify.ClassificationList, infers=True,
-    ),
-    Operation(
-        tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference", tokenize.TokenizeRequest,
-        tokenize.TokenizeAnswer,
-    ),
-    Operation(
-        tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference", tokenize.DetokenizeRequest,
-        tokenize.DetokenizeAnswer,
-    ),
+    Operation(chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference",
+              chat.ChatRequest, ChatCompletion, event=ChatCompletionChunk, infers=True),
+    Operation(completions.handle, _openai("POST /completions"), "create_completion", "inference",
+              completions.CompletionRequest, Completion, event=Completion, infers=True),
+    Operation(responses.handle, _openai("POST /responses"), "create_response", "inference",
+              response_types.ResponsesRequest, response_types.ResponseObject,
+              event=response_types.ResponseEvent, infers=True, errors=_KEPT),
+    Operation(responses.count_tokens, _openai("POST /responses/input_tokens"), "count_input_tokens", "inference",
+              response_types.ResponsesRequest, responses.InputTokens, errors=_KEPT),
+    Operation(responses.compact, _openai("POST /responses/compact"), "compact_response", "inference",
+              response_types.CompactRequest, response_types.CompactedResponse, infers=True, errors=_KEPT),
+    Operation(responses.retrieve, _openai(f"GET {_RESPONSE}"), "get_response", "inference",
+              answer=response_types.ResponseObject, event=response_types.ResponseEvent, query=_AGAIN, errors=_KEPT),
+    Operation(responses.delete, _openai(f"DELETE {_RESPONSE}"), "delete_response", "inference",
+              answer=responses.Deleted, errors=_KEPT),
+    Operation(responses.cancel, _openai(f"POST {_RESPONSE}/cancel"), "cancel_response", "inference",
+              answer=response_types.ResponseObject, errors=_KEPT),
+    Operation(responses.list_input, _openai(f"GET {_RESPONSE}/input_items"), "list_input_items", "inference",
+              answer=responses.ItemList, query=_PAGE, errors=_KEPT),
+    Operation(conversations.create, _openai("POST /conversations"), "create_conversation", "inference",
+              conversations.ConversationRequest, conversations.ConversationObject, errors=_KEPT),
+    Operation(conversations.retrieve, _openai(f"GET {_CONVERSATION}"), "get_conversation", "inference",
+              answer=conversations.ConversationObject, errors=_KEPT),
+    Operation(conversations.update, _openai(f"POST {_CONVERSATION}"), "update_conversation", "inference",
+              conversations.ConversationUpdate, conversations.ConversationObject, errors=_KEPT),
+    Operation(conversations.delete, _openai(f"DELETE {_CONVERSATION}"), "delete_conversation", "inference",
+              answer=responses.Deleted, errors=_KEPT),
+    Operation(conversations.list_items, _openai(f"GET {_CONVERSATION}/items"), "list_items", "inference",
+              answer=responses.ItemList, query=_PAGE, errors=_KEPT),
+    Operation(conversations.add_items, _openai(f"POST {_CONVERSATION}/items"), "add_items", "inference",
+              conversations.NewItems, responses.ItemList, errors=_KEPT),
+    Operation(conversations.retrieve_item, _openai(f"GET {_ITEM}"), "get_item", "inference", errors=_KEPT),
+    Operation(conversations.delete_item, _openai(f"DELETE {_ITEM}"), "delete_item", "inference",
+              answer=conversations.ConversationObject, errors=_KEPT),
+    Operation(responses.refuse_websocket, _openai("GET /responses"), "refuse_websocket", "inference",
+              errors=(errors.MethodNotAllowed, errors.UpgradeRefused)),
+    Operation(messages.handle, _openai("POST /messages"), "create_message", "inference",
+              message_types.MessagesRequest, message_types.MessageObject,
+              event=message_types.MessageEvent, infers=True, anthropic=True),
+    Operation(messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
+              message_types.CountTokensRequest, message_types.TokenCount, anthropic=True),
+    Operation(embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding",
+              embeddings.EmbeddingsRequest, embeddings.EmbeddingList, infers=True),
+    # The last path is that of the second version of Cohere's client.
+    Operation(embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
+              embeddings.RerankRequest, embeddings.Reranked, infers=True),
+    Operation(embeddings.handle_score, _openai("POST /score"), "score", "embedding",
+              embeddings.ScoreRequest, embeddings.ScoreList, infers=True),
+    Operation(classify.handle, _openai("POST /classify"), "classify", "embedding",
+              classify.ClassifyRequest, classify.ClassificationList, infers=True),
+    Operation(tokenize.tokenize, _openai("POST /tokenize"), "tokenize", "inference",
+              tokenize.TokenizeRequest, tokenize.TokenizeAnswer),
+    Operation(tokenize.detokenize, _openai("POST /detokenize"), "detokenize", "inference",
+              tokenize.DetokenizeRequest, tokenize.DetokenizeAnswer),
     # Some clients post to list models.
-    Operation(
-        info.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
-        answer=info.ModelList, errors=(errors.InvalidRequest,), shared=ModelPage,
-    ),
-    Operation(
-        info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
-        answer=info.ModelObject, errors=(errors.ModelNotFound,), shared=ModelInfo,
-    ),
-    Operation(
-        info.load, _openai("POST /models/{model:.+}/load"), "load_model", "model-repository", info.LoadRequest,
-        info.ModelObject, errors=_CONTROL,
-    ),
-    Operation(
-        info.unload, _openai("POST /models/{model:.+}/unload"), "unload_model", "model-repository",
-        info.UnloadRequest, info.Unloaded, errors=_CONTROL,
-    ),
+    Operation(info.list_models, _openai("GET /models", "POST /models"), "list_models", "model-repository",
+              answer=info.ModelList, errors=(errors.InvalidRequest,), shared=message_types.ModelPage),
+    Operation(info.get_model, _openai("GET /models/{model:.+}"), "get_model", "model-repository",
+              answer=info.ModelObject, errors=(errors.ModelNotFound,), shared=message_types.ModelInfo),
+    Operation(info.load, _openai("POST /models/{model:.+}/load"), "load_model", "model-repository",
+              info.LoadRequest, info.ModelObject, errors=_CONTROL),
+    Operation(info.unload, _openai("POST /models/{model:.+}/unload"), "unload_model", "model-repository",
+              info.UnloadRequest, info.Unloaded, errors=_CONTROL),
     Operation(info.version, ("GET /version",), "version", "info", answer=info.Version),
     Operation(info.status, ("GET /status",), "status", "model-repository", answer=info.Status),
     # The OpenAPI Initiative's own schema describes this answer.
     Operation(openapi, ("GET /openapi.json",), "openapi", "info"),
     Operation(info.live, ("GET /health/live",), "live", "health", answer=info.Health),
-    Operation(
-        info.ready, ("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"), "ready", "health",
-        answer=info.Health, failure=503,
-    ),
+    Operation(info.ready, ("GET /health/ready", "GET /health", "GET /v1/health", "GET /health_check"), "ready",
+              "health", answer=info.Health, failure=503),
     Operation(info.metrics, ("GET /metrics",), "metrics", "metrics", text=True, errors=(errors.EndpointNotFound,)),
 )  # fmt: skip
 

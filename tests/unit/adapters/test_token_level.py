@@ -402,9 +402,9 @@ def test_which_text_models_an_engine_can_answer_for() -> None:
 
 
 async def test_without_a_tokenizer_the_flag_is_named() -> None:
-    """Token ids cannot be made without one."""
+    """Token ids cannot be made without one, which is configured under Triton's name of the model."""
     model = ServedModel(
-        name="engine",
+        name="alias",
         owner="engine",
         adapter=adapter("tensorrt_llm"),
         reason="",
@@ -412,7 +412,7 @@ async def test_without_a_tokenizer_the_flag_is_named() -> None:
         lazy_prompter=LazyPrompter(ModelSettings(), None),
     )
 
-    with pytest.raises(ConfigurationError, match="--tokenizer"):
+    with pytest.raises(ConfigurationError, match="--tokenizer engine="):
         await prepare(model, None, "Hello", Task(id="one", sampling=Sampling(max_tokens=1)))
 
 

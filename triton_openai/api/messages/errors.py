@@ -68,12 +68,11 @@ def type_of(status: int) -> str:
 def envelope(error: ServiceError, request_id: str) -> bytes:
     """Return the body of *error*. Anthropic's errors have no field for the parameter: the message begins with it."""
     message = error.message
-    # Clients read these words to find out that they have to shorten the conversation.
-    if isinstance(error, ContextLengthExceeded) and error.tokens is None:
+    if isinstance(error, ContextLengthExceeded):
+        if error.tokens is not None:
+            message = f"{error.tokens} tokens > {min(error.limit or 0, error.tokens - 1)} maximum"
+        # Clients read these words to find out that they have to shorten the conversation.
         message = f"prompt is too long: {message}"
-    elif isinstance(error, ContextLengthExceeded) and error.tokens is not None:
-        limit = min(error.limit or 0, error.tokens - 1)
-        message = f"prompt is too long: {error.tokens} tokens > {limit} maximum"
     elif error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     kind = type_of(status_of(type(error)))

@@ -15,6 +15,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
+from triton_openai import errors
 from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.answer.fan_out import collect
 from triton_openai.api import agents, chat
@@ -35,17 +36,6 @@ from triton_openai.api.responses.state import (
 )
 from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import EventLog, stream
-from triton_openai.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    InvalidValue,
-    MethodNotAllowed,
-    ObjectNotFound,
-    ServiceError,
-    StoreUnavailable,
-    UpgradeRefused,
-    UpstreamError,
-)
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
 from triton_openai.prompts.messages import DeveloperMessage, SystemMessage, UserMessage
@@ -162,7 +152,7 @@ class Job:
             if self.stored:
                 # Those in the background are read again after their end.
                 await self._put_last(b"" if self.log is None else bytes(self.log) + last)
-        except (StoreUnavailable, ObjectNotFound) as error:
+        except (errors.StoreUnavailable, errors.ObjectNotFound) as error:
             warn(_log, "response is not kept", error, response=self.id)
             response.store, response.conversation = False, None
             return False
@@ -172,7 +162,7 @@ class Job:
         """Keep the whole response, unless somebody has cancelled or deleted it."""
         while not await self._put(self.response, events=events):
             # Or a renewal was written and its result not seen.
-            with suppress(ObjectNotFound):
+            with suppress(errors.ObjectNotFound):
                 found, version = await self.state.record(self.id, self.owner)
                 if found.response.status != "cancelled" and version != self.version:
                     self.version = version
@@ -190,7 +180,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     context = await begin(request, types.ResponsesRequest, "responses")
     body, state = context.body, request.app[STATE]
     if body.previous_response_id is not None and body.conversation is not None:
-        raise InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
+        raise errors.InvalidValue("'previous_response_id' cannot be used together with 'conversation'.", "conversation")
     for param, given in (("previous_response_id", body.previous_response_id), ("conversation", body.conversation)):
         if given is not None:
             state.store(param)
@@ -198,11 +188,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
     if not body.background:
         async with _reading(context, job) as reading:
             if body.stream and job.stored:
-                with suppress(StoreUnavailable):
+                with suppress(errors.StoreUnavailable):
                     await job.announce()
             return await _generate(context, job, reading)
     if not job.stored:
-        raise InvalidValue("'background' needs the response to be stored.", "background")
+        raise errors.InvalidValue("'background' needs the response to be stored.", "background")
     job.response.status = "queued"
     await job.announce()
     job.log = EventLog()
@@ -233,7 +223,7 @@ async def _generate(context: RequestContext[types.ResponsesRequest], job: Job, r
     answer = partial(_answer, job=job, reading=reading)
     try:
         return await _turned(context, reading).admitted(answer, param="messages")
-    except ServiceError as error:
+    except errors.ServiceError as error:
         reading.blame(error)
         raise
 
@@ -263,7 +253,7 @@ async def _prepared(context: RequestContext[chat.ChatRequest], job: Job) -> chat
     while True:
         try:
             return await chat.prepare(context, job.id, fitting=True)
-        except ContextLengthExceeded:
+        except errors.ContextLengthExceeded:
             messages = context.body.messages
             turns = [place for place, message in enumerate(messages) if isinstance(message, UserMessage)]
             if job.body.truncation != "auto" or len(turns) < 2:
@@ -283,7 +273,7 @@ async def _in_background(
         context.observation, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
     )
     context = replace(context, observation=observation)
-    failure: ServiceError | None = None
+    failure: errors.ServiceError | None = None
     events: ResponseEvents | None = None
     reading: Reading | None = None
 
@@ -315,11 +305,11 @@ async def _in_background(
                     # Somebody has cancelled it.
                     job.response.status = "cancelled"
                     await job.keep()
-            except ServiceError as error:
+            except errors.ServiceError as error:
                 failure = error
             except Exception:  # noqa: BLE001 - the last resort: logged, and nothing of it reaches the client
                 _log.exception("response failed", request_id=observation.request_id, response=job.id)
-                failure = ServiceError("The service failed to answer the request.")
+                failure = errors.ServiceError("The service failed to answer the request.")
             if failure is not None:
                 if reading is not None:
                     reading.blame(failure)
@@ -364,9 +354,9 @@ async def compact(request: web.Request) -> web.Response:
         part.text for item in response.output if isinstance(item, types.OutputMessage) for part in item.content
     )
     if response.status != "completed":
-        raise ContextLengthExceeded("There is no room for a summary of the conversation.", param="input")
+        raise errors.ContextLengthExceeded("There is no room for a summary of the conversation.", param="input")
     if not summary or response.usage is None:
-        raise UpstreamError("The model wrote no summary of the conversation.")
+        raise errors.UpstreamError("The model wrote no summary of the conversation.")
     kept = [item for item in [*job.before, *job.items[:-1]] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
     return json_response(
@@ -381,8 +371,8 @@ async def refuse_websocket(request: web.Request) -> web.Response:
     Agents try it first, and take this status as the sign to go on with POST at once.
     """
     if request.headers.get("Upgrade", "").lower() == "websocket":
-        raise UpgradeRefused("Responses are not served over WebSocket: use POST, with 'stream' for events.")
-    raise MethodNotAllowed(f"{request.path} does not take {request.method}, only POST.")
+        raise errors.UpgradeRefused("Responses are not served over WebSocket: use POST, with 'stream' for events.")
+    raise errors.MethodNotAllowed(f"{request.path} does not take {request.method}, only POST.")
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
@@ -399,7 +389,7 @@ async def count_tokens(request: web.Request) -> web.Response:
     async with _reading(context, job) as reading:
         try:
             return json_response(InputTokens(input_tokens=await agents.count_tokens(_turned(context, reading))))
-        except ServiceError as error:
+        except errors.ServiceError as error:
             reading.blame(error)
             raise
 
@@ -411,11 +401,11 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     if request.query.get("stream") != "true":
         return json_response(record.response if live is None or not record.running else live.shown)
     if not record.response.background:
-        raise InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
+        raise errors.InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
     try:
         after = int(request.query.get("starting_after", "-1"))
     except ValueError as error:
-        raise InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
+        raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
     log = None if live is None else live.log
     while log is None:
         # Another process makes it.
@@ -453,7 +443,7 @@ async def cancel(request: web.Request) -> web.Response:
     while True:
         state, record, version = await _found(request)
         if not record.response.background:
-            raise InvalidRequest(
+            raise errors.InvalidRequest(
                 "Only responses that are made in the background can be cancelled.", param="response_id"
             )
         if not record.running:
@@ -484,7 +474,7 @@ def listed(request: web.Request, items: Sequence[types.Item]) -> ItemList:
     """Return the page of *items* that *request* asks for, in an ``order``. Raises :class:`InvalidValue`."""
     order = request.query.get("order", "desc")
     if order not in ("asc", "desc"):
-        raise InvalidValue("'order' must be 'asc' or 'desc'.", "order")
+        raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     items = items[:: 1 if order == "asc" else -1]
     shown, more = agents.page(request.query, items, [item.get("id") for item in items], most=100, after="after")
     return list_of(shown, more=more)

@@ -15,17 +15,7 @@ from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, Response
 from triton_openai.api.responses.types import SHARED, CompactRequest, Item, ResponsesRequest, SchemaFormat
 from triton_openai.api.tools import AllowedToolList, AllowedTools, NamedFunction, NamedTool, ToolChoice
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter, printable
-from triton_openai.prompts.messages import (
-    AssistantMessage,
-    Content,
-    DeveloperMessage,
-    Message,
-    MessageFunctionCall,
-    MessageToolCall,
-    SystemMessage,
-    ToolMessage,
-    UserMessage,
-)
+from triton_openai.prompts import messages
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -41,7 +31,7 @@ _SKIPPED = frozenset({
 
 class _InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: messages.Content
 
 
 class _Call(msgspec.Struct):
@@ -54,7 +44,7 @@ class _Call(msgspec.Struct):
 
 class _CallOutput(msgspec.Struct):
     call_id: str
-    output: Content
+    output: messages.Content
 
 
 class _Thought(msgspec.Struct):
@@ -224,16 +214,16 @@ class _Turns:
     """Collects messages. What an assistant thinks, says and calls in a row is one message, as the model wrote it."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[messages.Message] = []
         #: Of each message the place of its content, and those of its calls.
         self.places: list[tuple[str, list[str]]] = []
         self._thought: str | None = None
-        self._said: Content = None
-        self._calls: list[MessageToolCall] = []
+        self._said: messages.Content = None
+        self._calls: list[messages.MessageToolCall] = []
         self._place = ""
         self._call_places: list[str] = []
 
-    def add(self, message: Message, place: str) -> None:
+    def add(self, message: messages.Message, place: str) -> None:
         """Add a message that is not the assistant's."""
         self.close()
         self.messages.append(message)
@@ -246,7 +236,7 @@ class _Turns:
         self._thought = text if self._thought is None else f"{self._thought}\n{text}"
         self._place = place
 
-    def say(self, content: Content, place: str) -> None:
+    def say(self, content: messages.Content, place: str) -> None:
         """Add a message of the assistant."""
         if self._said is not None or self._calls:
             self.close()
@@ -254,8 +244,8 @@ class _Turns:
 
     def call(self, call_id: str, name: str, arguments: str, place: str) -> None:
         """Add a call."""
-        function = MessageFunctionCall(name=name, arguments=arguments)
-        self._calls.append(MessageToolCall(id=call_id, type="function", function=function))
+        function = messages.MessageFunctionCall(name=name, arguments=arguments)
+        self._calls.append(messages.MessageToolCall(id=call_id, type="function", function=function))
         self._call_places.append(place)
 
     def close(self) -> None:
@@ -263,14 +253,16 @@ class _Turns:
         if self._thought is None and self._said is None and not self._calls:
             return
         self.messages.append(
-            AssistantMessage(content=self._said, reasoning_content=self._thought, tool_calls=self._calls or None)
+            messages.AssistantMessage(
+                content=self._said, reasoning_content=self._thought, tool_calls=self._calls or None
+            )
         )
         self.places.append((self._place or self._call_places[0], self._call_places))
         self._thought, self._said, self._calls, self._place, self._call_places = None, None, [], "", []
 
 
-_ROLES: Mapping[str, type[UserMessage | SystemMessage | DeveloperMessage]] = {
-    "user": UserMessage, "system": SystemMessage, "developer": DeveloperMessage,
+_ROLES: Mapping[str, type[messages.UserMessage | messages.SystemMessage | messages.DeveloperMessage]] = {
+    "user": messages.UserMessage, "system": messages.SystemMessage, "developer": messages.DeveloperMessage,
 }  # fmt: skip
 _MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content)?(?:\.tool_calls\[(\d+)\](?:\.function)?)?(.*)", re.DOTALL)
 _TOOL = re.compile(r"tools\[(\d+)\](?:\.function)?(.*)", re.DOTALL)
@@ -316,7 +308,7 @@ def read(
     tools = Tools(strict=strict_tools)
     turns = _Turns()
     if body.instructions is not None:
-        turns.add(SystemMessage(content=body.instructions), "instructions")
+        turns.add(messages.SystemMessage(content=body.instructions), "instructions")
     for place, item in items:
         _read_item(item, place, turns, tools)
     turns.close()
@@ -415,7 +407,7 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
     elif kind in ("function_call_output", "custom_tool_call_output"):
         answer = _convert(item, _CallOutput, place)
         # Part n of the output is part n of the message's content.
-        turns.add(ToolMessage(content=answer.output, tool_call_id=answer.call_id), f"{place}.output")
+        turns.add(messages.ToolMessage(content=answer.output, tool_call_id=answer.call_id), f"{place}.output")
     elif kind == "reasoning":
         thought = _thinking(_convert(item, _Reasoning, place))
         if thought is not None:

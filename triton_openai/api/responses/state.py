@@ -11,19 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
+from triton_openai import errors
 from triton_openai.api.responses.reader import reference
 from triton_openai.api.responses.store import Store
 from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponseStatus
 from triton_openai.api.sse import EventLog
-from triton_openai.errors import (
-    ConversationBusy,
-    InvalidRequest,
-    InvalidValue,
-    ObjectNotFound,
-    PayloadTooLarge,
-    ServiceError,
-    UnsupportedParameter,
-)
 from triton_openai.prompts import offload
 
 # Whoever makes a response, or holds a conversation, says so again within this time, else it has ended.
@@ -119,7 +111,7 @@ class ResponseState:
     def store(self, param: str | None = None) -> Store:
         """Return the store. Raises :class:`UnsupportedParameter` if there is none."""
         if self._store is None:
-            raise UnsupportedParameter("This service keeps no responses (--responses-store none).", param=param)
+            raise errors.UnsupportedParameter("This service keeps no responses (--responses-store none).", param=param)
         return self._store
 
     async def _load(self, kind: type[_Kept], key: str, owner: str) -> tuple[_Kept, int, int] | None:
@@ -135,7 +127,7 @@ class ResponseState:
         """Return a response and its version. Raises :class:`ObjectNotFound`."""
         found = await self._load(Record, response_id, owner)
         if found is None:
-            raise ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
+            raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         found[0].settle()
         return found[:2]
 
@@ -143,7 +135,7 @@ class ResponseState:
         """Return a conversation and its version. Raises :class:`ObjectNotFound`."""
         found = await self._load(Conversation, conversation_id, owner)
         if found is None:
-            raise ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
+            raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
         return found[:2]
 
     async def put(self, value: Record | Conversation, version: int) -> bool:
@@ -173,7 +165,7 @@ class ResponseState:
         while following is not None:
             found = await self._load(Record, following, owner)
             if found is None:
-                raise InvalidRequest(
+                raise errors.InvalidRequest(
                     f"Previous response with id '{following[:100]}' not found.",
                     param=param,
                     code="previous_response_not_found",
@@ -182,11 +174,11 @@ class ResponseState:
             record.settle()
             most -= size
             if most < 0:
-                raise PayloadTooLarge("The responses before this one are too large together.", param=param)
+                raise errors.PayloadTooLarge("The responses before this one are too large together.", param=param)
             if record.running:
-                raise InvalidValue(f"The response '{following}' has not ended yet.", param)
+                raise errors.InvalidValue(f"The response '{following}' has not ended yet.", param)
             if record.response.conversation is not None:
-                raise InvalidValue(f"The response '{following}' is part of a conversation: give that.", param)
+                raise errors.InvalidValue(f"The response '{following}' is part of a conversation: give that.", param)
             records.append(record)
             following = record.response.previous_response_id
         return [item for record in reversed(records) for item in record.items()]
@@ -200,11 +192,11 @@ class ResponseState:
             if wanted is not None:
                 if wanted not in by_id and self.keeps:
                     # The id of an item begins with that of its response.
-                    with suppress(ObjectNotFound):
+                    with suppress(errors.ObjectNotFound):
                         record, _ = await self.record(f"resp_{wanted.partition('_')[2][:32]}", owner)
                         by_id.update((each.get("id"), each) for each in record.items())
                 if wanted not in by_id:
-                    raise ObjectNotFound(f"There is no item '{wanted[:100]}'.", param=f"{place}.id")
+                    raise errors.ObjectNotFound(f"There is no item '{wanted[:100]}'.", param=f"{place}.id")
             resolved.append(item if wanted is None else by_id[wanted])
         return resolved
 
@@ -218,7 +210,9 @@ class ResponseState:
 
         def claim(conversation: Conversation) -> None:
             if conversation.busy not in ("", response_id) and conversation.until > time.time():
-                raise ConversationBusy("Another response is being made in this conversation.", param="conversation")
+                raise errors.ConversationBusy(
+                    "Another response is being made in this conversation.", param="conversation"
+                )
             conversation.busy, conversation.until = response_id, time.time() + _LEASE
 
         def release(conversation: Conversation) -> None:
@@ -234,7 +228,7 @@ class ResponseState:
                 yield conversation
         finally:
             # It may be deleted meanwhile, or the store be gone: then the lease ends.
-            with suppress(ServiceError):
+            with suppress(errors.ServiceError):
                 await self.change(conversation_id, owner, release)
 
     def stop(self, response_id: str) -> None:
@@ -261,7 +255,7 @@ async def every(seconds: float, work: Callable[[], Any]) -> AsyncIterator[None]:
     async def repeat() -> None:
         while True:
             await asyncio.sleep(seconds)
-            with suppress(ServiceError):
+            with suppress(errors.ServiceError):
                 await work()
 
     task = asyncio.create_task(repeat())
