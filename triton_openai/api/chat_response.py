@@ -271,9 +271,7 @@ class ChatChunks(Chunks):
         return usage_of(usages, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:
-        """
-        Return a chunk for each of *events*; the first carries the log probabilities and ids that came with them.
-        """
+        """Return a chunk for each of *events*; the first carries the log probabilities and ids that came with it."""
         if not self._reasoning_fields:
             events = [event for event in events if not isinstance(event, Reasoning)]
         logprobs = _encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"

@@ -74,7 +74,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
     # Checked with a prompt too, which does not use them.
-    tools = plan(tools=body.tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+    tools = plan(tools=body.tools)
     if body.messages is not None:
         trusted = service.settings.api.trust_request_chat_template
         text, _ = await rendered_chat(model, prompter, body, body.messages, tools=tools.prompt, trust_template=trusted)
@@ -101,8 +101,7 @@ async def detokenize(request: web.Request) -> web.Response:
     _, body, model = await read_request(request, DetokenizeRequest)
     tokenizer = tokenizer_of(await model.prompter())
     check_ids(body.tokens, tokenizer, "tokens")
-    answer = DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False))
-    return json_response(answer)
+    return json_response(DetokenizeAnswer(prompt=await tokenizer.decode_async(body.tokens, False)))
 
 
 def tokenizer_of(prompter: Prompter) -> Tokenizer:

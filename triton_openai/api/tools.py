@@ -175,10 +175,10 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan(
     *,
     tools: Sequence[Tool] | None,
-    tool_choice: ToolChoice,
-    functions: Sequence[Function] | None,
-    function_call: FunctionChoice,
-    parallel: bool | None,
+    tool_choice: ToolChoice = None,
+    functions: Sequence[Function] | None = None,
+    function_call: FunctionChoice = None,
+    parallel: bool | None = None,
 ) -> ToolPlan:
     """Return the plan of a request. Raises :class:`InvalidRequest`."""
     legacy = not tools and bool(functions)

@@ -73,9 +73,7 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
     """
     pairs = list(_messages(body))
     last = pairs[-1][0]
-    choice = body.tool_choice
-    thinking = body.thinking
-    config = body.output_config
+    choice, thinking, config = body.tool_choice, body.thinking, body.output_config
     form = None if config is None else config.format
     chat = ChatRequest(
         model=body.model,

@@ -59,9 +59,7 @@ def _state(request: web.Request) -> tuple[ResponseState, str, str]:
 
 
 def _shown(conversation: Conversation) -> web.Response:
-    return json_response(
-        ConversationObject(id=conversation.id, created_at=conversation.created_at, metadata=conversation.metadata)
-    )
+    return json_response(msgspec.convert(conversation, ConversationObject, from_attributes=True))
 
 
 async def create(request: web.Request) -> web.Response:
