@@ -31,10 +31,7 @@ class Contract:
 def contracts() -> dict[str, Contract]:
     """Return the contracts that come with the package, by name."""
     data = json.loads(files("triton_openai.demo").joinpath("contracts.json").read_text(encoding="utf-8"))
-    return {
-        name: Contract(entry["in"], entry["out"], entry.get("parameters", []), entry.get("steps", []))
-        for name, entry in data.items()
-    }
+    return {name: Contract(**entry) for name, entry in data.items()}
 
 
 def render(

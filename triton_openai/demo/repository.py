@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from triton_openai.demo.configs import Contract, contracts, render
 
@@ -73,6 +73,9 @@ class _Site:
         return {"tokenizer_dir": str(self.repository.tokenizer)}
 
 
+_Builder: TypeAlias = tuple[Callable[[_Site, str], None], tuple[str, ...]]
+
+
 def build_repository(
     destination: Path,
     *,
@@ -119,7 +122,7 @@ def build_repository(
 
 def model_names() -> list[str]:
     """Return the names of the stand-ins that are built by default."""
-    return [name for name in _BUILDERS if name not in _ON_DEMAND]
+    return [*_BY_DEFAULT]
 
 
 def _with_needs(models: Collection[str] | None) -> list[str]:
@@ -264,20 +267,6 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-# Built only by name: backends of older releases, and uncommon models.
-_ON_DEMAND = (
-    "vllm_model_r24_12",
-    "tensorrt_llm_llmapi_r1_0",
-    "tensorrt_llm_llmapi_multimodal",
-    "tensorrt_llm_bls_multimodal",
-    "tensorrt_llm_bls_legacy",
-    "text_rerank_pairs",
-    "text_rerank_ids",
-    "text_classification",
-    "text_classification_ids",
-    "text_model",
-)
-
 # Cross-encoders that take two texts, pairs, and token ids, each with its batch size.
 _RERANKERS = {
     "text_rerank": (
@@ -322,33 +311,37 @@ _TEXT_MODEL = Contract(
 _PIPELINE = ("preprocessing", "tensorrt_llm", "postprocessing")
 _LEGACY_PIPELINE = tuple(f"{name}_legacy" for name in _PIPELINE)
 
-# name -> (builder, the models it calls)
-_BUILDERS: dict[str, tuple[Callable[[_Site, str], None], tuple[str, ...]]] = {
+# By name: the builder, and the models that it calls.
+_BY_DEFAULT: dict[str, _Builder] = {
     "preprocessing": (_preprocessing, ()),
     "tensorrt_llm": (_engine, ()),
     "postprocessing": (_postprocessing, ()),
     "ensemble": (_ensemble, _PIPELINE),
     "tensorrt_llm_bls": (_bls, _PIPELINE),
     "tensorrt_llm_bls_delta": (_bls, _PIPELINE),
-    "tensorrt_llm_bls_multimodal": (_bls, _PIPELINE),
     "preprocessing_legacy": (_preprocessing, ()),
     "tensorrt_llm_legacy": (_engine, ()),
     "postprocessing_legacy": (_postprocessing, ()),
     "ensemble_legacy": (_ensemble, _LEGACY_PIPELINE),
-    "tensorrt_llm_bls_legacy": (_bls, _LEGACY_PIPELINE),
     "tensorrt_llm_nonstreaming": (_engine, ()),
     "ensemble_nonstreaming": (_ensemble, ("preprocessing", "tensorrt_llm_nonstreaming", "postprocessing")),
     "tensorrt_llm_llmapi": (_llmapi, ()),
-    "tensorrt_llm_llmapi_r1_0": (_llmapi, ()),
-    "tensorrt_llm_llmapi_multimodal": (_llmapi, ()),
     "vllm_model": (_vllm, ()),
-    "vllm_model_r24_12": (_vllm, ()),
     "vllm_embedding": (_vllm, ()),
     "text_embedding": (_text_embedding, ()),
     "text_rerank": (_text_rerank, ()),
+}
+# Backends of older releases, and uncommon models.
+_ON_DEMAND: dict[str, _Builder] = {
+    "tensorrt_llm_bls_multimodal": (_bls, _PIPELINE),
+    "tensorrt_llm_bls_legacy": (_bls, _LEGACY_PIPELINE),
+    "tensorrt_llm_llmapi_r1_0": (_llmapi, ()),
+    "tensorrt_llm_llmapi_multimodal": (_llmapi, ()),
+    "vllm_model_r24_12": (_vllm, ()),
     "text_rerank_pairs": (_text_rerank, ()),
     "text_rerank_ids": (_text_rerank, ()),
     "text_classification": (_text_classification, ()),
     "text_classification_ids": (_text_classification, ()),
     "text_model": (_text_model, ()),
 }
+_BUILDERS = {**_BY_DEFAULT, **_ON_DEMAND}
