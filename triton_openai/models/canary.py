@@ -40,11 +40,11 @@ class Canary(Observer):
         self,
         models: Models,
         ask: Callable[[ServedModel], Awaitable[None]],
-        report: Callable[[ServedModel, bool], None] | None = None,
+        report: Callable[[ServedModel, bool], None],
     ) -> None:
         self._models = models
         self._ask = ask
-        self._report = report or (lambda _model, _answers: None)
+        self._report = report
         self._failures: dict[str, int] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._silent: dict[str, ServedModel] = {}

@@ -210,18 +210,14 @@ class Models:
         if name in self.served or self._exists(name):
             return name
         if name not in _DEFAULT_NAMES:
-            return self._by_pattern(name)
+            fitting = [alias for alias in self._aliases if "*" in alias and fnmatchcase(name, alias)]
+            return self._aliases[max(fitting, key=len)] if fitting else name
         default = self._settings.api.default_model
         if default is None and not name:
             raise InvalidRequest(
                 "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
             )
         return default or name
-
-    def _by_pattern(self, name: str) -> str:
-        """Return the model of the longest alias with ``*`` that fits *name*, else *name*."""
-        fitting = [alias for alias in self._aliases if "*" in alias and fnmatchcase(name, alias)]
-        return self._aliases[max(fitting, key=len)] if fitting else name
 
     async def find(self, name: str, allows: Callable[[str], bool] = lambda _: True) -> ServedModel:
         """

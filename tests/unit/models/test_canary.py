@@ -180,7 +180,7 @@ async def test_a_triton_that_is_away_is_not_asked() -> None:
     models.catalog.refresh = AsyncMock()
     models.catalog.snapshot.reachable = False
     small = AsyncMock(side_effect=UpstreamError("nobody is there"))
-    canary = Canary(models, small)
+    canary = Canary(models, small, lambda _model, _answers: None)
     lost = MagicMock(model="m", time_to_first_token=None, error=UpstreamError("lost"), client_left=False)
     for _ in range(FAILURES):
         canary.ended(lost)
