@@ -84,10 +84,10 @@ def create_app(
         await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
 
     def report(model: ServedModel, answers: bool) -> None:
-        metrics.child(NOT_ANSWERING, model.owner, model.adapter.name).set(not answers)
+        metrics.child(NOT_ANSWERING, model.owner, model.adapter.name).set(float(not answers))
 
     canary = Canary(models, ask, report)
-    unknown = UnknownFields(lambda *labels: metrics.child(UNKNOWN_FIELDS, *labels).inc())
+    unknown = UnknownFields(lambda *labels: metrics.child(UNKNOWN_FIELDS, *labels).inc(1))
     observers = [AccessLog(), metrics, tracing, canary, unknown]
     if characters is not None:
         observers.insert(1, ContentLog(characters))

@@ -169,7 +169,7 @@ class RelayedRequest:
         self.counted = False
         self.error: ServiceError | None = None
         self._running = guard.metrics.child(RELAYING, protocol)
-        self._running.inc()
+        self._running.inc(1)
 
     @property
     def closing(self) -> bool:
@@ -230,10 +230,10 @@ class RelayedRequest:
         """Count the request as ended, and log it; *status* is ``None`` if the client disconnected."""
         for ticket in self._tickets:
             ticket.close(0)
-        self._running.dec()
+        self._running.inc(-1)
         operation, error = self._operation, self.error
         group = "other" if operation is None else operation.group
-        self._guard.metrics.child(RELAYED, self._protocol, group, status or "cancelled").inc()
+        self._guard.metrics.child(RELAYED, self._protocol, group, status or "cancelled").inc(1)
         seconds = round(time.monotonic() - self._began, 4)
         fields = {**self._fields, "operation": group, "status": status, "seconds": seconds}
         if error is not None:

@@ -6,7 +6,7 @@ Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, lru_cache
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias, get_args
@@ -50,11 +50,19 @@ def neutral_values(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
+@cache
+def _values(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
+    # One more, so that it is a tuple.
+    return attrgetter("__class__", *neutral_values(kind))
+
+
 def refuse_unused(request: msgspec.Struct) -> None:
     """Raise :class:`UnsupportedParameter` for the first field of *request* that is not supported and not neutral."""
-    for name, neutral in neutral_values(type(request)).items():
-        value = getattr(request, name)
-        if value is not None and not is_neutral(value, neutral):
+    unsupported = neutral_values(type(request))
+    if not unsupported or _values(type(request))(request).count(None) == len(unsupported):
+        return
+    for name, neutral in unsupported.items():
+        if not is_neutral(getattr(request, name), neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
 
 
@@ -292,12 +300,11 @@ def sampling(
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
-    values: dict[str, Any] = dict(zip(_PLAIN, _plain(request), strict=True))
-    for name, value in given.items():
-        if values.get(name, value) is None:
-            values[name] = value
+    values = {name: value for name, value in zip(_PLAIN, _plain(request), strict=True) if value is not None}
+    if given:
+        values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
     limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens
-    if (values["min_tokens"] or 0) > limit:
+    if values.get("min_tokens", 0) > limit:
         raise InvalidValue(
             f"'min_tokens' ({values['min_tokens']}) must not be greater than '{max_tokens_name}' ({limit}).",
             "min_tokens",

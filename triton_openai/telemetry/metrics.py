@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, values
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, disable_created_metrics, values
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import mark_process_dead
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -190,37 +190,45 @@ def forget_worker(directory: Path, index: int) -> None:
     mark_process_dead(index, str(metrics_folder(directory)))
 
 
-class Histogram(Collector):
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+
+
+class Family(Collector):
     """
-    A histogram. ``prometheus_client``'s own takes several times as long for an observation, and one at a time.
+    A metric. ``prometheus_client``'s own take several times as long for an observation, and one at a time.
 
     Its values are those of the library, so that workers share them.
     """
 
     def __init__(self, instrument: Instrument, registry: CollectorRegistry) -> None:
         self._instrument = instrument
-        self._bounds = [*map(floatToGoString, instrument.buckets), "+Inf"]
-        self._series: dict[tuple[str, ...], HistogramSeries] = {}
+        self._bounds = [*map(floatToGoString, instrument.buckets), "+Inf"] if instrument.buckets else []
+        self._series: dict[tuple[str, ...], Any] = {}
         if not instrument.labels:
             self.labels()
         registry.register(self)
 
-    def labels(self, *labels: str) -> HistogramSeries:
-        """Return the series with these values of the labels."""
+    def labels(self, *labels: str) -> Any:
+        """Return the series with these values of the labels: a value of the library, or a :class:`HistogramSeries`."""
         if labels not in self._series:
-            one = self._instrument
-            parts = [(f"{one.name}_bucket", (*one.labels, "le"), (*labels, bound)) for bound in self._bounds]
-            parts.append((f"{one.name}_sum", tuple(one.labels), labels))
-            made = [values.ValueClass("histogram", one.name, *part, one.help) for part in parts]
-            self._series[labels] = HistogramSeries(one.buckets, made)
+            one, names = self._instrument, tuple(self._instrument.labels)
+            parts = [(f"{one.name}_bucket", (*names, "le"), (*labels, bound)) for bound in self._bounds]
+            parts.append((f"{one.name}_sum" if one.buckets else one.name, names, labels))
+            family = one.kind, one.name.removesuffix("_total")
+            # A gauge is the sum over the workers that live.
+            made = [values.ValueClass(*family, *part, one.help, multiprocess_mode="livesum") for part in parts]
+            self._series[labels] = HistogramSeries(one.buckets, made) if one.buckets else made[0]
         return self._series[labels]
 
     def collect(self) -> Iterable[Metric]:
         one = self._instrument
-        family = HistogramMetricFamily(one.name, one.help, labels=one.labels)
+        family: Any = _FAMILIES[one.kind](one.name, one.help, labels=one.labels)
         for labels, series in list(self._series.items()):
-            *counts, total = (value.get() for value in series.values)
-            family.add_metric(labels, list(zip(self._bounds, accumulate(counts), strict=True)), total)
+            if one.buckets:
+                *counts, total = (value.get() for value in series.values)
+                family.add_metric(labels, list(zip(self._bounds, accumulate(counts), strict=True)), total)
+            else:
+                family.add_metric(labels, series.get())
         return [family]
 
 
@@ -265,23 +273,14 @@ class Metrics(Observer):
         disable_created_metrics()
         #: Not the library's global one: two services in one process must not count for each other.
         self.registry = CollectorRegistry()
-        self._metrics = {one.name: self._made(one) for one in INSTRUMENTS}
+        self._metrics = {one.name: Family(one, self.registry) for one in INSTRUMENTS}
         #: Returns the series of an instrument with these values of its labels. The library's own look-up is slower.
         self.child = cache(self._child)
         if replaces:
-            self.child(WORKERS_REPLACED).inc()
-
-    def _made(self, one: Instrument) -> Any:
-        if one.kind == "counter":
-            return Counter(one.name, one.help, one.labels, registry=self.registry)
-        if one.kind == "gauge":
-            # The sum over the workers that live.
-            return Gauge(one.name, one.help, one.labels, registry=self.registry, multiprocess_mode="livesum")
-        return Histogram(one, self.registry)
+            self.child(WORKERS_REPLACED).inc(1)
 
     def _child(self, instrument: Instrument, *labels: str) -> Any:
-        metric = self._metrics[instrument.name]
-        return metric.labels(*labels) if labels or instrument.buckets else metric
+        return self._metrics[instrument.name].labels(*labels)
 
     def add_gauges(self, model: str, adapter: str, *, alias: bool = False) -> None:
         """Create the gauges of a served name, with 0: an autoscaler must find them before the first request."""
@@ -289,29 +288,29 @@ class Metrics(Observer):
             self.child(gauge, model, adapter)
 
     def identified(self, observation: Observation) -> None:
-        self.child(RUNNING, *_model(observation)).inc()
+        self.child(RUNNING, *_model(observation)).inc(1)
 
     def queued(self, observation: Observation) -> None:
-        self.child(RUNNING, *_model(observation)).dec()
-        self.child(QUEUED, *_model(observation)).inc()
+        self.child(RUNNING, *_model(observation)).inc(-1)
+        self.child(QUEUED, *_model(observation)).inc(1)
 
     def admitted(self, observation: Observation) -> None:
-        self.child(QUEUED, *_model(observation)).dec()
-        self.child(RUNNING, *_model(observation)).inc()
+        self.child(QUEUED, *_model(observation)).inc(-1)
+        self.child(RUNNING, *_model(observation)).inc(1)
 
     def ended(self, observation: Observation) -> None:
         left, error, model = observation.client_left, observation.error, _model(observation)
         operation, outcome = observation.operation or OTHER, outcome_of(observation)
         # The client did not get the answer, whatever status was sent.
         status = CLIENT_CLOSED_REQUEST if left else observation.status
-        self.child(REQUESTS, operation, *model, str(status), outcome).inc()
+        self.child(REQUESTS, operation, *model, str(status), outcome).inc(1)
         code = "cancelled" if left else "" if error is None else error.code or "unknown"
         if error is not None and not left:
-            self.child(ERRORS, operation, *model, outcome, code).inc()
+            self.child(ERRORS, operation, *model, outcome, code).inc(1)
         if observation.operation is None:
             return
         gen_ai = (operation, PROVIDER, *model)
-        self.child(RUNNING, *model).dec()
+        self.child(RUNNING, *model).inc(-1)
         self.child(DURATION, *gen_ai, code).observe(observation.duration)
         self.child(QUEUE, *model).observe(observation.queued_seconds)
         first = observation.time_to_first_token
@@ -330,7 +329,7 @@ class Metrics(Observer):
             if answer.steps > 1:
                 self.child(INTER_TOKEN_LATENCY, *model).observe_intervals(answer.arrivals)
             if answer.finish_reason is not None:
-                self.child(FINISHED, *model, str(answer.finish_reason)).inc()
+                self.child(FINISHED, *model, str(answer.finish_reason)).inc(1)
             usage = answer.usage_so_far
             if usage is None:
                 continue

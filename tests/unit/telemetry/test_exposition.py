@@ -148,7 +148,7 @@ async def test_lora_adapters_with_requests() -> None:
     state = State(workers=1, triton_up=True, triton_models={}, served=served)
     for instrument, running in ((RUNNING, ("base", "french", "greek")), (QUEUED, ("german", "french", "base"))):
         for name in running:
-            metrics.child(instrument, name, "a").inc()
+            metrics.child(instrument, name, "a").inc(1)
     settings = MetricsSettings(vllm_names=True)
     body, _ = await Exposition(metrics, lambda: state, settings, "http://127.0.0.1:1/metrics").render()
     found = Scrape(body.decode())

@@ -35,11 +35,11 @@ from triton_openai.telemetry.metrics import (
     INSTRUMENTS,
     INTER_TOKEN_LATENCY,
     PROVIDER,
+    Family,
     Metrics,
     metrics_folder,
     outcome_of,
 )
-from triton_openai.telemetry.metrics import Histogram as OwnHistogram
 from triton_openai.telemetry.observation import Observation
 
 SERVED = {"model": "m", "adapter": "a"}
@@ -148,7 +148,7 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
         registry=None,
         buckets=INTER_TOKEN_LATENCY.buckets,
     )
-    added = OwnHistogram(INTER_TOKEN_LATENCY, CollectorRegistry())
+    added = Family(INTER_TOKEN_LATENCY, CollectorRegistry())
     for answer in latencies:
         arrivals = [0.0]
         one_by_one.labels("m", "a")
