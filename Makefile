@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # The first interpreter that is there, really runs (a version manager's shim may exist and fail) and is new enough.
 # 3.11 comes first because the embedded Triton has a backend for it; `make PYTHON=...` overrides.
 ifndef PYTHON
-PYTHON := $(shell for candidate in python3.11 python3.12 python3.13 python3; do \
+PYTHON := $(shell for candidate in python3.11 python3.12 python3.13 python3.14 python3; do \
     if $$candidate -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; \
     then echo $$candidate; break; fi; done)
 endif
@@ -84,7 +84,6 @@ type: $(VENV)/.develop ## check types with mypy
 unit: $(VENV)/.develop ## run the tests that need no Triton (ARGS="-k name" picks)
 	$(BIN)/python -m pytest tests/unit $(PARALLEL) $(ARGS)
 
-# 3.14 is tried where it is there: not every dependency has a wheel for it yet.
 PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c 'print("$(version)")' 2>/dev/null))
 
 .PHONY: pythons
