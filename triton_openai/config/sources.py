@@ -400,6 +400,11 @@ def _check_triton(urls: tuple[str, ...], origin: str) -> None:
     taken: dict[str, str] = {}
     for url in urls:
         parts = _address(url, origin, ("http", "https", "grpc", "grpcs"), "http://, https://, grpc:// or grpcs://")
+        if not re.fullmatch(r"[!-~]+", url):
+            raise ConfigurationError(
+                f"{origin}: {url!r} has spaces or characters that are not ASCII: write its path percent-encoded, and "
+                "its host as xn--…."
+            )
         kind = "HTTP" if parts.scheme.startswith("http") else "gRPC"
         if kind == "gRPC" and parts.port is None:
             raise ConfigurationError(f"{origin}: {url!r} names no port; Triton's gRPC port is usually 8001.")
