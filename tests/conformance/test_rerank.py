@@ -190,13 +190,14 @@ async def test_truncation(proxy: Proxy, triton: TestTriton) -> None:
     whole = await proxy.post(SCORE, body)
     cut = await proxy.post(SCORE, {**body, "truncate_prompt_tokens": 20})
     longest = await proxy.post(SCORE, {**body, "truncate_prompt_tokens": -1})
+    huge = await proxy.post(SCORE, {**body, "truncate_prompt_tokens": 10**30})
     too_short = await proxy.post(SCORE, {**body, "truncate_prompt_tokens": 2})
     elsewhere = await proxy.post(SCORE, {**body, "model": "text_rerank", "truncate_prompt_tokens": 20})
 
-    assert [200] * 3 == [whole.status, cut.status, longest.status], cut.body
+    assert [200] * 4 == [whole.status, cut.status, longest.status, huge.status], cut.body
     (inputs,) = await inputs_asked(triton, "text_rerank_ids", cut.json["id"], 1)
     assert [2, 20] == inputs["input_ids"]["shape"]
-    assert whole.json["data"] == longest.json["data"] != cut.json["data"]
+    assert whole.json["data"] == longest.json["data"] == huge.json["data"] != cut.json["data"]
     assert (400, "context_length_exceeded") == (too_short.status, too_short.error["code"])
     assert (400, "truncate_prompt_tokens") == (elsewhere.status, elsewhere.error["param"])
 

@@ -167,7 +167,8 @@ class Tokenizer:
                 room = limit - special - len(by_query[query].ids)
                 if room < 0:
                     raise ContextLengthExceeded(f"The query alone is longer than {limit} tokens.")
-                document.truncate(room)
+                # It takes no number beyond 64 bits.
+                document.truncate(min(room, len(document)))
             whole = self._backend.post_process(by_query[query], document, add_special_tokens=True)
             made.append(TokenPair(whole.ids, whole.type_ids))
         return made
