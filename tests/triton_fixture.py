@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from _pytest.runner import runtestprotocol
 
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository, model_names
+from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -161,6 +163,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{outcome} when run again: {name}")
 
 
+@contextlib.contextmanager
+def _loaded_once(source: str) -> Iterator[None]:
+    """Give all services of this process one tokenizer of the folder *source*: each loads it for a dozen models."""
+    load, loaded = Tokenizer.load, functools.cache(Tokenizer.load)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "load", lambda given: (loaded if given == source else load)(given))
+        yield
+
+
 @pytest.fixture(scope="session")
 def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     """A real Triton that serves every stand-in and an example; shared by the whole run, so leave it as you found it."""
@@ -184,7 +195,8 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     server.start()
     _SHARED.append(server)
     try:
-        yield TestTriton(server, repository, Record(record))
+        with _loaded_once(str(repository.tokenizer)):
+            yield TestTriton(server, repository, Record(record))
     finally:
         _SHARED.remove(server)
         server.stop(timeout=1.0)
