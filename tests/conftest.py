@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 0 if folder in _FIRST else 2 if folder in _LAST else 1
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    """Set what stays until the end aside, so that the garbage collector does not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
