@@ -31,7 +31,7 @@ from triton_openai.api.parameters import (
     truncation,
     unused,
 )
-from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated
+from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated, too_many_tokens
 from triton_openai.api.service import RequestContext, Service, begin, new_id, now
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, ScoreJob, ScoreResult
 from triton_openai.models.served import ServedModel
@@ -240,12 +240,7 @@ async def check_sizes(model: ServedModel, inputs: Sequence[str] | Sequence[Seque
         if isinstance(item, str):
             check_size(item, tokenizer, limit)
         elif len(item) > limit:
-            raise errors.ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, your input has {len(item)} tokens.",
-                param="input",
-                tokens=len(item),
-                limit=limit,
-            )
+            raise too_many_tokens(limit, f"your input has {len(item)} tokens", tokens=len(item), param="input")
 
 
 async def embed(context: RequestContext[Any], job: EmbeddingJob) -> EmbeddingResult:
@@ -411,10 +406,7 @@ async def _encoded(model: ServedModel, tokenizer: Tokenizer, request: ScoringReq
     encoded = await tokenizer.encode_pairs_async(job.pairs, cut)
     most = max(len(pair.ids) for pair in encoded)
     if longest is not None and most > longest:
-        raise errors.ContextLengthExceeded(
-            f"This model's maximum context length is {longest} tokens. However, a query and its document have {most} "
-            "tokens together."
-        )
+        raise too_many_tokens(longest, f"a query and its document have {most} tokens together")
     return ScoreJob(id=job.id, pairs=job.pairs, encoded=encoded, pad_id=tokenizer.special_id("pad_token"))
 
 

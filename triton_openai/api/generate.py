@@ -24,15 +24,19 @@ from triton_openai.api.parameters import (
     token_ids,
     truncation,
 )
-from triton_openai.api.prompts import Prompt, Written, check_ids, check_size, longest_prompt, no_tokenizer, size_of
+from triton_openai.api.prompts import (
+    Prompt,
+    Written,
+    check_ids,
+    check_size,
+    longest_prompt,
+    no_tokenizer,
+    size_of,
+    too_many_tokens,
+)
 from triton_openai.api.service import RequestContext, Service
 from triton_openai.config import DefaultParameters
-from triton_openai.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    InvalidValue,
-    UnsupportedParameter,
-)
+from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts import offload
@@ -304,21 +308,15 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
     else:
         count = await tokenizer.count_async(generation.prompt, model.adapter.hints.adds_bos)
     if count > longest or count == limit:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {longest} tokens. However, your prompt has {count} tokens.",
-            tokens=count,
-            limit=longest,
-        )
+        raise too_many_tokens(longest, f"your prompt has {count} tokens", tokens=count)
     if limit is not None:
         room = limit - count
         if task.open_ended:
             sampling = msgspec.structs.replace(sampling, max_tokens=room if task.most is None else min(room, task.most))
         elif sampling.max_tokens > room:
             wanted = sampling.max_tokens
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, you requested {count + wanted} "
-                f"tokens ({count} in the prompt, {wanted} in the completion)."
-            )
+            asked = f"you requested {count + wanted} tokens ({count} in the prompt, {wanted} in the completion)"
+            raise too_many_tokens(limit, asked)
     return msgspec.structs.replace(generation, sampling=sampling, prompt_tokens=count)
 
 

@@ -164,6 +164,14 @@ def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
     return min(known, default=tokenizer.longest_prompt)
 
 
+def too_many_tokens(
+    limit: int, found: str, *, tokens: int | None = None, param: str | None = None
+) -> ContextLengthExceeded:
+    """Return the error, in OpenAI's words, for a request in which more than *limit* tokens were *found*."""
+    message = f"This model's maximum context length is {limit} tokens. However, {found}."
+    return ContextLengthExceeded(message, tokens=tokens, limit=limit, param=param)
+
+
 def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
     """
     Raise :class:`ContextLengthExceeded` for a *text* with more bytes than *limit* of the longest tokens have.
@@ -175,13 +183,9 @@ def check_size(text: str, tokenizer: Tokenizer, limit: int | None) -> None:
         return
     size = size_of(text)
     if size > limit * longest:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens. However, your prompt has {size} bytes, more than "
-            "that many tokens can hold.",
-            # There are no fewer.
-            tokens=-(-size // longest),
-            limit=limit,
-        )
+        found = f"your prompt has {size} bytes, more than that many tokens can hold"
+        # There are no fewer tokens.
+        raise too_many_tokens(limit, found, tokens=-(-size // longest))
 
 
 def size_of(text: str) -> int:
