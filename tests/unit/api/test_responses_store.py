@@ -309,6 +309,15 @@ async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.Monk
         assert ("completed", 1) == (found["status"], len(found["output"]))
 
 
+async def test_queries_that_say_nothing_are_refused() -> None:
+    """A word that is not understood is no "false"."""
+    async with service("memory") as proxy:
+        made = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True})).json
+        for query, param in (("stream=yes", "stream"), ("stream=true&starting_after=x", "starting_after")):
+            refused = await proxy.get(f"/v1/responses/{made['id']}?{query}")
+            assert (400, param) == (refused.status, refused.json["error"]["param"])
+
+
 async def test_a_long_conversation() -> None:
     """A conversation of twice as many turns takes twice as many calls, however it is given."""
     calls: Counter[str] = Counter()

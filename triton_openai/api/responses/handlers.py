@@ -398,7 +398,10 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
     state, record, _ = await _found(request)
     live = state.live.get(record.response.id)
-    if request.query.get("stream") != "true":
+    stream = request.query.get("stream", "false")
+    if stream not in ("true", "false"):
+        raise errors.InvalidValue("'stream' must be 'true' or 'false'.", "stream")
+    if stream == "false":
         return json_response(record.response if live is None or not record.running else live.shown)
     if not record.response.background:
         raise errors.InvalidValue("Only responses that are made in the background can be streamed again.", "stream")
