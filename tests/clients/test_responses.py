@@ -253,6 +253,8 @@ def test_truncation(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         client.responses.create(**options)
     assert "one" == client.responses.create(**options, truncation="auto").output_text
+    with pytest.raises(openai.BadRequestError):
+        client.responses.create(model="vllm_model", input="word " * 3000, truncation="auto")
 
 
 def test_compaction(client: OpenAI) -> None:

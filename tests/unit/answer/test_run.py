@@ -18,8 +18,9 @@ from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.logprobs import INLINE_NUMBERS
 from triton_openai.answer.run import Background, Progress, Run
 from triton_openai.answer.time_limits import TimeLimits
+from triton_openai.config import TritonSettings
 from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
-from triton_openai.generation import Delta, Generation, Logits, Sampling
+from triton_openai.generation import Delta, Generation, Logits, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.triton.client import Receiver
 from triton_openai.triton.tensors import JsonResponse
@@ -393,3 +394,27 @@ def test_counts_are_never_beyond_the_limit(texts: list[str], limit: int) -> None
     assert run.usage is not None
     assert run.usage.completion_tokens <= limit
     assert (run.finish_reason == "length") == (run.usage.completion_tokens == limit)
+
+
+def test_time_limits() -> None:
+    """A client's limit replaces a longer one of the operator, or none; the wait for admission counts."""
+    settings = TritonSettings(first_token_timeout=8, idle_timeout=7, request_timeout=6, stream_timeout=None)
+    whole = TimeLimits.of(settings, {}, stream=False)
+    assert TimeLimits(first_token=8, idle=7, total=6) == whole
+    assert 6 == whole.patience
+    assert TimeLimits(first_token=5, idle=7, total=3) == whole.after(3)
+    asked = TimeLimits.of(settings, {"x-first-token-timeout": "2", "x-request-timeout": "100"}, stream=True)
+    assert TimeLimits(first_token=2, idle=7, total=100) == asked
+    assert 2 == asked.patience
+    for header, value in (("x-idle-timeout", "7.5"), ("x-request-timeout", "0"), ("x-first-token-timeout", "nan")):
+        with pytest.raises(InvalidRequest) as refused:
+            TimeLimits.of(settings, {header: value}, stream=False)
+        assert header == refused.value.param
+
+
+def test_the_usage_of_several_answers() -> None:
+    """A prompt counts once for its answers; what one of them does not tell is not known."""
+    cached, silent = (Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=tokens) for tokens in (4, None))
+    assert Usage(prompt_tokens=10, completion_tokens=8, cached_tokens=8) == total_usage([cached] * 4, n=2)
+    assert Usage(prompt_tokens=10, completion_tokens=4) == total_usage([cached, silent])
+    assert None is total_usage([cached, None])

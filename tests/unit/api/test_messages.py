@@ -79,6 +79,7 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
 
 CALL = {"type": "tool_use", "id": "t1", "name": "Bash", "input": {"command": "ls"}}
 READ: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, Any]]]] = {
+    "nothing": ([user()], {}, [("user", [])]),
     "a text": ([user("hi")], {}, [("user", "hi")]),
     "the same as a block": ([user(text("hi", cache_control={"type": "ephemeral"}))], {}, [("user", "hi")]),
     "system": ([user("hi")], {"system": "Help."}, [("system", "Help."), ("user", "hi")]),

@@ -275,6 +275,19 @@ async def service(store: str) -> AsyncIterator[Proxy]:
             yield proxy
 
 
+async def test_what_is_kept_of_a_request() -> None:
+    """References become what they stand for, zero is a value, and an input is needed."""
+    async with service("memory") as proxy:
+        first = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "temperature": 0})).json
+        assert 0 == first["temperature"]
+        reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+        second = (await proxy.post("/v1/responses", {"model": "m", "input": [reference]})).json
+        (kept,) = (await proxy.get(f"/v1/responses/{second['id']}/input_items")).json["data"]
+        assert ("message", reference["id"]) == (kept["type"], kept["id"])
+        refused = await proxy.post("/v1/responses", {"model": "m", "instructions": "Be brief."})
+        assert (400, "input") == (refused.status, refused.json["error"]["param"])
+
+
 async def test_a_background_response_is_a_request() -> None:
     """Metrics count it beside the request for it, and neither runs any more when it has ended."""
     async with service("memory") as proxy:

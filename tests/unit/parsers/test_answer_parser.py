@@ -107,6 +107,17 @@ def test_a_cut_call(text: str, parallel: bool, cut: bool) -> None:
     assert cut is parser.cut
 
 
+def test_a_forced_call_that_is_cut() -> None:
+    """It counts as cut in the model's own form too."""
+    wanted = plan(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
+    for text in (CALL[:-15], '[{"name": "now", "parameters": {"a'):
+        parser = make_parser(Parsers(tools=Hermes), wanted, "")
+        assert parser is not None
+        parser.feed(text)
+        parser.flush()
+        assert parser.cut, text
+
+
 def test_a_third_partys_parser() -> None:
     """A parser that knows nothing of cuts is believed to have found whole calls."""
 

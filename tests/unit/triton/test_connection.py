@@ -14,6 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.cases import every_case
 from tests.reading import Reading
+from tests.tls_fixture import Authority
 from triton_openai.config import Settings, TritonAccess, load_settings
 from triton_openai.config import files as watched_files
 from triton_openai.errors import ConfigurationError
@@ -168,6 +169,17 @@ def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             ConnectionSettings(connect_timeout=1, access=access)
+
+
+def test_files_for_grpc(tmp_path: Path) -> None:
+    """A key without a file of its own is in that of the certificate."""
+    authority = Authority(tmp_path)
+    both = authority.issue("client")
+    for key in (None, both):
+        access = TritonAccess(ca=authority.file, certificate=both, key=key)
+        files = ConnectionSettings(connect_timeout=1, access=access).grpc_files().current()
+        contents = authority.file.read_bytes(), both.read_bytes(), both.read_bytes()
+        assert contents == (files.roots, files.certificate, files.key)
 
 
 def test_headers_from_everywhere(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from triton_openai.app import create_app
 from triton_openai.config import Settings, TritonSettings
 from triton_openai.errors import ServiceError
 from triton_openai.triton.endpoint import Endpoint, explain
+from triton_openai.triton.tensors import InferRequest
 
 
 class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -167,3 +168,18 @@ async def test_a_grpc_address_beside_a_good_one() -> None:
 
     assert ["Triton does not answer at its gRPC address"] == [line["event"] for line in lines]
     assert f"{url} looks like an HTTP port" in lines[0]["reason"]
+
+
+async def test_the_address_of_a_request() -> None:
+    """Streams go over HTTP unless they prefer gRPC; single answers go over gRPC where there is an address."""
+    http, grpc_url = "http://127.0.0.1:1", "grpc://127.0.0.1:2"
+    for urls, stream, prefers, expected in (
+        ((http, grpc_url), True, False, http),
+        ((http, grpc_url), True, True, grpc_url),
+        ((http, grpc_url), False, False, grpc_url),
+        ((http,), False, True, http),
+    ):
+        endpoint = Endpoint(urls)
+        request = InferRequest(model="m", id="", inputs=(), outputs=(), stream=stream, prefers_grpc=prefers)
+        assert expected == endpoint.address_of(request)
+        await endpoint.close()

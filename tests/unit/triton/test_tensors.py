@@ -108,6 +108,30 @@ def test_numbers_that_come_as_text_stay_text():
         BinaryResponse((("t", "BF16", (1,)),), (b"\x00\x00",)).numbers("t")
 
 
+def test_the_first_value_of_each_output():
+    """It is read by the output's name and type, also where others precede it; without a value it is ``None``."""
+    table = [
+        ("BYTES", Tensor("t", "BYTES", (2,), ("é", "b")).raw(), "é"),
+        ("BYTES", b"\x00\x00\x00\x00", ""),
+        ("BYTES", b"", None),
+        ("INT32", struct.pack("<2i", -7, 8), -7),
+        ("FP32", struct.pack("<f", 0.5), 0.5),
+        ("FP32", b"", None),
+        ("FP16", struct.pack("<2e", 1.5, 2.5), 1.5),
+        ("BOOL", b"\x01\x00", True),
+        ("BOOL", b"", None),
+    ]
+    names = [f"t{place}" for place in range(len(table))]
+    described = tuple((name, datatype, (1,)) for name, (datatype, _, _) in zip(names, table, strict=True))
+    response = BinaryResponse(described, [data for _, data, _ in table])
+
+    assert [value for _, _, value in reversed(table)] == list(response.first(tuple(reversed(names))))
+    assert [None, "é"] == list(response.first(("absent", "t0")))
+    for datatype, data, match in (("BYTES", b"\x02\x00\x00\x00a", "malformed 't'"), ("BF16", b"\x00\x00", "BF16")):
+        with pytest.raises(UpstreamError, match=match):
+            BinaryResponse((("t", datatype, (1,)),), (data,)).first(("t",))
+
+
 @every_case("datatype", FLOATS)
 @every_case("shape", [(2, 3), (6,), (1, 6), (3, 1, 2)])
 def test_vectors_are_rows_of_float32(datatype, shape):
@@ -264,6 +288,9 @@ def test_a_grpc_answer_is_read_by_position():
 
     assert [1] == list(response.numbers("a"))
     assert ["x"] == list(response.texts("b"))
+    message.raw_output_contents.pop()
+    with pytest.raises(UpstreamError, match="cannot be read"):
+        decode_response(message)
 
 
 @every_case(
