@@ -60,7 +60,8 @@ async def take_snapshot(client: TritonClient, *, previous: Snapshot | None = Non
     try:
         index = await client.repository_index()
     except ServiceError as error:
-        return Snapshot(error=error)
+        # Its traceback has this frame, and so *previous*: all snapshots of an outage would stay.
+        return Snapshot(error=error.with_traceback(None))
     if previous is not None and previous.complete and list(index) == list(previous.index):
         return previous
     ready = sorted({entry.name for entry in index if entry.ready})
@@ -114,7 +115,10 @@ class Catalog:
     async def run(self) -> None:
         """Refresh for ever; cancel to stop."""
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception:  # noqa: BLE001 - a mistake of one look must not end discovery
+                _log.exception("discovery failed")
             await asyncio.sleep(self._interval)
 
     async def refresh(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import pytest
 
-from triton_openai.errors import ServiceError, UpstreamUnavailable
+from triton_openai.errors import UpstreamUnavailable
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
@@ -19,8 +20,9 @@ class FakeClient:
     def __init__(self, *names: str) -> None:
         self.index = [IndexEntry(name=name, version="1", state="READY") for name in names]
         self.configs = {name: ModelConfig(name=name) for name in names}
-        self.error: ServiceError | None = None
+        self.error: Exception | None = None
         self.gate: asyncio.Event | None = None
+        self.asked = asyncio.Event()
         self.version: str | None = None
         self.index_calls = 0
         self.config_calls = 0
@@ -33,6 +35,7 @@ class FakeClient:
 
     async def repository_index(self) -> Sequence[IndexEntry]:
         self.index_calls += 1
+        self.asked.set()
         if self.gate is not None:
             await self.gate.wait()
         if self.error is not None:
@@ -190,6 +193,19 @@ async def test_a_triton_that_goes_and_comes_back():
     assert ["a"] == list(changes.seen[-1].configs)
 
 
+async def test_an_outage_keeps_one_snapshot():
+    """However long it takes: a failed look does not keep the one before it alive."""
+    client = FakeClient()
+    catalog, changes = catalog_of(client)
+    for _ in range(5):
+        client.error = UpstreamUnavailable("away")
+        await catalog.refresh()
+        changes.seen.clear()
+    gc.collect()
+
+    assert 1 == sum(isinstance(found, Snapshot) and found.error is not None for found in gc.get_objects())
+
+
 async def test_one_look_at_a_time():
     """Whoever wants to know while somebody looks already waits for that look."""
     client = FakeClient("a")
@@ -256,7 +272,7 @@ async def test_many_configs_are_not_all_asked_for_at_once():
 
 
 async def test_a_mistake_about_a_model_does_not_end_discovery():
-    """Whatever the listener raises, the next look is taken."""
+    """Whatever the listener or the client raises, the next look is taken."""
     client = FakeClient("a")
     calls = 0
     twice = asyncio.Event()
@@ -271,6 +287,11 @@ async def test_a_mistake_about_a_model_does_not_end_discovery():
     catalog = Catalog(client, interval=0.001, changed=changed)
     running = asyncio.create_task(catalog.run())
     await asyncio.wait_for(catalog.first.wait(), 30)
+    client.error = ValueError("a mistake of our own")
+    for _ in range(2):
+        client.asked.clear()
+        await asyncio.wait_for(client.asked.wait(), 30)
+    client.error = None
     client.index.clear()
     await asyncio.wait_for(twice.wait(), 30)
     running.cancel()
