@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
@@ -166,9 +167,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @contextlib.contextmanager
 def _loaded_once(source: str) -> Iterator[None]:
     """Give all services of this process one tokenizer of the folder *source*: each loads it for a dozen models."""
-    load, loaded = Tokenizer.load, functools.cache(Tokenizer.load)
+    loaded, load = functools.cache(Tokenizer.load), Tokenizer.load.__func__  # type: ignore[attr-defined]
+
+    def found(kind: type[Tokenizer], given: str) -> Tokenizer:
+        return loaded(given) if given == source else cast(Tokenizer, load(kind, given))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Tokenizer, "load", lambda given: (loaded if given == source else load)(given))
+        patch.setattr(Tokenizer, "load", classmethod(found))
         yield
 
 
