@@ -50,6 +50,16 @@ async def test_the_line_of_an_answer(proxies: dict[str, Proxy], endpoint: str, s
     assert "secret" not in str(captured)
 
 
+async def test_the_id_of_an_answer_that_failed(proxies: dict[str, Proxy]) -> None:
+    """It is that of the requests to Triton, which has it in its own log."""
+    ids = {"model": "text_classification_ids", "input": [10**6]}
+    with structlog.testing.capture_logs() as captured:
+        answer = await proxies["http"].post("/v1/classify", ids)
+    (line,) = lines(captured, request_id=answer.headers["x-request-id"])
+
+    assert (400, "classify-") == (answer.status, line["response_id"][:9])
+
+
 async def test_the_line_of_a_refusal(proxies: dict[str, Proxy]) -> None:
     """The code says what was wrong; a health check is no line for every day."""
     with structlog.testing.capture_logs() as captured:

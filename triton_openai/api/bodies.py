@@ -299,8 +299,8 @@ def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) ->
     """
     Return *body* as *kind*.
 
-    The names of the first few unknown fields are added to *ignored*; without it they are refused, unless they are null.
-    Raises :class:`InvalidRequest`.
+    The names of the first few unknown fields that are not null are added to *ignored*; without it, unknown fields are
+    refused, as OpenAI does it. Raises :class:`InvalidRequest`.
     """
     if not body.strip():
         raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
@@ -333,11 +333,9 @@ def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) 
     for name, raw in fields.items():
         if name in known:
             mended[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw))) if _NUMBERS.fullmatch(raw) else raw
-        elif bytes(raw) == b"null":
-            continue
         elif ignored is None:
             raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
-        elif len(ignored) < _MOST_UNKNOWN:
+        elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
             ignored.append(name)
     return msgspec.json.encode(mended)
 

@@ -74,11 +74,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
             "This model gives probabilities, and 'use_activation' cannot turn them into logits.", param="use_activation"
         )
     inputs, cut = embeddings.inputs_of(body), truncation(body, side="right")
+    job_id = observation.response_id = new_id("classify")
     job, result = await context.admitted(
-        lambda context: classify(context.service, context.model, inputs, cut, timeout=context.limits.total),
+        lambda context: classify(context.service, context.model, job_id, inputs, cut, timeout=context.limits.total),
         param="input",
     )
-    observation.response_id = job.id
     tokens = observation.input_tokens = await embeddings.count_inputs(model, job.inputs, None)
     tokenizer = (await model.prompter()).tokenizer
     activation = "none" if body.use_activation is False else activation_of(model, tokenizer)
@@ -87,7 +87,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     def answer() -> bytes:
         data = [_rendered(index, values, activation, labels) for index, values in enumerate(result.values)]
         usage = embeddings.usage_of(tokens)
-        return _encode(ClassificationList(id=job.id, created=now(), model=body.model, data=data, usage=usage))
+        return _encode(ClassificationList(id=job_id, created=now(), model=body.model, data=data, usage=usage))
 
     content = await offload.run(answer, size=sum(map(len, result.values)), threshold=_INLINE_VALUES)
     return web.Response(body=content, content_type="application/json")
@@ -96,6 +96,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
 async def classify(
     service: Service,
     model: ServedModel,
+    job_id: str,
     inputs: Sequence[str] | Sequence[Sequence[int]],
     cut: Truncation | None = None,
     *,
@@ -106,7 +107,7 @@ async def classify(
     await embeddings.check_sizes(model, taken)
     tokenizer, adapter, size = (await model.prompter()).tokenizer, model.adapter, sum(map(len, taken))
     pad_id = None if tokenizer is None else tokenizer.special_id("pad_token")
-    job = ClassificationJob(id=new_id("classify"), inputs=taken, pad_id=pad_id)
+    job = ClassificationJob(id=job_id, inputs=taken, pad_id=pad_id)
     requests = await offload.run(lambda: adapter.encode_classes(job), size=size, threshold=_INLINE_SIZE)
     answers = await embeddings.answers_of(service, model, requests, timeout=timeout)
     result = await offload.run(lambda: adapter.decode_classes(job, answers), size=len(taken), threshold=16)

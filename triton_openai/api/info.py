@@ -226,7 +226,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
         await collect([run], timeout=None)
         return
     if capabilities.classify:
-        await classify(service, model, (_TEXT,), timeout=timeout)
+        await classify(service, model, number, (_TEXT,), timeout=timeout)
         return
     if capabilities.embed:
         requests = model.adapter.encode_embeddings(EmbeddingJob(id=number, inputs=(_TEXT,)))

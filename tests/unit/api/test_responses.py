@@ -134,6 +134,24 @@ def test_blame(blamed, param):
     assert (param, f"'{param}' is wrong.") == (error.param, error.message)
 
 
+def test_places_after_truncation() -> None:
+    """What is left of a conversation keeps its instructions, and its places in the request."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    read = reading({"instructions": "i", "input": [*turns, {"role": "developer", "content": "d"}, *turns, *turns]})
+    assert read.leave_out(1)
+    assert ["system", "developer", "user", "assistant", "user", "assistant"] == [
+        msgspec.to_builtins(message)["role"] for message in read.chat.messages
+    ]
+    error = InvalidRequest("", param="messages[2].content[0].image_url")
+    read.blame(error)
+    assert "input[3].content[0].image_url" == error.param
+    assert read.leave_out(8)
+    error = InvalidRequest("", param="messages[2].content")
+    read.blame(error)
+    assert "input[5].content" == error.param
+    assert not read.leave_out(1)
+
+
 class FakeRun:
     """A run that has ended."""
 

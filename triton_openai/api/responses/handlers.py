@@ -38,7 +38,6 @@ from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import EventLog, stream
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
-from triton_openai.prompts.messages import DeveloperMessage, SystemMessage, UserMessage
 from triton_openai.serving.middleware import Observed
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import OBSERVERS
@@ -65,8 +64,9 @@ class Job:
         self.id = f"resp_{digits}"
         #: The request's own items, as they are kept.
         self.items = numbered(input_items(body), f"{digits}i")
-        #: The items that it goes on from.
+        #: The items that it goes on from, and the request as a chat, once it is read.
         self.before: Sequence[types.Item] = ()
+        self.reading: Reading | None = None
         given = body.conversation
         self.conversation = given if given is None or isinstance(given, str) else given.id
         self.stored = body.store is not False and self.state.keeps
@@ -104,12 +104,13 @@ class Job:
             item if new is old else new for item, new, (_, old) in zip(self.items, resolved, own, strict=True)
         ]
         self.before = before
-        reading = read(body, items, strict_tools=context.service.settings.api.strict_tools, effort=effort)
+        strict = context.service.settings.api.strict_tools
+        reading = self.reading = read(body, items, strict_tools=strict, effort=effort)
         self.response.tools = reading.tools.shown
         self.response.reasoning = {**self.response.reasoning, "effort": effort}
         return reading
 
-    def events(self, turn: chat.Turn | None, reading: Reading | None) -> ResponseEvents:
+    def events(self, turn: chat.Turn | None) -> ResponseEvents:
         """Return what renders the response; without a *turn*, it has failed before it began."""
         response, run, parser = self.response, None, None
         response.status = "in_progress"
@@ -118,7 +119,7 @@ class Job:
             for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
                 if (value := getattr(turn.task.sampling, name)) is not None:
                     setattr(response, name, value)
-        names = {} if reading is None else reading.tools.names
+        names = {} if self.reading is None else self.reading.tools.names
         sealed = "reasoning.encrypted_content" in (self.body.include or ())
         events = ResponseEvents(response, run, parser, names=names, sealed=sealed)
         events.keep = self.keep
@@ -186,11 +187,11 @@ async def handle(request: web.Request) -> web.StreamResponse:
             state.store(param)
     job = Job(context)
     if not body.background:
-        async with _reading(context, job) as reading:
+        async with _chat(context, job) as asked:
             if body.stream and job.stored:
                 with suppress(errors.StoreUnavailable):
                     await job.announce()
-            return await _generate(context, job, reading)
+            return await asked.admitted(partial(_answer, job=job), param="messages")
     if not job.stored:
         raise errors.InvalidValue("'background' needs the response to be stored.", "background")
     job.response.status = "queued"
@@ -206,8 +207,14 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
 
 @asynccontextmanager
-async def _reading(context: RequestContext[types.ResponsesRequest], job: Job) -> AsyncIterator[Reading]:
-    """Yield the request of *job* as a chat, with what it goes on from; its conversation is held for the block."""
+async def _chat(
+    context: RequestContext[types.ResponsesRequest], job: Job
+) -> AsyncIterator[RequestContext[chat.ChatRequest]]:
+    """
+    Yield the request of *job* as a chat, with what it goes on from; its conversation is held for the block.
+
+    An error of the block names the field of the request.
+    """
     state, body = job.state, job.body
     async with AsyncExitStack() as stack:
         before: Sequence[types.Item] = ()
@@ -216,26 +223,18 @@ async def _reading(context: RequestContext[types.ResponsesRequest], job: Job) ->
         elif body.previous_response_id is not None:
             most = context.service.settings.server.max_body_size
             before = await state.history(body.previous_response_id, job.owner, most=most)
-        yield await job.read(context, before)
+        reading = await job.read(context, before)
+        context.observation.parameters = reading.chat
+        try:
+            yield context.about(reading.chat)
+        except errors.ServiceError as error:
+            reading.blame(error)
+            raise
 
 
-async def _generate(context: RequestContext[types.ResponsesRequest], job: Job, reading: Reading) -> web.StreamResponse:
-    answer = partial(_answer, job=job, reading=reading)
-    try:
-        return await _turned(context, reading).admitted(answer, param="messages")
-    except errors.ServiceError as error:
-        reading.blame(error)
-        raise
-
-
-def _turned(context: RequestContext[types.ResponsesRequest], reading: Reading) -> RequestContext[chat.ChatRequest]:
-    context.observation.parameters = reading.chat
-    return context.about(reading.chat)
-
-
-async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job, reading: Reading) -> web.StreamResponse:
+async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job) -> web.StreamResponse:
     turn = await _prepared(context, job)
-    events = job.events(turn, reading)
+    events = job.events(turn)
     if job.body.stream:
         return await stream(context, turn.runs, events)
     await agents.render(events, turn.runs[0], timeout=context.limits.total)
@@ -249,19 +248,15 @@ async def _prepared(context: RequestContext[chat.ChatRequest], job: Job) -> chat
 
     Raises :class:`InvalidRequest`.
     """
-    leave_out = 1
+    turns, reading = 1, job.reading
     while True:
         try:
             return await chat.prepare(context, job.id, fitting=True)
         except errors.ContextLengthExceeded:
-            messages = context.body.messages
-            turns = [place for place, message in enumerate(messages) if isinstance(message, UserMessage)]
-            if job.body.truncation != "auto" or len(turns) < 2:
+            if job.body.truncation != "auto" or reading is None or not reading.leave_out(turns):
                 raise
-            first = turns[min(leave_out, len(turns) - 1)]
-            kept = [message for message in messages[:first] if isinstance(message, SystemMessage | DeveloperMessage)]
-            context.body = msgspec.structs.replace(context.body, messages=[*kept, *messages[first:]])
-            leave_out *= 2
+            context.body = reading.chat
+            turns *= 2
 
 
 async def _in_background(
@@ -275,28 +270,26 @@ async def _in_background(
     context = replace(context, observation=observation)
     failure: errors.ServiceError | None = None
     events: ResponseEvents | None = None
-    reading: Reading | None = None
 
-    async def answer(turned: RequestContext[chat.ChatRequest]) -> None:
+    async def answer(context: RequestContext[chat.ChatRequest]) -> None:
         nonlocal events
-        turn = await _prepared(turned, job)
-        rendering = events = job.events(turn, reading)
+        turn = await _prepared(context, job)
+        rendering = events = job.events(turn)
         log.add(rendering.opening())
 
         def push(choice: int, deltas: Sequence[Delta]) -> None:
             log.add(b"".join([rendering.piece(choice, delta) for delta in deltas]))
 
-        await collect(turn.runs, timeout=turned.limits.total, push=push)
+        await collect(turn.runs, timeout=context.limits.total, push=push)
         log.add(rendering.last(0))
 
     with Observed(app, observation):
         app[OBSERVERS].identified(observation)
         try:
             try:
-                async with _reading(context, job) as reading:
-                    turned = _turned(context, reading)
+                async with _chat(context, job) as asked:
                     async with every(RENEW_SECONDS, job.renew):
-                        await turned.admitted(answer, param="messages")
+                        await asked.admitted(answer, param="messages")
                     if events is not None:
                         log.add(await events.ended(None))
             except asyncio.CancelledError:
@@ -311,10 +304,8 @@ async def _in_background(
                 _log.exception("response failed", request_id=observation.request_id, response=job.id)
                 failure = errors.ServiceError("The service failed to answer the request.")
             if failure is not None:
-                if reading is not None:
-                    reading.blame(failure)
                 observation.error = failure
-                log.add(await (events or job.events(None, reading)).ended(failure))
+                log.add(await (events or job.events(None)).ended(failure))
         finally:
             log.end()
             job.state.live.pop(job.id, None)
@@ -347,8 +338,8 @@ async def compact(request: web.Request) -> web.Response:
     job = Job(asked)
     if body.previous_response_id is not None:
         job.state.store("previous_response_id")
-    async with _reading(asked, job) as reading:
-        await _generate(asked, job, reading)
+    async with _chat(asked, job) as summarizing:
+        await summarizing.admitted(partial(_answer, job=job), param="messages")
     response = job.response
     summary = "".join(
         part.text for item in response.output if isinstance(item, types.OutputMessage) for part in item.content
@@ -386,12 +377,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a request's input, as the model's template and tokenizer make them."""
     context = await begin(request, types.ResponsesRequest, "responses")
     job = Job(context)
-    async with _reading(context, job) as reading:
-        try:
-            return json_response(InputTokens(input_tokens=await agents.count_tokens(_turned(context, reading))))
-        except errors.ServiceError as error:
-            reading.blame(error)
-            raise
+    async with _chat(context, job) as asked:
+        return json_response(InputTokens(input_tokens=await agents.count_tokens(asked)))
 
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
