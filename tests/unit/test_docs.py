@@ -99,6 +99,8 @@ def test_every_parser_is_listed() -> None:
 
     assert list(TOOL_PARSERS.built_in) == calls
     assert list(REASONING_PARSERS.built_in) == reasoning
+    assert f"[{len(calls)} formats of tool calls, {len(reasoning)} of reasoning]" in read("README.md")
+    assert f" {len(calls)} formats of tool calls," in read("docs/guides/migrating.md")
 
 
 @every_case("document", DOCUMENTS)
