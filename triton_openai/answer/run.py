@@ -25,7 +25,7 @@ from triton_openai.generation import Delta, FinishReason, Generation, Lora, Toke
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
-from triton_openai.telemetry.observation import UPSTREAM
+from triton_openai.telemetry.observation import UPSTREAM, Upstream
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.status import failed_midway, no_answer
 from triton_openai.triton.tensors import InferRequest, InferResponse
@@ -156,73 +156,6 @@ class Progress:
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
 
 
-class Work:
-    """Starts and stops the backend's work for one generation."""
-
-    def __init__(
-        self,
-        model: ServedModel,
-        generation: Generation,
-        progress: Progress,
-        *,
-        client: TritonClient,
-        background: Background,
-    ) -> None:
-        self._model = model
-        self._generation = generation
-        self._progress = progress
-        self._client = client
-        self._background = background
-        self._upstream = UPSTREAM.get()
-        #: Set while the backend works.
-        self.stream: ResponseStream | None = None
-
-    def start(self, receiver: Receiver) -> None:
-        """Send the request. Raises :class:`ServiceError`."""
-        if self._model.lora_delivery is not None:
-            self.stream = LoraAnswers(self._model.lora_delivery, self._open, receiver)
-        else:
-            self.stream = self._open(self._generation.lora, receiver)
-
-    def _open(self, lora: Lora | None, receiver: Receiver) -> ResponseStream:
-        generation, progress = self._generation, self._progress
-        if lora is not generation.lora:
-            generation = msgspec.structs.replace(generation, lora=lora)
-        request = self._model.adapter.encode(generation)
-        if generation.priority:
-            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
-        request = self._upstream.begin(request, progress, lora=None if lora is None else lora.name)
-        if progress.sent is None:
-            # A LoRA adapter may need a second attempt; the time counts from the first.
-            progress.sent = monotonic()
-        if request.stream:
-            return self._client.stream(request, receiver)
-        return SingleAnswer(self._client, request, receiver)
-
-    def stop(self, *, silent: bool = False) -> None:
-        """Stop the backend's work, if it is running."""
-        stream, self.stream = self.stream, None
-        if stream is None:
-            return
-        stream.close(silent=silent)
-        order = self._model.adapter.cancel(self._generation)
-        if order is not None:
-            # Before its first answer, the engine may not have the request yet, and ignores a stop that arrives first.
-            times = 2 if self._progress.first is None else 1
-            self._background.start(self._send(order, times=times), timeout=_STOP_REQUEST_TIMEOUT)
-
-    async def _send(self, order: InferRequest, *, times: int) -> None:
-        for attempt in range(times):
-            if attempt:
-                await asyncio.sleep(_STOP_AGAIN)
-            try:
-                with self._upstream.call(order) as sent:
-                    await gather(self._client, sent)
-            except ServiceError as error:
-                # A model that is not decoupled cannot answer a stop request, but obeys it.
-                _log.debug("stop request failed", model=order.model, reason=error.reason)
-
-
 class Run:
     """A running generation. A started run must be closed: :meth:`close` stops the backend's work."""
 
@@ -245,7 +178,11 @@ class Run:
         self.failure: Exception | None = None
         self._tokenizer = tokenizer
         self._limits = limits
-        self._work = Work(model, generation, self.progress, client=client, background=background)
+        self._client = client
+        self._background = background
+        self._upstream = UPSTREAM.get()
+        # Set while the backend works.
+        self._stream: ResponseStream | None = None
         self._silence = Silence(self._fall_silent)
         self._decoder: Decoder = model.adapter.decoder(generation)
         self._logits: LogitsReader | None = None
@@ -271,7 +208,10 @@ class Run:
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
             self._silence.watch(self._limits.first_token, next_allowed=self._limits.idle)
         try:
-            self._work.start(receiver)
+            if self.model.lora_delivery is not None:
+                self._stream = LoraAnswers(self.model.lora_delivery, self._open, receiver)
+            else:
+                self._stream = self._open(self.generation.lora, receiver)
         except ServiceError as error:
             self.progress.error = error
             raise
@@ -295,7 +235,7 @@ class Run:
                     shown.append(delta)
                 if pipeline.ends and pipeline.ended:
                     # Stop the backend first, then send the last text to the client.
-                    self._work.stop()
+                    self._stop()
                     pipeline.flush(self._decoder, shown)
                     break
             if shown and self._push is not None:
@@ -327,22 +267,22 @@ class Run:
         if error is not None:
             self._fail(error)
         else:
-            self._work.stream = None
+            self._stream = None
             self._finish(None)
 
     def pause(self) -> None:
         """Pause the backend, because the client reads slowly, until :meth:`resume` was called as often."""
         self._pauses += 1
         self._silence.paused = True
-        if self._work.stream is not None:
-            self._work.stream.pause()
+        if self._stream is not None:
+            self._stream.pause()
 
     def resume(self) -> None:
         """Undo one :meth:`pause`."""
         self._pauses -= 1
-        if not self._pauses and self._work.stream is not None:
+        if not self._pauses and self._stream is not None:
             self._silence.paused, self._silence.last = False, monotonic()
-            self._work.stream.resume()
+            self._stream.resume()
 
     @property
     def cause_of_silence(self) -> str:
@@ -352,22 +292,51 @@ class Run:
 
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
-        if self._work.stream is not None:
+        if self._stream is not None:
             self._fail(None)
         self.over = True
         self._silence.stop()
         # Breaks a reference cycle that would keep prompt and answer in memory.
         self._push = self._done = None
 
+    def _open(self, lora: Lora | None, receiver: Receiver) -> ResponseStream:
+        """Send the request. Raises :class:`ServiceError`."""
+        generation, progress = self.generation, self.progress
+        if lora is not generation.lora:
+            generation = msgspec.structs.replace(generation, lora=lora)
+        request = self.model.adapter.encode(generation)
+        if generation.priority:
+            request = msgspec.structs.replace(request, priority=generation.priority, json_expressible=False)
+        request = self._upstream.begin(request, progress, lora=None if lora is None else lora.name)
+        if progress.sent is None:
+            # A LoRA adapter may need a second attempt; the time counts from the first.
+            progress.sent = monotonic()
+        if request.stream:
+            return self._client.stream(request, receiver)
+        return SingleAnswer(self._client, request, receiver)
+
+    def _stop(self, *, silent: bool = False) -> None:
+        """Stop the backend's work, if it is running."""
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        stream.close(silent=silent)
+        order = self.model.adapter.cancel(self.generation)
+        if order is not None:
+            # Before its first answer, the engine may not have the request yet, and ignores a stop that arrives first.
+            times = 2 if self.progress.first is None else 1
+            work = _send_stop(self._client, self._upstream, order, times=times)
+            self._background.start(work, timeout=_STOP_REQUEST_TIMEOUT)
+
     def _fall_silent(self, allowed: float) -> None:
         what = "no further token" if self.progress.steps else "no answer"
-        self._work.stop(silent=True)
+        self._stop(silent=True)
         message = f"The model sent {what} for {allowed:g} seconds.{self.cause_of_silence}"
         self._fail(UpstreamTimeout(message, code="upstream_silent"))
 
     def _fail(self, error: Exception | None) -> None:
         self.progress.cancelled = self.progress.finish_reason is None
-        self._work.stop()
+        self._stop()
         self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
@@ -434,3 +403,15 @@ class Run:
         if counted is not None and cut and progress.finish_reason is FinishReason.LENGTH:
             counted = max(counted, limit)
         return None if counted is None else min(counted, most)
+
+
+async def _send_stop(client: TritonClient, upstream: Upstream, order: InferRequest, *, times: int) -> None:
+    for attempt in range(times):
+        if attempt:
+            await asyncio.sleep(_STOP_AGAIN)
+        try:
+            with upstream.call(order) as sent:
+                await gather(client, sent)
+        except ServiceError as error:
+            # A model that is not decoupled cannot answer a stop request, but obeys it.
+            _log.debug("stop request failed", model=order.model, reason=error.reason)
