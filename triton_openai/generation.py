@@ -189,7 +189,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     - ``id`` is unique among all requests of this process: Triton logs it, and stop requests name it.
     - ``stream`` is whether the client wants the answer in parts.
     - ``prompt_echo`` is the prompt as the model's tokenizer gives it back, for backends that repeat it.
-    - ``written`` is the prompt as the client wrote it, where another text is sent.
+    - ``original_prompt`` is the prompt as the client wrote it, where another text is sent.
     - ``prompt_ids``, ``vocabulary`` and ``bad_word_ids`` (``sampling.bad_words`` as token ids) are for backends that
       take token ids, the first also where ``token_ids`` are wanted.
     - ``prompt_tokens`` is the number of tokens of the prompt, where it was counted.
@@ -205,7 +205,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     stream: bool = False
     prompt_echo: str | None = None
-    written: str | None = None
+    original_prompt: str | None = None
     prompt_ids: tuple[int, ...] | None = None
     prompt_tokens: int | None = None
     vocabulary: Vocabulary | None = None
@@ -222,7 +222,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shown_prompt(self) -> str:
         """The prompt as ``echo`` shows it."""
-        return self.prompt if self.written is None else self.written
+        return self.prompt if self.original_prompt is None else self.original_prompt
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

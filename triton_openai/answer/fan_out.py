@@ -17,7 +17,7 @@ from triton_openai.generation import Delta, TokenLogprob
 _PARALLEL_RUNS = 32
 
 
-class Answers:
+class RunGroup:
     """
     The runs of one request. Calls *push* with the number of a run and its deltas as they arrive.
 
@@ -138,7 +138,7 @@ async def collect(
     Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
     """
     collected: list[list[Delta]] = [[] for _ in runs]
-    answers = Answers(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))
+    answers = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))
     # asyncio.timeout costs several times as much as the timer.
     timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, answers.expire, timeout)
     try:

@@ -151,7 +151,7 @@ async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tup
     return as_sent(model, prompter.tokenizer, prompt), pictures
 
 
-async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting: bool = False) -> Turn:
+async def turn_of(context: RequestContext[ChatRequest], task_id: str, *, fitting: bool = False) -> Turn:
     """
     Return the turn that answers the chat of *context*; *task_id* is the id of the answer.
 
@@ -178,7 +178,7 @@ async def prepare(context: RequestContext[ChatRequest], task_id: str, *, fitting
 
 async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     service, model, body = context.service, context.model, context.body
-    turn = await prepare(context, new_id("chatcmpl"))
+    turn = await turn_of(context, new_id("chatcmpl"))
     task, plan, runs = turn.task, turn.plan, turn.runs
     fields = () if body.include_reasoning is False else reasoning_fields(service.settings.api.reasoning_field)
     if body.stream:

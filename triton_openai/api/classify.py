@@ -86,7 +86,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
     def answer() -> bytes:
         data = [_rendered(index, values, activation, labels) for index, values in enumerate(result.values)]
-        usage = embeddings.usage_of(tokens)
+        usage = embeddings.input_usage(tokens)
         return _encode(ClassificationList(id=job_id, created=now(), model=body.model, data=data, usage=usage))
 
     content = await offload.run(answer, size=sum(map(len, result.values)), threshold=_INLINE_VALUES)

@@ -94,7 +94,7 @@ class InputUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
 
 
-def usage_of(tokens: int | None) -> InputUsage | msgspec.UnsetType:
+def input_usage(tokens: int | None) -> InputUsage | msgspec.UnsetType:
     """Return the usage, left out if the tokens are not known."""
     return msgspec.UNSET if tokens is None else InputUsage(prompt_tokens=tokens, total_tokens=tokens)
 
@@ -123,7 +123,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
 
     def answer() -> bytes:
         data = [_rendered(index, vector, as_text) for index, vector in enumerate(result.vectors)]
-        return _encode(EmbeddingList(data=data, model=body.model, usage=usage_of(tokens)))
+        return _encode(EmbeddingList(data=data, model=body.model, usage=input_usage(tokens)))
 
     content = await offload.run(answer, size=sum(map(len, result.vectors)), threshold=_INLINE_BYTES)
     return web.Response(body=content, content_type="application/json")
@@ -356,8 +356,8 @@ async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *,
         raise errors.InvalidValue(
             f"The query, once for each document, and the documents have more than {most} characters together.", param
         )
-    score = _crossed if capabilities.score else _compared
-    result = await context.admitted(lambda context: score(context, job_id, pairs), param=param)
+    ask = _crossed if capabilities.score else _compared
+    result = await context.admitted(lambda context: ask(context, job_id, pairs), param=param)
     if not all(map(math.isfinite, result.scores)):
         raise errors.UpstreamError("The model sent a score that is not a number.")
     context.observation.input_tokens = result.prompt_tokens
@@ -492,7 +492,7 @@ async def handle_rerank(request: web.Request) -> web.StreamResponse:
     answer = Reranked(
         id=rerank_id,
         model=body.model,
-        usage=usage_of(result.prompt_tokens),
+        usage=input_usage(result.prompt_tokens),
         results=[
             RerankResult(
                 index=index,
@@ -551,7 +551,7 @@ async def handle_score(request: web.Request) -> web.StreamResponse:
         created=now(),
         model=context.body.model,
         data=[Score(index=index, score=value) for index, value in enumerate(result.scores)],
-        usage=usage_of(result.prompt_tokens),
+        usage=input_usage(result.prompt_tokens),
     )
     return json_response(answer)
 

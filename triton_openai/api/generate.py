@@ -26,7 +26,7 @@ from triton_openai.api.parameters import (
 )
 from triton_openai.api.prompts import (
     Prompt,
-    Written,
+    Rewritten,
     check_ids,
     check_size,
     longest_prompt,
@@ -149,7 +149,7 @@ async def runs_of(context: RequestContext[Any], prompts: Sequence[Prompt], task:
     runs: list[Run] = []
     with observation.stage(TOKENIZE):
         for place, prompt in enumerate(prompts):
-            prepared = await prepare(model, tokenizer, prompt, task)
+            prepared = await generation_of(model, tokenizer, prompt, task)
             if tokenizer is not None:
                 prepared = await _fitted(model, tokenizer, prepared, task)
             for number in range(count):
@@ -187,18 +187,17 @@ def nth_seed(first: int, number: int) -> int:
     return (first + number) % _SEEDS
 
 
-async def prepare(model: ServedModel, tokenizer: Tokenizer | None, prompt: Prompt, task: Task) -> Generation:
+async def generation_of(model: ServedModel, tokenizer: Tokenizer | None, prompt: Prompt, task: Task) -> Generation:
     """Return the generation for one prompt of *task*: as text, or as token ids where the model takes those."""
-    written = None
-    if isinstance(prompt, Written):
-        written = prompt.shown
-        prompt = prompt.text
+    original = None
+    if isinstance(prompt, Rewritten):
+        original, prompt = prompt.original, prompt.sent
     if tokenizer is not None and isinstance(prompt, str) and task.truncation is None:
         check_size(prompt, tokenizer, longest_prompt(model, tokenizer))
     if not model.adapter.capabilities.tokens:
-        fields = await _as_text(model, tokenizer, prompt, written, task)
+        fields = await _text_fields(model, tokenizer, prompt, original, task)
     elif tokenizer is not None:
-        fields = await _as_ids(model, tokenizer, prompt, task)
+        fields = await _id_fields(model, tokenizer, prompt, task)
     else:
         raise no_tokenizer(model)
     return Generation(
@@ -225,8 +224,8 @@ def _truncation(model: ServedModel, task: Task) -> Truncation | None:
     return task.truncation.within(None if limit is None else limit - answer)
 
 
-async def _as_text(
-    model: ServedModel, tokenizer: Tokenizer | None, prompt: str | Sequence[int], written: str | None, task: Task
+async def _text_fields(
+    model: ServedModel, tokenizer: Tokenizer | None, prompt: str | Sequence[int], original: str | None, task: Task
 ) -> dict[str, Any]:
     """Return the fields of a :class:`Generation` for a model that takes text."""
     if not isinstance(prompt, str):
@@ -242,7 +241,7 @@ async def _as_text(
     if tokenizer is not None:
         if truncation is not None:
             cut = await cut_text(tokenizer, prompt, truncation, special=special)
-            prompt, written = cut, written if cut == prompt else None
+            prompt, original = cut, original if cut == prompt else None
         if capabilities.echoes and not (task.stream and capabilities.streaming):
             echo = await tokenizer.decode_async(await tokenizer.encode_async(prompt))
         if task.token_ids:
@@ -251,10 +250,12 @@ async def _as_text(
     words: Sequence[tuple[str, float]] = ()
     if biases:
         words = await offload.run(bias_words, tokenizer, biases, size=len(biases), threshold=_INLINE_WORDS)
-    return {"prompt": prompt, "written": written, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
+    return {"prompt": prompt, "original_prompt": original, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
 
 
-async def _as_ids(model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequence[int], task: Task) -> dict[str, Any]:
+async def _id_fields(
+    model: ServedModel, tokenizer: Tokenizer, prompt: str | Sequence[int], task: Task
+) -> dict[str, Any]:
     """Return the fields of a :class:`Generation` for a model that takes token ids."""
     truncation = _truncation(model, task)
     if isinstance(prompt, str):

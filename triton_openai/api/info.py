@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import msgspec
@@ -17,10 +17,9 @@ from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.classify import classify
 from triton_openai.api.embeddings import answers_of
-from triton_openai.api.generate import Task, prepare, run_of
+from triton_openai.api.generate import Task, generation_of, run_of
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages.errors import asks_anthropic
-from triton_openai.api.responses.catalogue import AgentModel, catalogue
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob
@@ -52,6 +51,42 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
 
 
+class AgentModel(msgspec.Struct, kw_only=True):
+    """
+    A model as Codex CLI reads it, which takes a window of 258,400 tokens for one that is not listed so.
+
+    These are the fields that codex-cli 0.169 requires, without which it ignores the whole list. ``context_window`` is
+    left out where it is not known, ``truncation_policy`` is how much of a command's output the agent keeps.
+    """
+
+    slug: str
+    display_name: str
+    description: str = "A model in Triton Inference Server."
+    base_instructions: str = (
+        "You are a coding agent that works in the user's repository through a terminal. Read files before you change "
+        "them, and do not guess what they contain. Make the smallest change that does what is asked, in the style of "
+        "the code around it. Run commands to check your work, such as the tests that concern it. If a command fails, "
+        "read what it prints and try something else. When you have finished, say in a few sentences what you changed "
+        "and what you did not do."
+    )
+    context_window: int | msgspec.UnsetType = msgspec.UNSET
+    max_context_window: int | msgspec.UnsetType = msgspec.UNSET
+    effective_context_window_percent: int = 95
+    input_modalities: Sequence[str]
+    supported_reasoning_levels: Sequence[Mapping[str, str]] = ()
+    shell_type: str = "default"
+    visibility: str = "list"
+    supported_in_api: bool = True
+    priority: int
+    support_verbosity: bool = False
+    truncation_policy: Mapping[str, str | int] = msgspec.field(
+        default_factory=lambda: {"mode": "tokens", "limit": 10_000}
+    )
+    experimental_supported_tools: Sequence[str] = ()
+    supports_search_tool: bool = False
+    use_responses_lite: bool = False
+
+
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """All models. ``models`` is there for Codex CLI, which sends its version as ``client_version``."""
 
@@ -70,8 +105,24 @@ async def list_models(request: web.Request) -> web.Response:
         return messages.list_models(request)
     models, key = service_of(request).models, key_of(request)
     names = [name for name in models.served if key.allows(name)]
-    listed = catalogue(models.served[name] for name in names) if "client_version" in request.query else msgspec.UNSET
+    listed = _for_agents(models.served[name] for name in names) if "client_version" in request.query else msgspec.UNSET
     return json_response(ModelList(data=[describe(models, name) for name in names], models=listed))
+
+
+def _for_agents(models: Iterable[ServedModel]) -> Sequence[AgentModel]:
+    """Return those of *models* that can chat."""
+    able = [model for model in models if "generate" in model.tasks and model.can_chat is not False]
+    return [
+        AgentModel(
+            slug=model.name,
+            display_name=model.name,
+            context_window=model.settings.max_model_len or msgspec.UNSET,
+            max_context_window=model.settings.max_model_len or msgspec.UNSET,
+            input_modalities=["text", "image"] if model.adapter.capabilities.images else ["text"],
+            priority=place,
+        )
+        for place, model in enumerate(able)
+    ]
 
 
 async def get_model(request: web.Request) -> web.Response:
@@ -220,7 +271,7 @@ async def probe(service: Service, model: ServedModel, *, timeout: float) -> None
     number = new_id("probe")
     tokenizer = (await model.prompter()).tokenizer
     if capabilities.generate:
-        generation = await prepare(model, tokenizer, _TEXT, Task(id=number, sampling=Sampling(max_tokens=1)))
+        generation = await generation_of(model, tokenizer, _TEXT, Task(id=number, sampling=Sampling(max_tokens=1)))
         limits = TimeLimits(first_token=timeout, idle=timeout, total=None)
         run = run_of(service, model, generation, tokenizer, limits)
         await collect([run], timeout=None)

@@ -28,15 +28,15 @@ from triton_openai.prompts.tokenizer import Tokenizer
 _LONGEST_TEMPLATE = 16 * 1024
 
 
-class Written(msgspec.Struct, frozen=True):
-    """The *text* that the backend gets for a prompt, and *shown*, the text of the prompt as the client wrote it."""
+class Rewritten(msgspec.Struct, frozen=True):
+    """A prompt that is *sent* to the backend as another text than the *original*, which the client wrote."""
 
-    text: str
-    shown: str
+    sent: str
+    original: str
 
 
 #: A prompt: a text to which the usual special tokens are added, or exactly these tokens.
-Prompt: TypeAlias = str | Sequence[int] | Written
+Prompt: TypeAlias = str | Sequence[int] | Rewritten
 
 
 async def prompts_of(
@@ -112,7 +112,7 @@ async def _alone(model: ServedModel, text: str) -> Prompt:
             return ids
         for own in (text, tokenizer.strip_bos(text)):
             if await tokenizer.encode_async(own, True) == ids:
-                return Written(own, text)
+                return Rewritten(own, text)
     raise UnsupportedParameter(
         "The model's backend adds special tokens to every text: 'add_special_tokens' can be false only for a prompt"
         " that begins with just these.",
@@ -128,7 +128,7 @@ def check_ids(ids: Sequence[int], tokenizer: Tokenizer, param: str, hint: str = 
             raise InvalidValue(f"'{param}' holds {number}, which is not a token of this model.{hint}", param)
 
 
-async def _as_text(model: ServedModel, ids: list[int]) -> Written:
+async def _as_text(model: ServedModel, ids: list[int]) -> Rewritten:
     tokenizer = (await model.prompter()).tokenizer
     if tokenizer is None:
         raise UnsupportedParameter(
@@ -144,7 +144,7 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Written:
         raise UnsupportedParameter(
             "These token ids cannot be sent to the model as text without changing them.", param="prompt"
         )
-    return Written(text, tokenizer.decode(ids, skip_special_tokens=False))
+    return Rewritten(text, tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def no_tokenizer(model: ServedModel) -> ConfigurationError:

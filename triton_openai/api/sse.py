@@ -18,7 +18,7 @@ import msgspec
 import structlog
 from aiohttp import HttpVersion11, web
 
-from triton_openai.answer.fan_out import Answers, too_long
+from triton_openai.answer.fan_out import RunGroup, too_long
 from triton_openai.answer.run import Run
 from triton_openai.api.generate import Task
 from triton_openai.api.service import RequestContext, now, service_of
@@ -151,7 +151,7 @@ class EventStream:
         self._request = request
         self._chunks = chunks
         self._piece = chunks.piece
-        self._answers = Answers(runs, self.push)
+        self._answers = RunGroup(runs, self.push)
         # aiohttp's writer awaits each write. Events go to its transport directly, as chunks of HTTP. That is
         # safe once the headers are sent: the writer buffers nothing.
         self._transport: asyncio.WriteTransport | None = None

@@ -88,7 +88,7 @@ class Stop:
 
 
 #: Runs a service with these settings, and ends it as the :class:`Stop` asks.
-Service = Callable[[Settings, Stop], AbstractAsyncContextManager[Running]]
+Runner = Callable[[Settings, Stop], AbstractAsyncContextManager[Running]]
 
 
 def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int:
@@ -98,7 +98,7 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
     with contextlib.ExitStack() as opened:
         sockets = opened.enter_context(listening_sockets(settings.server))
         triton = triton_for(settings, environ) if settings.triton.model_repository else None
-        service: Service = partial(_one_process, sockets=sockets, launched=triton is not None)
+        service: Runner = partial(_one_process, sockets=sockets, launched=triton is not None)
         if settings.server.workers > 1:
             ports = opened.enter_context(relay_ports(settings.server))
             directory = opened.enter_context(private_directory(environ))
@@ -176,7 +176,7 @@ def stopped_by_signals(stop: Stop, *, insist: bool = True) -> Iterator[None]:
 
 
 async def _serve(
-    settings: Settings, service: Service, triton: EmbeddedTriton | None, source: Source | None = None
+    settings: Settings, service: Runner, triton: EmbeddedTriton | None, source: Source | None = None
 ) -> int:
     """
     Run what *service* makes of *settings* until a signal ends it, or it ends by itself; return the exit status.

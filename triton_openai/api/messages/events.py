@@ -20,7 +20,7 @@ from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStar
 _encode = msgspec.json.Encoder().encode
 
 
-def usage_of(progress: Progress) -> types.MessageUsage:
+def message_usage(progress: Progress) -> types.MessageUsage:
     """Return the tokens up to now. Clients need numbers: an estimate is better than none."""
     usage = progress.usage_so_far or progress.usage_estimate
     return types.MessageUsage(
@@ -110,7 +110,7 @@ class MessageEvents(Events):
             content=self.blocks,
             stop_reason=reason,
             stop_sequence=sequence,
-            usage=usage_of(self._progress),
+            usage=message_usage(self._progress),
         )
 
     @property
@@ -137,7 +137,7 @@ class MessageEvents(Events):
         """Return why the message ended, and its end."""
         reason, sequence = stop_of(self._progress, self._parser, limited=self._limited)
         delta = types.BlockDelta(stop_reason=reason, stop_sequence=sequence)
-        ended = types.MessageEvent(type="message_delta", delta=delta, usage=usage_of(self._progress))
+        ended = types.MessageEvent(type="message_delta", delta=delta, usage=message_usage(self._progress))
         return _event(ended) + _event(types.MessageEvent(type="message_stop"))
 
     def failed(self, error: ServiceError) -> bytes:

@@ -11,7 +11,7 @@ from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response
-from triton_openai.api.chat import ChatRequest, prepare
+from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
 from triton_openai.api.messages.events import MessageEvents
 from triton_openai.api.messages.reader import Reading, read
@@ -67,7 +67,7 @@ async def _read(service: Service, model: ServedModel, body: types.CountTokensReq
 
 async def _answer(context: RequestContext[ChatRequest], *, asked: int, omits_thinking: bool) -> web.StreamResponse:
     body, observation = context.body, context.observation
-    turn = await prepare(context, new_id("msg", "_"), fitting=True)
+    turn = await turn_of(context, new_id("msg", "_"), fitting=True)
     (run,), (parser,) = turn.runs, turn.parsers
     room = run.generation.sampling.max_tokens
     limited = room < asked

@@ -233,7 +233,7 @@ async def _chat(
 
 
 async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job) -> web.StreamResponse:
-    turn = await _prepared(context, job)
+    turn = await _turn_of(context, job)
     events = job.events(turn)
     if job.body.stream:
         return await stream(context, turn.runs, events)
@@ -242,7 +242,7 @@ async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job) -> web
     return json_response(job.response)
 
 
-async def _prepared(context: RequestContext[chat.ChatRequest], job: Job) -> chat.Turn:
+async def _turn_of(context: RequestContext[chat.ChatRequest], job: Job) -> chat.Turn:
     """
     Return the turn of *job*. With ``truncation``, what a conversation begins with is left out until the rest fits.
 
@@ -251,7 +251,7 @@ async def _prepared(context: RequestContext[chat.ChatRequest], job: Job) -> chat
     turns, reading = 1, job.reading
     while True:
         try:
-            return await chat.prepare(context, job.id, fitting=True)
+            return await chat.turn_of(context, job.id, fitting=True)
         except errors.ContextLengthExceeded:
             if job.body.truncation != "auto" or reading is None or not reading.leave_out(turns):
                 raise
@@ -273,7 +273,7 @@ async def _in_background(
 
     async def answer(context: RequestContext[chat.ChatRequest]) -> None:
         nonlocal events
-        turn = await _prepared(context, job)
+        turn = await _turn_of(context, job)
         rendering = events = job.events(turn)
         log.add(rendering.opening())
 
