@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 from msgspec import Meta
 
-from triton_openai.adapters._common.base import Adapter, Rule, check_range
+from triton_openai.adapters._common.base import Adapter, BoundParameter, Rule, check_range, refused
 from triton_openai.answer.logprobs import Scoring
 from triton_openai.api.bodies import ModelRequest, explain
 from triton_openai.config import DefaultParameters
@@ -269,22 +269,9 @@ def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @lru_cache(128)
-def _refused(adapter: Adapter) -> Mapping[str, tuple[tuple[Any, ...], str]]:
-    """Return the parameters that *adapter* cannot honour, each with its neutral values and the end of the message."""
-    # What an adapter's table does not mention is not sent either; stop strings are cut out here if need be.
-    rules = {**dict.fromkeys(_MAPPED, Rule.REFUSED), **{row.name: row.rule for row in adapter.parameters}}
-    neutral = {row.name: row.neutral for row in adapter.parameters}
-    reasons = {row.name: f": {row.why}." for row in adapter.parameters if row.why}
-    return {
-        name: ((*_PLAIN.get(name, ()), *neutral.get(name, ())), reasons.get(name, "."))
-        for name, rule in rules.items()
-        if rule is Rule.REFUSED
-    }
-
-
-@lru_cache(128)
-def _datatypes(adapter: Adapter) -> Mapping[str, str | None]:
-    return {row.name: row.datatype for row in adapter.parameters}
+def _rows(adapter: Adapter) -> Mapping[str, BoundParameter]:
+    """Return the rows of *adapter*'s table by name. What the table does not mention is refused, as it is not sent."""
+    return {**{name: refused(name) for name in _MAPPED}, **{row.name: row for row in adapter.parameters}}
 
 
 def sampling(
@@ -323,17 +310,18 @@ def sampling(
     if max_tokens is None:
         # A limit that the client did not set is no reason to refuse the request.
         del asked["max_tokens"]
-    refused, datatypes = _refused(adapter), _datatypes(adapter)
+    rows = _rows(adapter)
     for name, value in asked.items():
+        row, usual = rows.get(name), _PLAIN.get(name, ())
+        if row is None or value in usual:
+            continue
         called = max_tokens_name if name == "max_tokens" else name
-        if name in refused:
-            neutral, why = refused[name]
-            if value not in neutral:
-                message = f"The parameter '{called}' is not supported with this model{why}"
-                raise UnsupportedParameter(message, param=called)
+        if row.rule is Rule.REFUSED and value not in row.neutral:
+            why = f": {row.why}" if row.why else ""
+            raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}.", param=called)
         # Checked here because the adapter does not know the client's name of the limit.
-        if isinstance(value, (int, float)) and value not in _PLAIN.get(name, ()):
-            check_range(called, value, datatypes.get(name))
+        if isinstance(value, (int, float)):
+            check_range(called, value, row.datatype)
     most = adapter.capabilities.top_logprobs
     if (logprobs or 0) > most:
         raise UnsupportedParameter(
