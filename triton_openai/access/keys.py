@@ -165,7 +165,7 @@ class Keys:
         while True:
             await asyncio.sleep(self._interval)
             settings, file = self._settings, self._file
-            if not await asyncio.to_thread(file.due, settled=True):
+            if not await file.look(settled=True):
                 continue
             try:
                 ring = await asyncio.to_thread(_read_again, settings, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -57,6 +58,10 @@ class FileWatch:
             return False
         self._read, self._reason = found, None
         return True
+
+    async def look(self, *, settled: bool) -> bool:
+        """Call :meth:`due` in a thread if there are files: their disk may be slow."""
+        return await asyncio.to_thread(self.due, settled=settled) if self.paths else self.due(settled=settled)
 
     def used(self) -> None:
         """Note that the files are in use."""

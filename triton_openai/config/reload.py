@@ -106,7 +106,7 @@ class Reloader:
                     await self._requested.wait()
             renew = self._requested.is_set()
             self._requested.clear()
-            if await asyncio.to_thread(self._source.watch.due, settled=not renew) or renew:
+            if await self._source.watch.look(settled=not renew) or renew:
                 await self._reload(renew=renew)
 
     async def _reload(self, *, renew: bool) -> None:

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from structlog.testing import capture_logs
 
 from triton_openai.access.guard import GUARD
-from triton_openai.access.keys import sha256
+from triton_openai.access.keys import Keys, sha256
 from triton_openai.app import create_app, take_over
 from triton_openai.config import AccessSettings, ApiSettings, RestrictedApi, Settings, load_settings
 from triton_openai.config.files import FileWatch
@@ -85,6 +86,18 @@ async def until(condition) -> None:
             await asyncio.sleep(0.002)
 
     await asyncio.wait_for(look(), 10)
+
+
+async def test_nothing_to_watch_takes_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service without files looks at none."""
+    monkeypatch.setattr("asyncio.to_thread", Mock(side_effect=AssertionError))
+    reloader = Reloader(Settings(), Source(Settings), Service().take_over, interval=0)
+    for watch in (reloader.run(), Keys(AccessSettings(), interval=0).watch()):
+        task = asyncio.create_task(watch)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
 
 
 async def test_a_changed_file_is_read(file: Path) -> None:
