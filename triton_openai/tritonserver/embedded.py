@@ -186,9 +186,14 @@ class EmbeddedTriton:
                 where = " or ".join(map(str, self._repositories))
                 raise ConfigurationError(f"There is no model {name[:200]!r} in {where}.")
         if self._runtime is None or self._work_dir is None:
-            self._work_dir = folder = Path(tempfile.mkdtemp(prefix="triton-openai-"))
+            folder = Path(tempfile.mkdtemp(prefix="triton-openai-"))
             make = packaged_runtime if self._binary is None else partial(installed_runtime, self._binary)
-            self._runtime = make(self._environment, folder, self._extra_backends)
+            try:
+                self._runtime = make(self._environment, folder, self._extra_backends)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._work_dir = folder
         return self._runtime
 
     def _command(self, runtime: Runtime, ports: Sequence[int]) -> list[str]:

@@ -12,6 +12,7 @@ import pytest
 
 from triton_openai.errors import ConfigurationError
 from triton_openai.tritonserver import _runtime
+from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 VERSION = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
@@ -78,6 +79,18 @@ def test_no_shared_library(package: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(_runtime, "_libpython", lambda version: [])
     with pytest.raises(ConfigurationError, match=f"Python {VERSION} has no libpython{VERSION}.so.1.0"):
         _runtime.packaged_runtime(os.environ, package / "work")
+
+
+def test_what_is_laid_out_in_vain_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the start is tried."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "models").mkdir()
+    server = EmbeddedTriton(model_repository=tmp_path / "models", environment={})
+    for _ in range(2):
+        with pytest.raises(ConfigurationError):
+            server.start()
+        assert ["models"] == [path.name for path in tmp_path.iterdir()]
 
 
 def test_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
