@@ -145,8 +145,11 @@ class Tokenizer:
         encoding = self.tokens(text)
         # A space may belong to no token; then the next token counts.
         places = (encoding.char_to_token(place) for place in range(end - 1, len(text)))
-        last = next((place for place in places if place is not None), None)
-        return len(encoding) if last is None else last + 1
+        count = next((place + 1 for place in places if place is not None), len(encoding))
+        # The bytes of a character may be several tokens.
+        while count < len(encoding) and (place := encoding.token_to_chars(count)) is not None and place[0] < end:
+            count += 1
+        return count
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
         """

@@ -81,6 +81,7 @@ def test_encodes_decodes_and_counts(tmp_path: Path) -> None:
     assert tokenizer.encode("ab", add_special_tokens=True) == [256, *tokenizer.encode("ab")]
     assert tokenizer.count("ab") == 2
     assert tokenizer.count("ab", add_special_tokens=True) == 3
+    assert [tokenizer.count_to("aé🙂b", end) for end in range(1, 5)] == [1, 3, 7, 8]
     assert tokenizer.decode([256, *tokenizer.encode("ab")]) == "ab"
     assert tokenizer.decode([256, *tokenizer.encode("ab")], skip_special_tokens=False) == "<s>ab"
     assert tokenizer.token_id("</s>") == 257
