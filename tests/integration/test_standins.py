@@ -364,7 +364,7 @@ def test_bls_hides_its_inner_request(triton, url):
     assert ended(triton, inner_id) == ("finished", 6)
 
 
-def test_sequences_of_one_request_are_told_apart_by_index(url):
+def test_sequences_of_one_request_are_told_apart_by_index(url, tokenizer):
     """Several sequences come interleaved, each response with its index, and only one final flag at the very end."""
     answers = ask(
         url, "ensemble", text_input=steered(text="one two"), max_tokens=9, stream=True, num_return_sequences=2
@@ -375,6 +375,13 @@ def test_sequences_of_one_request_are_told_apart_by_index(url):
     assert pieces == {0: "one two", 1: "one two"}
     assert [answer.final for answer in answers].count(True) == 1
     assert answers[-1].final
+    ids = tokenizer.encode(steered(text="one two")).ids
+    answers = ask(
+        url, "tensorrt_llm", input_ids=ids, input_lengths=len(ids), request_output_len=9, streaming=True,
+        num_return_sequences=2,
+    )  # fmt: skip
+    indices = [answer.tensors["sequence_index"].item() for answer in answers]
+    assert indices.count(0) == indices.count(1) == len(indices) / 2
 
 
 def test_log_probabilities_cover_all_tokens_so_far(url):

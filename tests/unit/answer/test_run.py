@@ -214,10 +214,10 @@ async def test_a_decoder_that_fails() -> None:
 
 async def test_silence() -> None:
     """It ends the run, whether nothing came or nothing more, and the transport is told; a slow client does not."""
-    quick = TimeLimits(first_token=0.05, idle=0.05, total=None)
-    for texts in ((), ("one",)):
-        answer = Answer(limits=quick)
+    for texts, first in (((), 0.05), (("one",), 60)):
+        answer = Answer(limits=TimeLimits(first_token=first, idle=0.05, total=None))
         if texts:
+            await asyncio.sleep(0.1)
             answer.engine.bring(*texts)
             answer.run.pause()
             assert answer.engine.paused

@@ -25,10 +25,19 @@ from triton_openai.api.bodies import parse_json
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
-from triton_openai.api.parameters import guide_of, neutral_values, refuse_unused, sampling, stop_strings, stream_options
+from triton_openai.api.parameters import (
+    guide_of,
+    neutral_values,
+    refuse_unused,
+    sampling,
+    stop_strings,
+    stream_options,
+    truncation,
+)
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
+from triton_openai.prompts.truncation import Truncation
 from triton_openai.triton.tensors import INTEGER_RANGES, ModelConfig, TensorSpec
 
 CONFIG = ModelConfig(
@@ -330,6 +339,14 @@ def test_what_is_no_guide(fields: dict[str, Any], param: str) -> None:
 def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
     """Clients send these for what they do not use."""
     assert guide_for(**fields) is None
+
+
+@every_case("side, kept", [(None, True), ("left", False), ("right", False)])
+def test_truncation(side: Any, kept: bool) -> None:
+    """A side that the client names is that of the ids as they are, special tokens among them."""
+    body = EmbeddingsRequest(model="m", input="x", truncate_prompt_tokens=5, truncation_side=side)
+
+    assert Truncation(tokens=5, side=side or "left", keeps_special=kept) == truncation(body)
 
 
 def test_a_model_without_guided_decoding() -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
-from triton_openai.api.responses.state import Conversation, Record, ResponseState
+from triton_openai.api.responses.state import STATE, Conversation, Record, ResponseState
 from triton_openai.api.responses.store import SqliteStore, Store, open_store
 from triton_openai.api.responses.types import OutputMessage, OutputText, ResponseObject
 from triton_openai.config import ModelDefaults, ResponsesSettings, Settings, TritonSettings
@@ -300,7 +300,7 @@ async def test_a_background_response_is_a_request() -> None:
 
 
 async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in progress until it is kept: only then can its output be read."""
+    """It is in progress until it is kept: only then can its output be read. What is cancelled by then stays so."""
     put, kept, writing = SqliteStore.put, asyncio.Event(), asyncio.Event()
 
     async def slow_put(store: SqliteStore, key: str, value: bytes, version: int) -> bool:
@@ -320,6 +320,17 @@ async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.Monk
         assert b"response.completed" in stream.body
         found = (await proxy.get(f"/v1/responses/{made['id']}")).json
         assert ("completed", 1) == (found["status"], len(found["output"]))
+
+        kept.clear()
+        writing.clear()
+        made = (await proxy.post("/v1/responses", {"model": "m", "input": "Hi", "background": True})).json
+        await asyncio.wait_for(writing.wait(), 30)
+        # Another process would not find it.
+        live = proxy.client.app[STATE].live.pop(made["id"])
+        await proxy.post(f"/v1/responses/{made['id']}/cancel", {})
+        kept.set()
+        await live.task
+        assert "cancelled" == (await proxy.get(f"/v1/responses/{made['id']}")).json["status"]
 
 
 async def test_queries_that_say_nothing_are_refused() -> None:

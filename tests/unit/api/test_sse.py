@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from triton_openai.api.chat_response import ChatChunks
 from triton_openai.api.generate import Task
 from triton_openai.api.sse import Chunks, stream
+from triton_openai.api.tools import ToolPlan
 from triton_openai.config import LimitSettings, ServerSettings, Settings
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Sampling
@@ -89,6 +91,16 @@ class Marks(Chunks):
 
     def last(self, choice: int) -> bytes:
         return b"data: %d)\n\n" % choice
+
+
+def test_token_ids_are_in_each_chunk_of_a_chat() -> None:
+    """Where they are asked for."""
+    context: Any = SimpleNamespace(body=SimpleNamespace(model="m"), model=SimpleNamespace(fingerprint="f"))
+    for wanted in (False, True):
+        task = Task(id="id", sampling=Sampling(max_tokens=1), token_ids=wanted)
+        runs: Any = [ScriptedRun()]
+        chunks = ChatChunks(context, task, runs, parsers=[None], plan=ToolPlan(), fields=())
+        assert wanted == (b'"token_ids":[5]' in chunks.piece(0, Delta("a", token_ids=[5])))
 
 
 class Served:

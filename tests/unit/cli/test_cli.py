@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import triton_openai
+from tests.cases import every_case
 from triton_openai.cli import main
 from triton_openai.cli.arguments import Parsed, parse
 from triton_openai.cli.demo import _headers, _with_own_key, demo
+from triton_openai.cli.inspect import ModelReport, render
 from triton_openai.cli.table import problems, table
 from triton_openai.config import AccessSettings, RestrictedApi, ServerSettings, Settings, options
 from triton_openai.errors import ConfigurationError
@@ -22,10 +24,10 @@ from triton_openai.errors import ConfigurationError
 
 def test_values_stay_as_they_were_written() -> None:
     """The parser collects text; only what was given is there, so that it can win over other sources."""
-    parsed = parse(["serve", "--port", "1", "--triton-url", "a", "--triton-url=b", "--no-vllm-metrics"])
+    parsed = parse(["serve", "--config=f", "--port=1", "--triton-url", "a", "--triton-url=b", "--no-vllm-metrics"])
 
     assert "serve" == parsed.command
-    assert {"port": "1", "triton-url": ["a", "b"], "vllm-metrics": False} == parsed.settings
+    assert {"config": "f", "port": "1", "triton-url": ["a", "b"], "vllm-metrics": False} == parsed.settings
 
 
 def test_flags_of_serve() -> None:
@@ -171,6 +173,13 @@ def test_a_banner_that_cannot_be_printed_costs_nothing_but_itself(encoding: str,
         )
 
     assert (0, 1) == (done.returncode, done.stderr.count("what is served cannot be printed"))
+
+
+@every_case("field", ["scores", "classes"])
+def test_a_report(field: str) -> None:
+    """What a model does that generates nothing is told with what that needs."""
+    lines = render([ModelReport(name="m", adapter="a", tokenizer="t", **{field: "three"})]).splitlines()  # type: ignore[arg-type]
+    assert [f"  {field:<14} three", f"  {'tokenizer':<14} t"] == lines[-2:]
 
 
 def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:

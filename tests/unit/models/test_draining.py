@@ -120,6 +120,18 @@ def refused(process: Process, model: str) -> bool:
     return False
 
 
+async def test_the_service_ends_when_nothing_runs():
+    """It waits for what runs, and no longer than that."""
+    process = Process()
+    running = Visitor(process)
+    await until(lambda: running.inside)
+    draining = asyncio.create_task(process.draining.drain(600))
+    await asyncio.sleep(0)
+    running.leave()
+    await asyncio.wait_for(draining, 10)
+    assert running.error is None
+
+
 async def test_what_runs_too_long_is_ended(pair):
     """After the grace it is cancelled with a reason, wherever it runs; requests for other models know nothing of it."""
     unloading, serving = pair

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from msgspec.structs import replace
 
@@ -9,7 +11,9 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from triton_openai.access.keys import ApiKey
 from triton_openai.config import ApiSettings, ModelSettings, Settings, TritonSettings
-from triton_openai.errors import ConfigurationError, ModelNotFound
+from triton_openai.errors import ConfigurationError, ModelNotFound, UpstreamUnavailable
+from triton_openai.models.served import Models, ServedModel
+from triton_openai.triton.catalog import Snapshot
 
 
 async def test_names_of_lora_adapters() -> None:
@@ -73,15 +77,33 @@ async def test_a_name_that_no_model_has() -> None:
 
 
 async def test_a_model_that_is_gone() -> None:
-    """It is none from the next look on; a new one is found when it is asked for."""
+    """It is none from the next look on, and Triton that was away is looked at first; a new one is found."""
     async with (
         FakeTriton(config_of("m")) as triton,
         serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
     ):
         await proxy.ready()
-        triton.models["n"] = {**triton.models.pop("m"), "name": "n"}
-        await proxy.models.catalog.renew()
+        for old, new in ("mn", "nm"):
+            triton.models[new] = {**triton.models.pop(old), "name": new}
+            if new == "n":
+                proxy.models.catalog.snapshot = Snapshot(error=UpstreamUnavailable("It is away."))
+            else:
+                await proxy.models.catalog.renew()
+            with pytest.raises(ModelNotFound):
+                await proxy.models.find(old)
+            assert new == (await proxy.models.find(new)).owner
 
-        assert "n" == (await proxy.models.find("n")).owner
-        with pytest.raises(ModelNotFound):
-            await proxy.models.find("m")
+
+async def test_an_engine_without_a_tokenizer_that_works() -> None:
+    """The model's own adapter answers for it."""
+    models, prompter = Models(Settings(), Mock()), Mock(tokenizer=None)
+    models.catalog.snapshot = Snapshot()
+    model = ServedModel(
+        name="m", owner="m", adapter=Mock(), reason="", settings=ModelSettings(),
+        lazy_prompter=Mock(resolved=prompter), text_level=(own := Mock()),
+    )  # fmt: skip
+    models.served = {"m": model}
+
+    assert own is (await models.find("m")).adapter
+    prompter.tokenizer = Mock()
+    assert model is await models.find("m")

@@ -14,7 +14,8 @@ from triton_openai.api.chat_response import message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.choose import Parsers
-from triton_openai.parsers.events import Content, Event, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
+from triton_openai.parsers.reasoning.think import Think
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.hermes import Hermes
 from triton_openai.parsers.tools.llama3_json import Llama3Json
@@ -135,13 +136,14 @@ def test_a_third_partys_parser() -> None:
 @every_case("size", [1, 7, 1000])
 def test_calls_after_the_first(size: int) -> None:
     """They are dropped for a client that takes one at a time, with their arguments; text between them stays."""
-    text = f"{CALL}a{CALL}{CALL}b"
+    text = f"<think>c</think>{CALL}a{CALL}{CALL}b"
     seen = {}
     for parallel in (False, True):
-        parser = AnswerParser(None, Hermes({"now": {}}), parallel=parallel)
+        parser = AnswerParser(Think(), Hermes({"now": {}}), parallel=parallel)
         events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
         events += parser.flush()
         seen[parallel] = {event.index for event in events if isinstance(event, ToolCallStart | ToolCallArguments)}
-        assert "ab" == "".join(event.text for event in events if isinstance(event, Content))
+        for kind, expected in ((Content, "ab"), (Reasoning, "c")):
+            assert expected == "".join(event.text for event in events if isinstance(event, kind))
 
     assert {False: {0}, True: {0, 1, 2}} == seen

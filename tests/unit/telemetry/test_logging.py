@@ -20,16 +20,18 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
 
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    """Our lines and those of libraries are JSON objects, with what is bound to the request."""
+    """Our lines and those of libraries are JSON objects, with what is bound to the request unless they say else."""
     configure_logging(ServerSettings(log_format="json"))
     token = LOG_FIELDS.set({"request_id": "r1"})
     try:
         structlog.get_logger("ours").info("done", tokens_per_second=3)
+        structlog.get_logger("ours").info("done", request_id="r2")
         logging.getLogger("theirs").warning("careful %s", "now")
     finally:
         LOG_FIELDS.reset(token)
 
-    ours, theirs = _lines(capsys)
+    ours, of_another, theirs = _lines(capsys)
+    assert "r2" == of_another["request_id"]
     assert ("done", "ours", "info", 3, "r1") == tuple(
         ours[name] for name in ("event", "logger", "level", "tokens_per_second", "request_id")
     )

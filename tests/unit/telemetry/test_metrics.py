@@ -310,7 +310,9 @@ def test_files_have_their_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_table_of_instruments() -> None:
-    """Names are unique, have their unit or kind at the end, and buckets rise."""
+    """Names are unique, have their unit or kind at the end, and buckets rise; what has no labels is there at once."""
+    samples = {sample.name for sample in shown(Metrics(Worker())).samples()}
+    assert samples >= {one.name + ("_count" if one.buckets else "") for one in INSTRUMENTS if not one.labels}
     found = [one.name for one in INSTRUMENTS]
     assert len(found) == len(set(found))
     for one in INSTRUMENTS:
@@ -362,6 +364,12 @@ async def test_names_of_one_model_are_one_series_to_others() -> None:
     assert 3 == found.sum("vllm:e2e_request_latency_seconds_count", model_name="m")
     assert 3 == found.sum("vllm:e2e_request_latency_seconds_bucket", model_name="m", le="+Inf")
     assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", gen_ai_request_model="a")
+    # It is the model that answers or does not.
+    models = {
+        gauge: {sample.labels["model"] for sample in found.samples() if sample.name == f"triton_openai_{gauge}"}
+        for gauge in ("requests_running", "model_not_answering")
+    }
+    assert {"requests_running": {"a", "b", "m"}, "model_not_answering": {"m"}} == models
 
 
 async def test_models_that_nobody_wants_now_are_not_broken_ones() -> None:

@@ -180,6 +180,7 @@ class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # ty
     def __init__(self, library: Literal["own", "grpcio"] = "own") -> None:
         super().__init__()
         self._library = library
+        self.calls = 0
         # Instead of `reply`.
         self.script: Callable[[Any, Any], AsyncIterator[Any]] | None = None
         self.status: tuple[grpc.StatusCode, str] | None = None
@@ -201,6 +202,7 @@ class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # ty
         await self._server.stop(None)
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        self.calls += 1
         async for request in requests:
             self.requests.append(
                 {"id": request.id, "model": request.model_name, "raw": list(request.raw_input_contents)}
@@ -208,7 +210,8 @@ class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # ty
             try:
                 async for answer in (self.script or self._replies)(request, context):
                     yield answer
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, GeneratorExit):
+                # The latter where grpcio had not seen yet that the last answer was sent.
                 self.left.set()
                 raise
         if self.status is not None:
@@ -991,13 +994,18 @@ async def test_a_large_request(grpc_server):
 
 
 async def test_closing_while_a_large_request_is_encoded(grpc_server):
-    """It is not sent."""
+    """It is not sent, not even where a call that runs would be read to its end."""
     image = Tensor("image", "UINT8", (5_000_000,), bytes(5_000_000))
-    reading = Reading(grpc_server.client, msgspec.structs.replace(REQUEST, inputs=(image,)))
-    reading.close()
+    large = msgspec.structs.replace(REQUEST, inputs=(image,))
+    for request in (large, msgspec.structs.replace(large, cancellable=False)):
+        before = asyncio.all_tasks()
+        reading = Reading(grpc_server.client, request)
+        tasks = asyncio.all_tasks() - before
+        reading.close()
+        await asyncio.wait(tasks, timeout=10)
 
     assert ([], None) == await outcome(grpc_server.client)
-    assert [len(REQUEST.inputs)] == [len(request["raw"]) for request in grpc_server.requests]
+    assert (1, [len(REQUEST.inputs)]) == (grpc_server.calls, [len(request["raw"]) for request in grpc_server.requests])
 
 
 @pytest.mark.parametrize("grpc_server", ["own"], indirect=True)
