@@ -1,5 +1,6 @@
 """
-The image without a container engine: its build and install lines in an empty folder, and what they install, running.
+The image without a container engine: its build and install lines in an empty folder, and what they install, running,
+with the checkout out of the way: with all packages, and with those alone that the wheel needs.
 
 What needs root or another base (users, folders, the entry point of NVIDIA's image) is not run here.
 """
@@ -17,20 +18,39 @@ import sys
 import urllib.request
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
+from urllib.request import Request
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.deploy_files import IMAGES, ROOT, dockerfile, image_environment, of_stage, triton_flags
-from tests.integration.wheel_building import clean_environment
 from tests.triton_fixture import TestTriton
 
 # Building and installing take longer than a test usually may.
 pytestmark = pytest.mark.timeout(400)
 
+_IMPORT_EVERYTHING = """
+import importlib, pkgutil, triton_openai
+skipped = ("triton_openai.demo.", "triton_openai.__main__", "triton_openai.triton._")
+for module in pkgutil.walk_packages(triton_openai.__path__, "triton_openai."):
+    if not module.name.startswith(skipped):
+        importlib.import_module(module.name)
+print("imported")
+"""
+_RESOURCES = """
+from importlib.resources import files
+import triton_openai, triton_openai.adapters as adapters
+print(triton_openai.__file__, adapters.__file__)
+print(sum(each.name.endswith(".jinja") for each in files("triton_openai.templates").iterdir()))
+print((files("triton_openai.demo") / "tokenizer" / "tokenizer.json").is_file())
+print((files("triton_openai") / "py.typed").is_file())
+"""
 PREFIX = "/opt/triton-openai"
 NEEDS_ROOT = ("useradd", "ln -s")
 
@@ -79,30 +99,94 @@ class Image:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
+    @property
+    def packages(self) -> Path:
+        """Where the packages are installed."""
+        (found,) = self.prefix.glob("lib/python3*/site-packages")
+        return found
+
     @contextmanager
-    def running(self, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
-        """Start what the image starts, with its variables and *variables*; yield the process and its environment."""
+    def running(self, triton: TestTriton, *program: str, **variables: str) -> Iterator[dict[str, str]]:
+        """
+        Run what the image starts, or *program*, with its variables and *variables*, in front of *triton*.
+
+        Yield its environment when it serves; in the end, SIGTERM ends it with status 0.
+        """
         (entry_point,), (command,) = of_stage("sidecar", "ENTRYPOINT"), of_stage("sidecar", "CMD")
         inside = image_environment("sidecar")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
         environment = {
             **clean_environment(),
             **{name: value for name, value in inside.items() if name != "PATH"},
             "PATH": inside["PATH"].replace(PREFIX, str(self.prefix)).replace("${PATH}", os.environ["PATH"]),
             "HF_HOME": str(self.root / "cache"),
+            # Tests listen on the loopback only, the image on every interface.
+            "TRITON_OPENAI_HOST": "127.0.0.1",
+            "TRITON_OPENAI_PORT": port,
+            "TRITON_OPENAI_TRITON_URL": triton.http_url,
             **variables,
         }
-        program = shutil.which(json.loads(entry_point)[0], path=environment["PATH"])
-        assert str(self.prefix / "bin/triton-openai") == program
+        found = shutil.which(json.loads(entry_point)[0], path=environment["PATH"])
+        assert str(self.prefix / "bin/triton-openai") == found
         process = subprocess.Popen(
-            [program, *json.loads(command)], env=environment, cwd=self.root, stdout=subprocess.PIPE, text=True
+            [*(program or [found]), *json.loads(command)],
+            env=environment,
+            cwd=self.root,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         try:
-            yield process, environment
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            yield environment
+            process.send_signal(signal.SIGTERM)
+            assert 0 == process.wait(30)
         finally:
             process.kill()
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+
+    def without_extras(self, folder: Path) -> Path:
+        """Return the Python of an environment in *folder* that has the wheel, what that needs, and nothing else."""
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+        packages = folder / self.packages.relative_to(self.prefix)
+        for name in needed("triton-openai", self.packages):
+            for file in distribution(name, self.packages).files or ():
+                if ".." not in file.parts:
+                    (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                    os.link(self.packages / file, packages / file)
+        return folder / "bin" / "python"
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the variables of this process without what another Python, or settings of the service, left behind."""
+    return {
+        name: value for name, value in os.environ.items() if not re.match(r"PYTHON|VIRTUAL_ENV|TRITON_OPENAI_", name)
+    }
+
+
+def distribution(name: str, packages: Path) -> Distribution:
+    """Return the distribution *name* among *packages*."""
+    (found,) = Distribution.discover(name=name, path=[str(packages)])
+    return found
+
+
+def needed(requirement: str, packages: Path) -> set[str]:
+    """Return the names of the distributions that fulfil *requirement*, those that they require included."""
+    wanted, found = [Requirement(requirement)], dict[str, set[str]]()
+    while wanted:
+        one = wanted.pop()
+        known = found.setdefault(canonicalize_name(one.name), set())
+        extras = {"", *one.extras} - known
+        known |= extras
+        for line in distribution(one.name, packages).requires or () if extras else ():
+            other = Requirement(line)
+            if other.marker is None or any(other.marker.evaluate({"extra": extra}) for extra in extras):
+                wanted.append(other)
+    return set(found)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +212,7 @@ def test_what_is_built(image: Image) -> None:
 
 def test_what_is_installed(image: Image) -> None:
     """The locked packages, the health check, and no pip; modules are compiled, because nobody may write them later."""
-    (packages,) = image.prefix.glob("lib/python3*/site-packages")
+    packages = image.packages
 
     assert ["--require-hashes" in line and "--no-deps" in line for line in image.ran] == [False, True]
     assert not [line for line in image.ran if "compile" in line.lower()]
@@ -141,29 +225,53 @@ def test_what_is_installed(image: Image) -> None:
 
 def test_it_runs(image: Image, triton: TestTriton) -> None:
     """With nothing but variables it serves, is found healthy, and ends on SIGTERM with status 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    # Tests listen on the loopback only, the image on every interface.
-    variables = {"TRITON_OPENAI_HOST": "127.0.0.1", "TRITON_OPENAI_PORT": port}
-    variables["TRITON_OPENAI_TRITON_URL"] = triton.http_url
     (line,) = of_stage("sidecar", "HEALTHCHECK")
     command = [part.replace(PREFIX, str(image.prefix)) for part in json.loads(line.partition(" CMD ")[2])]
 
     def healthy(environment: dict[str, str]) -> bool:
         return subprocess.run(command, env=environment, capture_output=True, check=False, timeout=30).returncode == 0
 
-    with image.running(**variables) as (process, environment):
-        assert process.stdout is not None
-        process.stdout.readline()
+    with image.running(triton) as environment:
         assert healthy(environment)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=30) as response:
-            models: dict[str, Any] = json.load(response)
-        process.send_signal(signal.SIGTERM)
-        assert 0 == process.wait(30)
-        assert not healthy(environment)
+        models = ask(environment, "models")
+    assert not healthy(environment)
 
     assert "ensemble" in {model["id"] for model in models["data"]}
+
+
+def test_without_the_extras(image: Image, triton: TestTriton, tmp_path: Path) -> None:
+    """
+    With what the wheel needs alone, every module imports, and a chat request is answered.
+
+    Templates, adapters and the demo's data are read through the package, from where it is installed.
+    """
+    python = image.without_extras(tmp_path / "environment")
+
+    def run(code: str) -> str:
+        return subprocess.check_output([python, "-I", "-c", code], cwd=tmp_path, env=clean_environment(), text=True)
+
+    assert "imported\n" == run(_IMPORT_EVERYTHING)
+    package, adapters, templates, *there = run(_RESOURCES).split()
+    assert tmp_path in Path(package).parents
+    assert Path(package).parent / "adapters" / "__init__.py" == Path(adapters)
+    assert len(list((ROOT / "templates").glob("*.jinja"))) == int(templates)
+    assert ["True", "True"] == there
+    tokenizer = str(Path(package).parent / "demo" / "tokenizer")
+    program = (str(python), "-I", "-m", "triton_openai")
+    with image.running(triton, *program, TRITON_OPENAI_TOKENIZER=tokenizer) as environment:
+        body = {"model": "ensemble", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+        answer = ask(environment, "chat/completions", body)
+
+    assert "chat.completion" == answer["object"]
+    assert answer["choices"][0]["message"]["content"]
+
+
+def ask(environment: Mapping[str, str], path: str, body: Any = None) -> Any:
+    """Return what the service that runs with *environment* answers."""
+    url = f"http://127.0.0.1:{environment['TRITON_OPENAI_PORT']}/v1/{path}"
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(Request(url, data, {"Content-Type": "application/json"}), timeout=30) as response:
+        return json.load(response)
 
 
 def test_flags_for_triton(triton: TestTriton) -> None:

@@ -67,7 +67,7 @@ def test_inspect(triton: TestTriton) -> None:
 
 
 def test_the_other_commands() -> None:
-    """`make demo` is what tests/integration/test_commands.py runs, and what pip makes is test_wheel.py's."""
+    """`make demo` is what tests/integration/test_commands.py runs, and what pip makes is test_image.py's."""
     others = {
         line for block in blocks("README.md", "sh") if not block.startswith("curl") for line in block.splitlines()
     }
