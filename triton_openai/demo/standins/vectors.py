@@ -7,6 +7,7 @@ similar spellings have similar vectors.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ DIMENSIONS = 64
 _LENGTHS = (1, 2, 3, 4)
 
 
+@functools.lru_cache(maxsize=64)
 def embed(text: str, dimensions: int = DIMENSIONS) -> np.ndarray:
     """Return a unit vector for *text*; the same text always gives the same one."""
     vector = np.zeros(DIMENSIONS, dtype=np.float64)
