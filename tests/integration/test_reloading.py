@@ -44,6 +44,13 @@ class Configured:
         """Send SIGHUP."""
         self.service.process.send_signal(signal.SIGHUP)
 
+    def take(self, settings: Mapping[str, Any]) -> None:
+        """Exchange the file and wait until it is in force, without the two seconds in which changes are noticed."""
+        before = len(self.said("settings are read again"))
+        self.write(settings)
+        self.ask_to_reload()
+        until(lambda: len(self.said("settings are read again")) > before)
+
     def said(self, event: str) -> list[dict[str, Any]]:
         """Return the log's lines of this kind."""
         lines = map(json.loads, self.service.log_lines()[self.older :])
@@ -76,9 +83,7 @@ def running(
 @pytest.fixture
 def configured(running: Configured, template: Path) -> Configured:
     """That service, with an alias, and with a template of the test's own for one model."""
-    older = len(running.service.log_lines())
-    running.write(_settings(template, "old-name"))
-    until(lambda: replace(running, older=older).said("settings are read again"))
+    running.take(_settings(template, "old-name"))
     return replace(running, older=len(running.service.log_lines()))
 
 
@@ -162,8 +167,7 @@ def test_a_bad_file(configured: Configured, change: dict[str, Any], named: str) 
     assert named in problems[0]["reason"]
     configured.agree(lambda: frozenset(configured.models() & {"old-name", "new-name"}), frozenset({"old-name"}))
     assert 200 == configured.service.post("/v1/chat/completions", _ECHO).status
-    configured.write(_settings("chatml", "new-name"))
-    until(lambda: configured.said("settings are read again"))
+    configured.take(_settings("chatml", "new-name"))
     configured.agree(lambda: "new-name" in configured.models(), True)
 
 
@@ -179,8 +183,7 @@ def test_running_requests_go_on(configured: Configured, triton: TestTriton) -> N
     thread = threading.Thread(target=lambda: replies.append(configured.service.post("/v1/completions", body)))
     thread.start()
     triton.record.wait_for(lambda events: any(prompt in json.dumps(event) for event in events), 30, event="request")
-    configured.write(_settings("chatml", "new-name"))
-    until(lambda: configured.said("settings are read again"))
+    configured.take(_settings("chatml", "new-name"))
     thread.join(30)
 
     assert "[DONE]" == replies[0].events[-1]
@@ -188,8 +191,7 @@ def test_running_requests_go_on(configured: Configured, triton: TestTriton) -> N
 
 def test_what_needs_a_restart(configured: Configured) -> None:
     """It is named, and the rest is taken over."""
-    configured.write({**_settings("chatml", "new-name"), "media": {"max_images": 3}})
-    until(lambda: configured.said("settings are read again"))
+    configured.take({**_settings("chatml", "new-name"), "media": {"max_images": 3}})
 
     (line,) = configured.said("settings need a restart to take effect")
     assert ["media.max_images"] == line["settings"]
@@ -231,9 +233,9 @@ def test_a_replaced_worker_has_the_keys_in_force(triton: TestTriton, tmp_path: P
 def test_a_replaced_worker_has_the_new_settings(triton: TestTriton, tmp_path: Path) -> None:
     """Also where the file has become bad since."""
     with _configured(triton, tmp_path, 2) as configured:
-        configured.write(_settings("llama3", "new-name"))
-        until(lambda: configured.said("settings are read again"))
+        configured.take(_settings("llama3", "new-name"))
         configured.write({"api": "nothing"})
+        configured.ask_to_reload()
         until(lambda: configured.said("new settings are not used, the old ones stay"))
         for line in configured.said("worker started"):
             os.kill(line["pid"], signal.SIGKILL)

@@ -184,7 +184,7 @@ async def test_a_server_that_speaks_first(monkeypatch):
 async def test_a_call_that_ends_after_its_client_is_closed(cancelled: bool) -> None:
     """It ends as calls do."""
     with stopped() as address:
-        client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60))
+        client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60, control_timeout=0.5))
         call = asyncio.ensure_future(client.live())
         await asyncio.wait({call}, timeout=0.05)
         await client.close()

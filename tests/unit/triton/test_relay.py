@@ -554,24 +554,27 @@ async def test_expectations(tmp_path: Path) -> None:
     """A body is asked for when the client is let in, and what nobody knows is ignored; no answer tells versions."""
     path = "/v2/models/m/infer"
     async with with_keys(tmp_path) as (relays, triton):
-        for target, key, status in ((path, "sk-alice", b"200"), (path, "sk-none", b"401"), ("/no", "sk-alice", b"404")):
-            for expected in ("100-continue", "a miracle"):
-                reader, writer = await asyncio.open_connection(*relays.http.split(":"))
-                head = f"POST {target} HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nExpect: {expected}\r\n"
-                writer.write(f"{head}Content-Length: 2\r\n\r\n".encode())
-                if status == b"200":
-                    if expected == "100-continue":
-                        assert b"100" == (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).split()[1]
-                    writer.write(b"{}")
-                    answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
-                else:
-                    # Nothing of the body has come, and so the connection ends.
-                    answer = await asyncio.wait_for(reader.read(), 20)
-                    assert b"connection: close" in answer.lower()
-                    assert b"aiohttp" not in answer
-                writer.close()
-                assert (status, 1) == (answer.split()[1], answer.count(b"HTTP/1."))
-                assert b"text/plain" not in answer
+
+        async def check(target: str, key: str, status: bytes, expected: str) -> None:
+            reader, writer = await asyncio.open_connection(*relays.http.split(":"))
+            head = f"POST {target} HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nExpect: {expected}\r\n"
+            writer.write(f"{head}Content-Length: 2\r\n\r\n".encode())
+            if status == b"200":
+                if expected == "100-continue":
+                    assert b"100" == (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)).split()[1]
+                writer.write(b"{}")
+                answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            else:
+                # Nothing of the body has come, and so the connection ends, a second later.
+                answer = await asyncio.wait_for(reader.read(), 20)
+                assert b"connection: close" in answer.lower()
+                assert b"aiohttp" not in answer
+            writer.close()
+            assert (status, 1) == (answer.split()[1], answer.count(b"HTTP/1."))
+            assert b"text/plain" not in answer
+
+        asked = ((path, "sk-alice", b"200"), (path, "sk-none", b"401"), ("/no", "sk-alice", b"404"))
+        await asyncio.gather(*(check(*each, expected) for each in asked for expected in ("100-continue", "a miracle")))
         assert [b"{}", b"{}"] == [body for *_, body in triton.requests]
 
 
