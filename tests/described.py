@@ -57,6 +57,7 @@ def check(method: str, path: str, status: int, headers: Mapping[str, str], body:
         openai_types.check_events(found) if kind == "text/event-stream" else openai_types.check_object(json.loads(body))
 
 
+@cache
 def find(method: str, path: str) -> str | None:
     """Return the path of the description that stands for *path*, if it has *method*."""
     found = [
