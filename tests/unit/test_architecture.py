@@ -52,8 +52,14 @@ def _modules() -> dict[str, ast.Module]:
     return {_name(path): ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in paths}
 
 
+@cache
+def _nodes(tree: ast.AST) -> list[ast.AST]:
+    """Return all nodes of *tree*, which a dozen rules look at."""
+    return list(ast.walk(tree))
+
+
 def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -160,7 +166,7 @@ def _docstrings(tree: ast.Module) -> set[int]:
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return {
         id(node.body[0].value)
-        for node in ast.walk(tree)
+        for node in _nodes(tree)
         if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr)
     }
 
@@ -168,7 +174,7 @@ def _docstrings(tree: ast.Module) -> set[int]:
 def _strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield every string that the code works with: docstrings are for readers."""
     docstrings = _docstrings(tree)
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Constant) and id(node) not in docstrings:
             if isinstance(node.value, str):
                 yield node.value, node.lineno
@@ -177,7 +183,7 @@ def _strings(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _identifiers(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(tree):
+    for node in _nodes(tree):
         if isinstance(node, ast.Name):
             yield node.id, node.lineno
         elif isinstance(node, ast.Attribute):
@@ -219,7 +225,7 @@ def test_handlers_find_models_in_one_place() -> None:
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
         if name.startswith("triton_openai/api/") and name != "triton_openai/api/service.py":
-            for node in ast.walk(tree):
+            for node in _nodes(tree):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("models.find"):
                     yield ast.unparse(node.func), node.lineno
 
@@ -232,7 +238,7 @@ def test_environment_and_arguments_are_read_in_one_place() -> None:
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
         if name.startswith(("triton_openai/config/", "triton_openai/cli/")) or name in PROGRAMS:
             return
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 dotted = f"{node.value.id}.{node.attr}"
                 if dotted in {"os.environ", "os.environb", "os.getenv", "sys.argv"}:
@@ -249,7 +255,7 @@ def test_print_belongs_to_the_command_line() -> None:
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
         if not name.startswith("triton_openai/cli/") and name not in PROGRAMS:
-            for node in ast.walk(tree):
+            for node in _nodes(tree):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                     yield "print", node.lineno
 
@@ -266,10 +272,10 @@ def _private(name: str) -> bool:
 
 def _defined(tree: ast.AST) -> set[str]:
     """Return the private names that *tree* defines: functions, variables, and attributes."""
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and not _loads(node)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not _loads(node)}
+    names = {node.attr for node in _nodes(tree) if isinstance(node, ast.Attribute) and not _loads(node)}
+    names |= {node.id for node in _nodes(tree) if isinstance(node, ast.Name) and not _loads(node)}
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    names |= {node.name for node in ast.walk(tree) if isinstance(node, functions)}
+    names |= {node.name for node in _nodes(tree) if isinstance(node, functions)}
     return {name for name in names if _private(name)}
 
 
@@ -305,18 +311,18 @@ def test_private_names_of_other_packages_are_left_alone() -> None:
 
     def rule(name: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
         defined = _defined(tree)
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             if isinstance(node, ast.Attribute) and _private(node.attr) and not _own(node.value):
                 text = ast.unparse(node)
                 if node.attr not in defined | _PUBLIC and text not in _PUBLIC:
                     yield text, node.lineno
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "setattr", "hasattr"}:
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "setattr", "hasattr"}:
                 named = node.args[1]
                 if isinstance(named, ast.Constant) and _private(str(named.value)):
                     yield ast.unparse(node), node.lineno
         for made in tree.body:
             if isinstance(made, ast.ClassDef) and made.bases:
-                used = {one.attr for one in ast.walk(made) if isinstance(one, ast.Attribute) and _own(one.value)}
+                used = {one.attr for one in _nodes(made) if isinstance(one, ast.Attribute) and _own(one.value)}
                 for attribute in sorted((used | _defined(made)) & _private_names_of_bases(name, made)):
                     yield f"{made.name}.{attribute}", made.lineno
         for module, line in _imports(tree, _package(name)):
@@ -346,9 +352,9 @@ def _import_time(body: list[ast.stmt]) -> Iterator[ast.Call]:
         elif isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
             continue
         else:
-            lambdas = [n for n in ast.walk(statement) if isinstance(n, ast.Lambda)]
-            inside = {id(inner) for one in lambdas for inner in ast.walk(one)}
-            yield from (n for n in ast.walk(statement) if isinstance(n, ast.Call) and id(n) not in inside)
+            lambdas = [n for n in _nodes(statement) if isinstance(n, ast.Lambda)]
+            inside = {id(inner) for one in lambdas for inner in _nodes(one)}
+            yield from (n for n in _nodes(statement) if isinstance(n, ast.Call) and id(n) not in inside)
 
 
 def test_nothing_works_at_import() -> None:
