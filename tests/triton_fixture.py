@@ -5,26 +5,29 @@ from __future__ import annotations
 import compileall
 import contextlib
 import functools
+import json
 import os
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 from _pytest.runner import runtestprotocol
 
+from triton_openai.demo.configs import Contract, render
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository, model_names
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+_PROFILES = Path(__file__).parent / "fixtures" / "io_profiles.json"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,28 @@ class TestTriton:
     def tokenizer(self) -> Path:
         """The tokenizer folder that all models use."""
         return self.repository.tokenizer
+
+
+def embedded(repository: DemoRepository, extra_args: Sequence[str] = (), **options: Any) -> EmbeddedTriton:
+    """
+    Return a Triton that serves *repository* and takes its configurations as they are; they must be complete.
+
+    To complete them, Triton would run each model once more: that is half of the CPU time of its start. What the vLLM
+    backend would declare is written into its models' configurations.
+    """
+    declared = json.loads(_PROFILES.read_text())["vllm@r25.11"]
+    contract = Contract(declared["in"], declared["out"])
+    for name in ("vllm_model", "vllm_embedding"):
+        if (file := repository.path / name / "config.pbtxt").exists():
+            config = render(name, contract, backend="vllm", decoupled=True, instances=1)
+            file.write_text(config.replace("KIND_CPU", "KIND_MODEL"))
+    return EmbeddedTriton(
+        model_repository=repository.path,
+        backends=repository.backends,
+        environment=os.environ,
+        extra_args=["--disable-auto-complete-config", *extra_args],
+        **options,
+    )
 
 
 @contextlib.contextmanager
@@ -196,7 +221,7 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     shutil.copytree(EXAMPLES / "text-model" / "repository", repository.path, dirs_exist_ok=True)
     # Once, and not in each of the models' processes.
     compileall.compile_dir(folder / "repository" / "standins", quiet=1)
-    server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
+    server = embedded(repository)
     server.start()
     _SHARED.append(server)
     try:

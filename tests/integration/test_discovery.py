@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, changed, serving
-from tests.triton_fixture import frozen
+from tests.triton_fixture import embedded, frozen
 from triton_openai.cli.inspect import inspect_models
 from triton_openai.config import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
@@ -50,12 +49,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]
     wrapper = repository.path / "team_wrapper"
     (wrapper / "1").mkdir(parents=True)
     (wrapper / "config.pbtxt").write_text(_WRAPPER)
-    server = EmbeddedTriton(
-        model_repository=repository.path,
-        backends=repository.backends,
-        environment=os.environ,
-        model_control_mode="explicit",
-    )
+    server = embedded(repository, model_control_mode="explicit")
     server.start()
     yield server
     server.stop(timeout=1.0)

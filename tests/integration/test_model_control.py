@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from hypothesis import strategies as st
 from tests.integration.test_discovery import listed as all_listed
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
+from tests.triton_fixture import embedded
 from triton_openai.access.guard import GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.config import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
@@ -87,13 +87,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedTriton]
     for name in STEPS:
         (repository.path / name / "1").mkdir(parents=True)
         (repository.path / name / "config.pbtxt").write_text(ensemble(name))
-    server = EmbeddedTriton(
-        model_repository=repository.path,
-        backends=repository.backends,
-        environment=os.environ,
-        model_control_mode="explicit",
-        load_models=sorted({step for step, *_ in STEPS.values()}),
-    )
+    steps = sorted({step for step, *_ in STEPS.values()})
+    server = embedded(repository, model_control_mode="explicit", load_models=steps)
     server.start()
     yield server
     server.stop(timeout=1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from tests.conformance.calls import PATHS, ask, end_of, id_of, in_session_loop, 
 from tests.integration.standin_calls import Answer, generate, steered, streaming
 from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
-from tests.triton_fixture import TestTriton
+from tests.triton_fixture import TestTriton, embedded
 from triton_openai.cli.inspect import report
 from triton_openai.config import LoraSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.record import Record
@@ -43,7 +42,7 @@ def raw(url: str, model: str = MODEL, **inputs: Any) -> list[Answer]:
 def _releases(folder: Path) -> Iterator[tuple[EmbeddedTriton, DemoRepository]]:
     """Run the models that few need: an older release, and one that takes images."""
     repository = build_repository(folder / "repository", models=[OLD, SEEING], record=folder / "record.jsonl")
-    server = EmbeddedTriton(model_repository=repository.path, backends=repository.backends, environment=os.environ)
+    server = embedded(repository)
     server.start()
     try:
         yield server, repository

@@ -29,13 +29,12 @@ from tests.clients import service
 from tests.collector import CollectedSpan, Collector, collecting
 from tests.conformance.calls import PATHS, ask, request, steered
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, serving
-from tests.triton_fixture import TestTriton
+from tests.triton_fixture import TestTriton, embedded
 from triton_openai.api.service import SERVICE
 from triton_openai.config import TracesSettings
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
 from triton_openai.telemetry.tracing import SCHEMA_URL
-from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 PROTOCOLS = ("grpc", "http/protobuf")
 MODELS = ("ensemble", "preprocessing", "postprocessing", "tensorrt_llm", "vllm_model", "text_embedding")
@@ -63,12 +62,7 @@ def traced_triton(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         "opentelemetry,resource=service.name=triton",
         "opentelemetry,bsp_schedule_delay=20",
     )
-    server = EmbeddedTriton(
-        model_repository=repository.path,
-        backends=repository.backends,
-        environment=os.environ,
-        extra_args=[f"--trace-config={option}" for option in trace],
-    )
+    server = embedded(repository, [f"--trace-config={option}" for option in trace])
     server.start()
     try:
         yield TestTriton(server, repository, Record(record))
