@@ -40,15 +40,16 @@ def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:
     pending: list[Any] = [value]
     while pending and total <= limit:
         item = pending.pop()
-        if isinstance(item, str):
+        kind = type(item)
+        if kind is str:
             total += len(item)
             continue
-        if isinstance(item, dict):
+        if kind is dict:
             item = item.values()
-        elif isinstance(item, msgspec.Struct):
+        elif kind is not list and kind is not tuple:
+            if not isinstance(item, msgspec.Struct):
+                continue
             item = [field for field in msgspec.structs.astuple(item) if field is not None]
-        elif not isinstance(item, (list, tuple)):
-            continue
         total += per_item * len(item)
         pending.extend(item)
     return total

@@ -203,14 +203,10 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
     async def render_async(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
         """Do :meth:`render`, in a thread for long messages. Raises the same."""
         given = (messages, rendering.tools, rendering.documents, rendering.variables)
-        return await offload.run(
-            self.render,
-            messages,
-            rendering,
-            size=offload.weigh(given, INLINE_WEIGHT, per_item=ITEM_WEIGHT),
-            # The cost of a client's own template is unknown, even for few messages.
-            threshold=-1 if self.foreign else INLINE_WEIGHT,
-        )
+        # The cost of a client's own template is unknown, even for few messages.
+        if self.foreign or offload.weigh(given, INLINE_WEIGHT, per_item=ITEM_WEIGHT) > INLINE_WEIGHT:
+            return await asyncio.to_thread(self.render, messages, rendering)
+        return self.render(messages, rendering)
 
     def with_template(self, template: ChatTemplate) -> Prompter:
         """Return a copy with *template*, which came in a request, instead of the model's own ones."""
