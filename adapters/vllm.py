@@ -180,10 +180,13 @@ class Vllm(Adapter):
         ]
         if generation.images:
             inputs.append(self.tensor("image", *(image.base64 for image in generation.images)))
-        wanted = {"logprobs": asked.logprobs is not None or ids, _CUMULATIVE: generation.scored}
-        more = [name for name, is_wanted in wanted.items() if is_wanted]
-        inputs += [self.tensor(f"return_{name}", True) for name in more]
-        return self.request(generation.id, inputs, (*_OUTPUTS, *more))
+        outputs: tuple[str, ...] = _OUTPUTS
+        if asked.logprobs is not None or ids:
+            outputs += ("logprobs",)
+        if generation.scored:
+            outputs += (_CUMULATIVE,)
+        inputs += [self.tensor(f"return_{name}", True) for name in outputs[len(_OUTPUTS) :]]
+        return self.request(generation.id, inputs, outputs)
 
     def decoder(self, generation: Generation) -> TextDecoder:
         can, count, ids = self.capabilities, generation.sampling.logprobs, self._wants_ids(generation)

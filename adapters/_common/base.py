@@ -418,6 +418,6 @@ class Adapter:
             classification=classification,
             prefers_grpc=self.capabilities.prefers_grpc,
             json_expressible=not [
-                one for one in inputs if one.datatype in ("FP16", "BF16") or isinstance(one.values, bytes)
+                one for one in inputs if one.datatype in ("FP16", "BF16") or type(one.values) is bytes
             ],
         )

@@ -149,13 +149,14 @@ def chat_choice(
     token_ids: bool,
 ) -> ChatChoice:
     """Return a choice of the whole answer, with *logprobs* and *token_ids* where they are wanted."""
-    events: list[Event] = [Content(answer.text)]
-    if parser is not None:
+    if parser is None:
+        message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
+    else:
         events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
-        events += parser.flush()
+        message = message_of([*events, *parser.flush()], plan, fields)
     return ChatChoice(
         index=index,
-        message=message_of(events, plan, fields),
+        message=message,
         logprobs=chat_logprobs(answer.logprobs) if logprobs else None,
         finish_reason=finish_reason(answer.run.progress, parser, plan),
         stop_reason=answer.run.progress.stop_reason,

@@ -287,7 +287,9 @@ def sampling(
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
     stop = request.stop if request.stop is not None else given.get("stop")
-    values = {name: value for name, value in zip(_PLAIN, _plain(request), strict=True) if value is not None}
+    plain, values = _plain(request), {}
+    if plain.count(None) < len(plain):
+        values = {name: value for name, value in zip(_PLAIN, plain, strict=True) if value is not None}
     if given:
         values = {**{name: value for name, value in given.items() if name in _PLAIN}, **values}
     limit = max_tokens if max_tokens is not None else given.get("max_tokens") or default_max_tokens

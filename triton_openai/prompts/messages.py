@@ -252,8 +252,9 @@ def prepare(
     prepared = [_prepare(message, template, images, f"messages[{index}]") for index, message in enumerate(messages)]
     if not template.takes_late_system and any(message["role"] in _SYSTEM for message in prepared[1:]):
         prepared = _merged(prepared)
-    if any("tool_calls" in message for message in prepared):
-        _fit_ids(prepared, template.tool_form)
+    form = template.tool_form
+    if (form.ids != "any" or form.needs_names) and any("tool_calls" in message for message in prepared):
+        _fit_ids(prepared, form)
     return prepared
 
 
@@ -438,8 +439,6 @@ def _fit_ids(messages: Sequence[dict[str, Any]], form: ToolForm) -> None:
 
     A tool message without an id answers the first unanswered call, of its name if it has one.
     """
-    if form.ids == "any" and not form.needs_names:
-        return
     # By the client's id: the new id and the function's name.
     given: dict[str, tuple[str, str]] = {}
     # Ordered; a dictionary, because a conversation may have thousands of calls.

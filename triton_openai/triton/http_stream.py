@@ -55,9 +55,8 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
     output_0: ClassVar[Any] = None
     absent: ClassVar[None] = None
 
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return {name: getattr(self, field) for name, field in self.fields.items()}
+    def value(self, name: str) -> Any:
+        return getattr(self, self.fields.get(name, "absent"))
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         values: Sequence[Any] = _getter(type(self), names)(self)
@@ -372,7 +371,7 @@ class HttpStream:
     ) -> None:
         self._pool = pool
         self._model = request.model
-        self._outputs = frozenset(request.outputs)
+        self._outputs = request.outputs
         self._decode = _decoder(request.outputs)
         self._receiver: Receiver | None = receiver
         self._make = message
@@ -474,7 +473,7 @@ class HttpStream:
         error = values.get("error")
         if error is not None and "model_name" not in values:
             raise classify(str(error), self._model)
-        if not values or (self._outputs and self._outputs.isdisjoint(values)):
+        if not values or (self._outputs and values.keys().isdisjoint(self._outputs)):
             return None
         return JsonResponse(values)
 

@@ -183,8 +183,10 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def large(self) -> bool:
         """Whether to encode it would hold the event loop."""
-        sizes = [sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values) for one in self.inputs]
-        return sum(sizes) >= _LARGE
+        size = 0
+        for one in self.inputs:
+            size += sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values)
+        return size >= _LARGE
 
     def with_headers(self, headers: Mapping[str, str]) -> Self:
         """Return the request with these headers."""
@@ -215,13 +217,12 @@ class JsonOutputs:
 
     __slots__ = ()
 
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """The outputs by their names."""
+    def value(self, name: str) -> Any:
+        """Return an output, ``None`` where it is absent."""
         raise NotImplementedError
 
     def texts(self, name: str) -> Sequence[str]:
-        value = self.values.get(name)
+        value = self.value(name)
         if value is None:
             return ()
         return value if isinstance(value, list) else (value,)
@@ -241,6 +242,9 @@ class JsonResponse(JsonOutputs, msgspec.Struct, frozen=True):
     """A response of HTTP's generate extension."""
 
     values: Mapping[str, Any]
+
+    def value(self, name: str) -> Any:
+        return self.values.get(name)
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         return [next(iter(self.texts(name)), None) for name in names]
