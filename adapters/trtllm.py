@@ -124,7 +124,7 @@ class Trtllm(TrtllmAdapter):
             outputs += (GENERATION,)
             # Written out as JSON they would be megabytes for each token.
             needed_for = "logprobs"
-        if sampling.logprobs == 0 or generation.scored:
+        if sampling.logprobs == 0 or generation.cumulative_logprob:
             inputs.append(self.tensor("return_log_probs", True))
             outputs += (LOGPROBS, CUMULATIVE)
         request = self.generation_request(generation, inputs, outputs)
@@ -158,7 +158,7 @@ class Trtllm(TrtllmAdapter):
             check_size(self.config, _CONTEXT, len(generation.prompt_ids or ()), generation.vocabulary, param=None)
         plain = Sampling(max_tokens=1, temperature=0)
         request = self.encode(
-            msgspec.structs.replace(generation, sampling=plain, guide=None, scored=False, bad_word_ids=())
+            msgspec.structs.replace(generation, sampling=plain, guide=None, cumulative_logprob=False, bad_word_ids=())
         )
         inputs = [tensor for tensor in request.inputs if tensor.name != "streaming"]
         inputs += self.declared_tensors(**{"streaming": False, f"return_{_CONTEXT}": True})

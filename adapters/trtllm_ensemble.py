@@ -142,7 +142,7 @@ class TrtllmText(TrtllmAdapter):
         outputs: tuple[str, ...] = _OUTPUTS
         if sampling.logprobs is not None:
             outputs += (LOGPROBS,)
-        if generation.scored:
+        if generation.cumulative_logprob:
             outputs += (CUMULATIVE,)
         if outputs != _OUTPUTS:
             inputs.append(self.tensor("return_log_probs", True))

@@ -164,7 +164,7 @@ class Vllm(Adapter):
             del sampling["top_p"]
             sampling["top_k"] = 1
         ids = self._wants_ids(generation)
-        if ids or generation.scored:
+        if ids or generation.cumulative_logprob:
             # The ids come with the log probabilities, and nothing is scored without them.
             sampling.setdefault("logprobs", 0)
         guide = generation.guide
@@ -183,7 +183,7 @@ class Vllm(Adapter):
         outputs: tuple[str, ...] = _OUTPUTS
         if asked.logprobs is not None or ids:
             outputs += ("logprobs",)
-        if generation.scored:
+        if generation.cumulative_logprob:
             outputs += (_CUMULATIVE,)
         inputs += [self.tensor(f"return_{name}", True) for name in outputs[len(_OUTPUTS) :]]
         return self.request(generation.id, inputs, outputs)
@@ -193,7 +193,7 @@ class Vllm(Adapter):
         readers: list[Reader] = []
         if count is not None or ids:
             readers.append(VllmLogprobs(count, ids=ids))
-        if generation.scored:
+        if generation.cumulative_logprob:
             readers.append(cumulative_logprob(_CUMULATIVE))
         return TextDecoder(
             CumulativeText(skip=len(generation.prompt)) if self._repeats else None,

@@ -194,7 +194,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
       take token ids, the first also where ``token_ids`` are wanted.
     - ``prompt_tokens`` is the number of tokens of the prompt, where it was counted.
     - ``bias_words`` is ``sampling.logit_bias`` as texts.
-    - ``scored`` asks for the log probability of the whole answer, ``token_ids`` for its token ids.
+    - ``cumulative_logprob`` asks for the log probability of the whole answer, ``token_ids`` for its token ids.
     - ``kv_cache_block_size`` is the number of tokens in a block of the engine's cache, where it is known.
     - ``priority`` is the place in the server's queue: 1 comes first, 0 is the server's default.
     - ``images`` stand in the order in which the prompt refers to them.
@@ -211,7 +211,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     vocabulary: Vocabulary | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     bias_words: tuple[tuple[str, float], ...] = ()
-    scored: bool = False
+    cumulative_logprob: bool = False
     token_ids: bool = False
     guide: Guide | None = None
     lora: Lora | None = None

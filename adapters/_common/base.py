@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -283,6 +284,11 @@ class Adapter:
         self.repository = repository
         # Of an input with one value.
         self._shapes = {name: config.wire_shape(spec, 1) for name, spec in config.inputs.items()}
+
+    @cached_property
+    def honoured(self) -> frozenset[str]:
+        """The parameters in the table that are not refused."""
+        return frozenset(row.name for row in self.parameters if row.rule is not Rule.REFUSED)
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:

@@ -117,7 +117,7 @@ class TrtllmAdapter(Adapter):
     def readers(self, generation: Generation) -> list[Reader]:
         """Return what reads the use of the cache, and the log probability of the answer, where they are asked for."""
         cache, size = self._cache_report(generation), generation.kv_cache_block_size
-        readers = [cumulative_logprob(CUMULATIVE)] if generation.scored else []
+        readers = [cumulative_logprob(CUMULATIVE)] if generation.cumulative_logprob else []
         if cache is not None and size is not None:
             readers.append(_cached_tokens(cache[1], size))
         return readers
@@ -143,7 +143,7 @@ class TrtllmAdapter(Adapter):
         top_k = None if sampling.top_k is None else max(0, sampling.top_k)
         asked = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": top_k}
         values |= {name: value for name, value in asked.items() if value is not None}
-        scored = generation.scored or sampling.logprobs is not None
+        scored = generation.cumulative_logprob or sampling.logprobs is not None
         if 0 in (sampling.temperature, sampling.top_p) or (scored and not values):
             values = {"top_k": 1}
         tensors = []

@@ -46,7 +46,7 @@ _PREFIXES = ("x-llm-d-inference-", "x-gateway-inference-")
 _TENANT = re.compile(r"[!-~]([ -~]{0,126}[!-~])?")
 
 
-def said_by_gateway(headers: Mapping[str, str], what: Literal["objective", "fairness-id"]) -> str:
+def gateway_header(headers: Mapping[str, str], what: Literal["objective", "fairness-id"]) -> str:
     """Return what a trusted gateway's headers say, an empty text if nothing."""
     return next((headers[name] for prefix in _PREFIXES if (name := prefix + what) in headers), "")
 
@@ -92,7 +92,7 @@ class Guard:
         """
         ring, gateway = self.keys.ring, self.gateway
         key = None if ring is None else identify(headers, ring)
-        tenant = "" if gateway is None else said_by_gateway(headers, "fairness-id")
+        tenant = "" if gateway is None else gateway_header(headers, "fairness-id")
         if gateway is None or not tenant:
             return key
         if not _TENANT.fullmatch(tenant):

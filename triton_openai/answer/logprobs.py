@@ -155,7 +155,7 @@ async def _computed(logits: Logits, chosen: Sequence[int], count: int) -> tuple[
 _PARALLEL = 2
 
 
-class Scoring(msgspec.Struct, frozen=True, kw_only=True):
+class PromptScoring(msgspec.Struct, frozen=True, kw_only=True):
     """How to score: *count* alternatives to each token, for the request's parameter *param*, in *timeout* seconds."""
 
     count: int
@@ -167,7 +167,7 @@ async def score_prompts(
     model: ServedModel,
     tokenizer: Tokenizer,
     generations: Sequence[Generation],
-    scoring: Scoring,
+    scoring: PromptScoring,
     client: TritonClient,
 ) -> list[tuple[TokenLogprob, ...]]:
     """

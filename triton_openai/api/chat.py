@@ -14,7 +14,6 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai.adapters._common.base import Rule
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
@@ -37,7 +36,6 @@ from triton_openai.api.tools import plan as plan_tools
 from triton_openai.api.usage import usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
-from triton_openai.models.served import ServedModel
 from triton_openai.parsers.answer_parser import AnswerParser, ForcedCall, HeldCalls
 from triton_openai.parsers.choose import Parsers
 from triton_openai.parsers.tools.base import ToolParser
@@ -164,7 +162,7 @@ async def turn_of(context: RequestContext[ChatRequest], task_id: str, *, fitting
     parsers = context.model.lazy_prompter.parsers(prompter)
     task = await _task(context, task_id, plan, prompter, parsers)
     if fitting and not task.open_ended:
-        task = msgspec.structs.replace(task, open_ended=True, most=task.sampling.max_tokens)
+        task = msgspec.structs.replace(task, open_ended=True, open_limit=task.sampling.max_tokens)
     with observation.stage(RENDER):
         prompt, pictures = await prompt_of(context, plan)
     if pictures:
@@ -234,16 +232,10 @@ async def _task(
         raise UnsupportedParameter(
             "How this model writes tool calls is not known: name its format with --tool-call-parser.", param="tools"
         )
-    if (plan.active or parsers.reasoning) and parsers.special_tokens and _can_keep_special_tokens(model):
+    honoured = model.adapter.honoured
+    if (plan.active or parsers.reasoning) and parsers.special_tokens and "skip_special_tokens" in honoured:
         task = msgspec.structs.replace(task, sampling=msgspec.structs.replace(task.sampling, skip_special_tokens=False))
     return task if forced is None else msgspec.structs.replace(task, guide=forced)
-
-
-def _can_keep_special_tokens(model: ServedModel) -> bool:
-    return any(
-        parameter.name == "skip_special_tokens" and parameter.rule is not Rule.REFUSED
-        for parameter in model.adapter.parameters
-    )
 
 
 def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser | None:

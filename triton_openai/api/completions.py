@@ -107,10 +107,10 @@ async def _task(context: RequestContext[CompletionRequest]) -> Task:
         new_id("cmpl"),
         defaults=model.default_parameters(await model.prompter()),
         n=best_of,
-        echoed=body.logprobs if body.echo else None,
-        scored=best_of > n,
+        echo_logprobs=body.logprobs if body.echo else None,
+        cumulative_logprob=best_of > n,
     )
-    if task.scored and not model.adapter.capabilities.cumulative_logprob:
+    if task.cumulative_logprob and not model.adapter.capabilities.cumulative_logprob:
         raise UnsupportedParameter(
             "'best_of' needs log probabilities, which this model does not give.", param="best_of"
         )

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from triton_openai.access.guard import said_by_gateway
-from triton_openai.answer.logprobs import Scoring, score_prompts
+from triton_openai.access.guard import gateway_header
+from triton_openai.answer.logprobs import PromptScoring, score_prompts
 from triton_openai.answer.run import Run
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.parameters import (
@@ -18,8 +18,8 @@ from triton_openai.api.parameters import (
     StreamOptions,
     guide_of,
     priority,
+    prompt_scoring,
     sampling,
-    scoring,
     stream_options,
     token_ids,
     truncation,
@@ -62,9 +62,9 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """
     What a request wants for each of its prompts: *n* answers, whose ids begin with *id*.
 
-    ``open_ended`` is true if neither the client nor the operator limits the answer; ``most`` is the limit that the
-    model's authors recommend for such answers. ``scored`` asks for the answer's cumulative log probability,
-    ``token_ids`` for the ids of prompt and answer, ``scoring`` for the log probabilities of the prompt's tokens.
+    ``open_ended`` is true if neither the client nor the operator limits the answer; ``open_limit`` is the limit that
+    the model's authors recommend for such answers. ``cumulative_logprob`` asks for that of the answer, ``token_ids``
+    for the ids of prompt and answer, ``prompt_scoring`` for the log probabilities of the prompt's tokens.
     ``truncation`` says how long prompts are cut. ``priority`` is the request's place in Triton's queue.
     """
 
@@ -75,13 +75,13 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     guide: Guide | None = None
     open_ended: bool = False
-    most: int | None = None
+    open_limit: int | None = None
     truncation: Truncation | None = None
     priority: int = 0
     images: tuple[Image, ...] = ()
-    scored: bool = False
+    cumulative_logprob: bool = False
     token_ids: bool = False
-    scoring: Scoring | None = None
+    prompt_scoring: PromptScoring | None = None
 
 
 def task_of(
@@ -90,15 +90,15 @@ def task_of(
     *,
     defaults: DefaultParameters,
     n: int,
-    echoed: int | None = None,
-    scored: bool = False,
+    echo_logprobs: int | None = None,
+    cumulative_logprob: bool = False,
     keeps_special: bool = True,
 ) -> Task:
     """
     Return the task of a request to generate text.
 
-    *defaults* are the model's. *echoed* is the number of alternatives to each token of the prompt, ``None`` for no log
-    probabilities. For the rest see :class:`Task`, :func:`sampling` and :func:`truncation`. Raises
+    *defaults* are the model's. *echo_logprobs* is the number of alternatives to each token of the echoed prompt,
+    ``None`` for no log probabilities. For the rest see :class:`Task`, :func:`sampling` and :func:`truncation`. Raises
     :class:`InvalidRequest`.
     """
     body, model, settings = context.body, context.model, context.service.settings
@@ -107,7 +107,7 @@ def task_of(
         raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
     objective = 0
     if settings.access.trust_gateway:
-        name = said_by_gateway(context.request.headers, "objective")
+        name = gateway_header(context.request.headers, "objective")
         objective = settings.access.gateway.objectives.get(name, 0)
     return Task(
         id=task_id,
@@ -117,12 +117,14 @@ def task_of(
         n=n,
         guide=guide_of(body, adapter.capabilities.guides),
         open_ended=body.limit[1] is None and model.settings.default_parameters.max_tokens is None,
-        most=defaults.max_tokens,
+        open_limit=defaults.max_tokens,
         truncation=truncation(body, keeps_special=keeps_special),
         priority=priority(body, model.priorities, objective),
-        scored=scored,
+        cumulative_logprob=cumulative_logprob,
         token_ids=token_ids(body, adapter),
-        scoring=scoring(body, adapter, echoed=echoed, timeout=settings.triton.request_timeout),
+        prompt_scoring=prompt_scoring(
+            body, adapter, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
+        ),
     )
 
 
@@ -164,9 +166,9 @@ async def runs_of(context: RequestContext[Any], prompts: Sequence[Prompt], task:
                     generation = msgspec.structs.replace(generation, sampling=sampling)
                 runs.append(run_of(service, model, generation, tokenizer, context.limits))
     observation.answers, observation.n, observation.response_id = [run.progress for run in runs], count, task.id
-    if task.scoring is not None and tokenizer is not None:
+    if task.prompt_scoring is not None and tokenizer is not None:
         prepared_prompts = [run.generation for run in runs[::count]]
-        scores = await score_prompts(model, tokenizer, prepared_prompts, task.scoring, service.client)
+        scores = await score_prompts(model, tokenizer, prepared_prompts, task.prompt_scoring, service.client)
         for place, run in enumerate(runs):
             run.prompt_logprobs = scores[place // count]
     return runs
@@ -204,7 +206,7 @@ async def generation_of(model: ServedModel, tokenizer: Tokenizer | None, prompt:
         id=task.id,
         sampling=task.sampling,
         stream=task.stream,
-        scored=task.scored,
+        cumulative_logprob=task.cumulative_logprob,
         token_ids=task.token_ids,
         guide=task.guide,
         lora=model.lora,
@@ -313,7 +315,7 @@ async def _fitted(model: ServedModel, tokenizer: Tokenizer, generation: Generati
     if limit is not None:
         room = limit - count
         if task.open_ended:
-            sampling = msgspec.structs.replace(sampling, max_tokens=room if task.most is None else min(room, task.most))
+            sampling = msgspec.structs.replace(sampling, max_tokens=min(room, task.open_limit or room))
         elif sampling.max_tokens > room:
             wanted = sampling.max_tokens
             asked = f"you requested {count + wanted} tokens ({count} in the prompt, {wanted} in the completion)"

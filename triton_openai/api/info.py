@@ -28,6 +28,7 @@ from triton_openai.models.draining import DRAINING
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.telemetry.exposition import EXPOSITION, Figures
+from triton_openai.triton.client import ServerInfo
 from triton_openai.triton.status import public_reason
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -233,13 +234,6 @@ async def ready(request: web.Request) -> web.Response:
     return json_response(Health(status="not ready", reason=reason, not_answering=silent), 503, _NO_STORE)
 
 
-class TritonVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The name and the version that Triton gives itself."""
-
-    name: str
-    version: str
-
-
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """
     The version of this service, and its name: the path is the same as that of other servers. ``triton`` is left out
@@ -248,14 +242,13 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     name: Literal["triton-openai"] = "triton-openai"
-    triton: TritonVersion | msgspec.UnsetType = msgspec.UNSET
+    triton: ServerInfo | msgspec.UnsetType = msgspec.UNSET
 
 
 async def version(request: web.Request) -> web.Response:
     """Return the versions of this service and of Triton."""
     server = service_of(request).models.catalog.snapshot.server
-    triton = msgspec.UNSET if server is None else TritonVersion(name=server.name, version=server.version)
-    return json_response(Version(version=__version__, triton=triton))
+    return json_response(Version(version=__version__, triton=server or msgspec.UNSET))
 
 
 _TEXT = "Hi"
@@ -296,7 +289,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: str = __version__
-    triton: TritonVersion | msgspec.UnsetType = msgspec.UNSET
+    triton: ServerInfo | msgspec.UnsetType = msgspec.UNSET
     triton_answers: bool
     models: Sequence[ModelLine]
     figures: Figures | msgspec.UnsetType = msgspec.UNSET
@@ -305,7 +298,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 async def status(request: web.Request) -> web.Response:
     """Answer with each model, what it can do and why it cannot chat, and with what the service does now."""
     models, key = service_of(request).models, key_of(request)
-    snapshot, server = models.catalog.snapshot, models.catalog.snapshot.server
+    snapshot = models.catalog.snapshot
     lines = [_visible(line, key) for line in model_lines(models, unserved=True)]
     figures: Figures | msgspec.UnsetType = msgspec.UNSET
     with contextlib.suppress(ServiceError):
@@ -314,7 +307,7 @@ async def status(request: web.Request) -> web.Response:
         figures = await request.app[EXPOSITION].figures()
     return json_response(
         Status(
-            triton=msgspec.UNSET if server is None else TritonVersion(name=server.name, version=server.version),
+            triton=snapshot.server or msgspec.UNSET,
             triton_answers=snapshot.reachable,
             models=[line for line in lines if line is not None],
             figures=figures,

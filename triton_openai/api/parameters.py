@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from triton_openai.adapters._common.base import Adapter, BoundParameter, Rule, check_range, refused
-from triton_openai.answer.logprobs import Scoring
+from triton_openai.answer.logprobs import PromptScoring
 from triton_openai.api.bodies import ModelRequest, explain
 from triton_openai.config import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
@@ -389,18 +389,20 @@ def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
     return bool(request.return_token_ids)
 
 
-def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = None, timeout: float) -> Scoring | None:
+def prompt_scoring(
+    request: SamplingRequest, adapter: Adapter, *, echo_logprobs: int | None, timeout: float
+) -> PromptScoring | None:
     """
-    Return the request for the prompt's log probabilities: by ``prompt_logprobs``, or *echoed* before the answer's.
+    Return how the prompt's log probabilities are made: for ``prompt_logprobs``, or *echo_logprobs* before the answer's.
 
     Raises :class:`UnsupportedParameter` if the model cannot give them, and :class:`InvalidRequest` for
     ``prompt_logprobs`` in a stream, whose chunks have no field for them.
     """
-    count, param = echoed, "logprobs"
+    count, param = echo_logprobs, "logprobs"
     if request.prompt_logprobs is not None:
         if request.stream:
             raise InvalidValue("'prompt_logprobs' cannot be used with 'stream'.", "prompt_logprobs")
-        count, param = max(request.prompt_logprobs, echoed or 0), "prompt_logprobs"
+        count, param = max(request.prompt_logprobs, echo_logprobs or 0), "prompt_logprobs"
     if count is None:
         return None
     if not adapter.capabilities.prompt_logprobs:
@@ -408,7 +410,7 @@ def scoring(request: SamplingRequest, adapter: Adapter, *, echoed: int | None = 
         raise UnsupportedParameter(
             f"{with_echo}This model does not tell the log probabilities of the prompt's tokens.", param=param
         )
-    return Scoring(count=count, param=param, timeout=timeout)
+    return PromptScoring(count=count, param=param, timeout=timeout)
 
 
 def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOptions:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles, Rule
+from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles
 from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.config import DefaultParameters, ModelSettings, Settings
 from triton_openai.config.sources import closest
@@ -138,8 +138,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         recommended = prompter.recommended
         if not recommended:
             return self.settings.default_parameters
-        honoured = {row.name for row in self.adapter.parameters if row.rule is not Rule.REFUSED}
-        fitting = {name: value for name, value in recommended.items() if name in honoured}
+        fitting = {name: value for name, value in recommended.items() if name in self.adapter.honoured}
         return DefaultParameters(**{**fitting, **self.settings.default_parameters.given()})
 
     async def check(self) -> None:
