@@ -115,7 +115,8 @@ class ModelDraining:
         self._draining = draining
         self._peers = peers
         self._claimed: set[str] = set()
-        self._running: dict[str, set[Any]] = {}
+        #: The tasks of the requests that run, by model.
+        self.running: dict[str, set[Any]] = {}
         # Set whenever the last request on some model has ended.
         self._ended = asyncio.Event()
         self._closed: set[str] = set()
@@ -129,17 +130,16 @@ class ModelDraining:
         if model in self._closed:
             raise ModelUnloading(model)
 
-    def enter(self, model: str) -> None:
-        """Count the current task's request on *model*. Raises :class:`ModelUnloading`."""
-        self.check(model)
-        self._running.setdefault(model, set()).add(asyncio.current_task())
+    def enter(self, model: str, task: asyncio.Task[Any] | None) -> None:
+        """Count the request of *task* on *model* in."""
+        self.running.setdefault(model, set()).add(task)
 
-    def leave(self, model: str) -> None:
+    def leave(self, model: str, task: asyncio.Task[Any] | None) -> None:
         """Count it out."""
-        tasks = self._running[model]
-        tasks.discard(asyncio.current_task())
+        tasks = self.running[model]
+        tasks.discard(task)
         if not tasks:
-            del self._running[model]
+            del self.running[model]
             self._ended.set()
 
     @asynccontextmanager
@@ -201,12 +201,12 @@ class ModelDraining:
             self._closed.update(models)
             for model in models:
                 self.turn_away(model)
-            while not self._running.keys().isdisjoint(models):
+            while not self.running.keys().isdisjoint(models):
                 self._ended.clear()
                 await self._ended.wait()
         elif action == "end":
             for model in models:
-                for task in tuple(self._running.get(model, ())):
+                for task in tuple(self.running.get(model, ())):
                     self._draining.cancel(task, ModelUnloading(model))
         elif action == "open":
             self._closed.difference_update(models)

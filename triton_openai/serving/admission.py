@@ -13,6 +13,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from triton_openai.config import ServerSettings
 from triton_openai.config.worker import Worker
@@ -22,6 +23,7 @@ from triton_openai.telemetry.observation import Observation, Observer
 
 # Event loop lag in seconds, five times in a row, above which the process refuses new requests.
 _MAX_LOOP_LAG = 1.0
+_Task = asyncio.Task[Any] | None
 
 
 class Admission:
@@ -47,9 +49,9 @@ class Admission:
         self._model_draining = model_draining or ModelDraining(Draining())
         self._model_draining.turn_away = self.turn_away
         self._observer = observer or Observer()
-        # The models of the waiting requests, in the order in which those came.
-        self._queue: OrderedDict[asyncio.Future[None], str] = OrderedDict()
-        self._running: dict[str, int] = {}
+        self._running = self._model_draining.running
+        # The waiting requests, in the order in which they came: each with its model and its task.
+        self._queue: OrderedDict[asyncio.Future[None], tuple[str, _Task]] = OrderedDict()
         self.replace(settings)
 
     def replace(self, settings: ServerSettings) -> None:
@@ -66,7 +68,7 @@ class Admission:
     @property
     def running(self) -> Mapping[str, int]:
         """Requests that run in this process, by model."""
-        return self._running
+        return {model: len(tasks) for model, tasks in self._running.items()}
 
     @property
     def queued(self) -> int:
@@ -83,39 +85,36 @@ class Admission:
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
             raise ServiceOverloaded("The service is overloaded.", retry_after=1)
-        if sum(self._running.values()) < self._limit and self._has_room(model):
+        task = asyncio.current_task()
+        if self._total() < self._limit and self._has_room(model):
             # No request waits for this model: each one that ends admits those that have room.
-            self._running[model] = self._running.get(model, 0) + 1
+            self._model_draining.enter(model, task)
         else:
-            await self._wait(model, observation, patience)
-        try:
-            self._model_draining.enter(model)
-        except BaseException:
-            self._release(model)
-            raise
+            await self._wait(model, task, observation, patience)
 
     def leave(self, model: str) -> None:
         """Count the current request, which was admitted for *model*, out."""
-        self._model_draining.leave(model)
-        self._release(model)
+        self._release(model, asyncio.current_task())
 
-    async def _wait(self, model: str, observation: Observation, patience: float | None) -> None:
+    async def _wait(self, model: str, task: _Task, observation: Observation, patience: float | None) -> None:
         if len(self._queue) >= self._queue_limit:
             raise ServiceOverloaded(
                 "Too many requests are running and waiting already.", retry_after=self._settings.queue_timeout
             )
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
         turn = asyncio.get_running_loop().create_future()
-        self._queue[turn] = model
+        self._queue[turn] = model, task
         stage = observation.stage("wait in queue")
         self._observer.queued(observation)
         try:
             async with asyncio.timeout(seconds):
                 await turn
+            # It may be unloading by now.
+            self._model_draining.check(model)
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                # Admitted while it gave up: its place goes to the next one.
-                self._release(model)
+                # Admitted, and it gave up or is refused: its place goes to the next one.
+                self._release(model, task)
             if isinstance(error, TimeoutError):
                 reason = f"The request waited {seconds:g} seconds for others to end."
                 raise ServiceOverloaded(reason, retry_after=seconds) from None
@@ -128,28 +127,29 @@ class Admission:
 
     def turn_away(self, model: str) -> None:
         """Refuse the requests that wait here for *model*, which is being unloaded."""
-        for turn, waiting_for in self._queue.items():
+        for turn, (waiting_for, _) in self._queue.items():
             if waiting_for == model and not turn.done():
                 turn.set_exception(ModelUnloading(model))
 
-    def _release(self, model: str) -> None:
-        left = self._running.pop(model) - 1
-        if left:
-            self._running[model] = left
+    def _release(self, model: str, task: _Task) -> None:
+        self._model_draining.leave(model, task)
         self._admit()
 
     def _admit(self) -> None:
         """Admit waiting requests that have room, longest wait first."""
-        while self._queue and sum(self._running.values()) < self._limit:
-            turn = next((one for one, model in self._queue.items() if self._has_room(model)), None)
+        while self._queue and self._total() < self._limit:
+            turn = next((one for one, (model, _) in self._queue.items() if self._has_room(model)), None)
             if turn is None:
                 return
-            model = self._queue.pop(turn)
+            model, task = self._queue.pop(turn)
             # One that has given up may not have left the queue yet.
             if not turn.done():
                 # Counted now and not when it wakes up, so that no other request takes the place.
-                self._running[model] = self._running.get(model, 0) + 1
+                self._model_draining.enter(model, task)
                 turn.set_result(None)
 
+    def _total(self) -> int:
+        return sum(map(len, self._running.values()))
+
     def _has_room(self, model: str) -> bool:
-        return self._running.get(model, 0) < self._model_limit
+        return len(self._running.get(model, ())) < self._model_limit

@@ -42,12 +42,13 @@ class Visitor:
     async def _visit(self, model: str) -> None:
         task = self._process.draining.enter()
         try:
-            self._process.models.enter(model)
+            self._process.models.check(model)
+            self._process.models.enter(model, task)
             try:
                 self.inside = True
                 await self._leave.wait()
             finally:
-                self._process.models.leave(model)
+                self._process.models.leave(model, task)
         except asyncio.CancelledError:
             self.error = self._process.draining.reason()
         except ServiceError as error:
