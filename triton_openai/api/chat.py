@@ -31,8 +31,7 @@ from triton_openai.api.parameters import ABSENT, Accepted, SamplingRequest, unus
 from triton_openai.api.prompts import as_sent, images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
-from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan
-from triton_openai.api.tools import plan as plan_tools
+from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, plan_tools
 from triton_openai.api.usage import usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference

@@ -18,7 +18,7 @@ from triton_openai.errors import (
 )
 from triton_openai.media.images import ImageReference
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.infill import choose, fill, recognise
+from triton_openai.prompts.infill import fill, fim_form, known_fim_form
 from triton_openai.prompts.messages import ContentPart, Message, Rendering, UserMessage, is_image, marks, text_of
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.template import ChatTemplate
@@ -84,9 +84,9 @@ async def filled(
     :class:`ConfigurationError` if the model's tokenizer does not fit the template.
     """
     tokenizer = (await model.prompter()).tokenizer
-    form = choose(model.settings.fim_template, tokenizer)
+    form = fim_form(model.settings.fim_template, tokenizer)
     if form is None:
-        known = None if tokenizer is None else recognise(tokenizer)
+        known = known_fim_form(tokenizer)
         hint = f" Its tokenizer has the tokens of the form '{known}': if it does, say so with it." if known else ""
         raise UnsupportedParameter(
             f"The model is not configured to fill in the middle (fim_template).{hint}", param="suffix"

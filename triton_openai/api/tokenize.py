@@ -15,7 +15,7 @@ from msgspec import Meta
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
 from triton_openai.api.prompts import check_ids, rendered_chat
 from triton_openai.api.service import read_request
-from triton_openai.api.tools import Tool, plan
+from triton_openai.api.tools import Tool, plan_tools
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message
@@ -74,7 +74,7 @@ async def tokenize(request: web.Request) -> web.Response:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Give either 'prompt' or 'messages'.", param="prompt", code="missing_required_parameter")
     # Checked with a prompt too, which does not use them.
-    tools = plan(tools=body.tools)
+    tools = plan_tools(tools=body.tools)
     if body.messages is not None:
         trusted = service.settings.api.trust_request_chat_template
         text, _ = await rendered_chat(model, prompter, body, body.messages, tools=tools.prompt, trust_template=trusted)

@@ -107,7 +107,7 @@ def _checked_later(kind: type[msgspec.Struct]) -> Meta:
     return Meta(extra_json_schema={"$ref": f"#/components/schemas/{kind.__name__}"})
 
 
-#: An item of ``tools``, and one of ``functions``: kept as it is for the template, and checked by :func:`plan`.
+#: An item of ``tools``, and one of ``functions``: kept as it is for the template, and checked by :func:`plan_tools`.
 Tool: TypeAlias = Annotated[dict[str, Any], _checked_later(ToolDefinition)]
 Function: TypeAlias = Annotated[dict[str, Any], _checked_later(FunctionDefinition)]
 #: ``tool_choice`` and ``function_call``
@@ -172,7 +172,7 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("A tool's parameters are nested too deeply.", param="tools") from error
 
 
-def plan(
+def plan_tools(
     *,
     tools: Sequence[Tool] | None,
     tool_choice: ToolChoice = None,

@@ -19,7 +19,7 @@ from triton_openai.config.sources import closest
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.parsers.choose import Parsers
-from triton_openai.prompts.infill import choose, recognise
+from triton_openai.prompts.infill import fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.triton.endpoint import Endpoint
@@ -254,10 +254,10 @@ def _classes(model: ServedModel, tokenizer: Tokenizer | None) -> str:
 
 def _suffix(model: ServedModel, tokenizer: Tokenizer | None) -> str | None:
     """Return how a suffix is written. Raises :class:`ConfigurationError`."""
-    form = choose(model.settings.fim_template, tokenizer)
+    form = fim_form(model.settings.fim_template, tokenizer)
     if form is not None:
         return form
-    known = None if tokenizer is None else recognise(tokenizer)
+    known = known_fim_form(tokenizer)
     return None if known is None else f"refused (fim_template; the tokenizer has the tokens of '{known}')"
 
 

@@ -50,13 +50,15 @@ def parse(spec: str) -> str:
     return form
 
 
-def recognise(tokenizer: Tokenizer) -> str | None:
+def known_fim_form(tokenizer: Tokenizer | None) -> str | None:
     """Return the name of the form whose tokens *tokenizer* has, if there is exactly one."""
+    if tokenizer is None:
+        return None
     found = [name for name, form in FORMS.items() if all(map(tokenizer.has, tokens_of(form)))]
     return found[0] if len(found) == 1 else None
 
 
-def choose(spec: str | None, tokenizer: Tokenizer | None) -> str | None:
+def fim_form(spec: str | None, tokenizer: Tokenizer | None) -> str | None:
     """
     Return the form for the setting *spec* and *tokenizer*, or ``None`` without a setting.
 

@@ -52,12 +52,12 @@ _FAMILIES = (
 NAMES = (*(family.template for family in _FAMILIES), "plain")
 
 
-def read(name: str) -> str:
+def read_builtin(name: str) -> str:
     """Return the source of the built-in template *name* (one of :data:`NAMES`)."""
     return (files("triton_openai.templates") / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def recognise(tokenizer: Tokenizer) -> tuple[str, str] | None:
+def recognise_template(tokenizer: Tokenizer) -> tuple[str, str] | None:
     """Return the built-in template that *tokenizer*'s special tokens identify, and that token; else None."""
     for family in _FAMILIES:
         if all(map(tokenizer.has, family.has)) and not any(map(tokenizer.has, family.lacks)):
@@ -255,7 +255,7 @@ def _find_templates(
     tokens = {} if tokenizer is None else tokenizer.special_tokens
     spec = _given(settings.chat_template)
     if spec is not None:
-        source, name, origin = (read(spec), spec, f"built-in {spec}") if spec in NAMES else _read_template(spec)
+        source, name, origin = (read_builtin(spec), spec, f"built-in {spec}") if spec in NAMES else _read_template(spec)
         return {"default": ChatTemplate(source, name=name, special_tokens=tokens)}, f"{origin} (--chat-template)"
     if tokenizer is None:
         notes.append("no chat template: there is no tokenizer, and --chat-template is not given")
@@ -270,12 +270,12 @@ def _find_templates(
                 own[name] = error
                 notes.append(error.message)
         return own, "the tokenizer's own"
-    recognised = recognise(tokenizer)
+    recognised = recognise_template(tokenizer)
     if recognised is None:
         notes.append("no chat template: the tokenizer has none, and its special tokens are of no known family")
         return {}, None
     name, token = recognised
-    found = ChatTemplate(read(name), name=name, special_tokens=tokens)
+    found = ChatTemplate(read_builtin(name), name=name, special_tokens=tokens)
     return {"default": found}, f"built-in {name} (the tokenizer has {token} and no template of its own)"
 
 

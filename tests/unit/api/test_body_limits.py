@@ -25,7 +25,7 @@ from triton_openai.api.bodies import JsonCheck, _read, parse_json, read_within
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.embeddings import SIDES, ScoreRequest
 from triton_openai.api.prompts import separated
-from triton_openai.api.tools import plan
+from triton_openai.api.tools import plan_tools
 from triton_openai.config import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
@@ -249,10 +249,10 @@ def test_too_many_prompts() -> None:
 def test_too_many_tools() -> None:
     """As many as any client has are fine."""
     tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(513)]
-    planned = plan(tools=tools[:512], tool_choice=None, functions=None, function_call=None, parallel=None)
+    planned = plan_tools(tools=tools[:512], tool_choice=None, functions=None, function_call=None, parallel=None)
     assert 512 == len(planned.schemas)
     with pytest.raises(InvalidRequest) as caught:
-        plan(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
+        plan_tools(tools=tools, tool_choice=None, functions=None, function_call=None, parallel=None)
     assert ("tools", "array_above_max_length") == (caught.value.param, caught.value.code)
 
 

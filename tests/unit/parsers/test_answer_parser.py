@@ -11,7 +11,7 @@ import msgspec
 from tests.cases import every_case
 from triton_openai.api.chat import make_parser
 from triton_openai.api.chat_response import message_of
-from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan
+from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.choose import Parsers
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -30,7 +30,7 @@ CALL = '<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
 @every_case("choice", ["required", NAMED])
 def test_forced_calls_have_ids_of_the_family(choice: Any) -> None:
     """Mistral's templates take nine letters and digits, also for calls that the backend was held to."""
-    wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+    wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
     text = '[{"name": "now", "parameters": {}}]' if choice == "required" else "{}"
     lengths = []
     for tools in (Mistral, Hermes, None):
@@ -61,7 +61,7 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
         ("required", (own, f"\n{array}")), (NAMED, (own, arguments) if tools else (arguments,)),
     ]  # fmt: skip
     for choice, texts in cases:
-        wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+        wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
         for text in texts:
             parser = make_parser(Parsers(tools=tools), wanted, "")
             assert parser is not None
@@ -77,7 +77,7 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
 @every_case("text", ["Now.", "[now]", '[{"name": "then", "parameters": {}}]', "  [", "<tool_call>then"])
 def test_a_forced_call_that_is_none(choice: Any, text: str) -> None:
     """The text is content, as the model wrote it."""
-    wanted = plan(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
+    wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
     parser = make_parser(Parsers(tools=Hermes), wanted, "")
     assert parser is not None
     message = message_of(
@@ -110,7 +110,7 @@ def test_a_cut_call(text: str, parallel: bool, cut: bool) -> None:
 
 def test_a_forced_call_that_is_cut() -> None:
     """It counts as cut in the model's own form too."""
-    wanted = plan(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
+    wanted = plan_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
     for text in (CALL[:-15], '[{"name": "now", "parameters": {"a'):
         parser = make_parser(Parsers(tools=Hermes), wanted, "")
         assert parser is not None

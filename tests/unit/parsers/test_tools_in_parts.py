@@ -128,7 +128,7 @@ def test_a_doubled_name(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_built_in_templates(name: str, expected: tuple[str | None, str | None]) -> None:
     """Those of the built-in templates that write calls show which parser reads them."""
-    assert expected == detect(prompter.read(name))
+    assert expected == detect(prompter.read_builtin(name))
 
 
 @every_case(

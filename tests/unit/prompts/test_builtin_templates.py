@@ -38,7 +38,9 @@ CALLS: list[dict[str, Any]] = [
 
 def render(name: str, messages: list[dict[str, Any]], **options: Any) -> str:
     """Render *messages* with the built-in *name*."""
-    return ChatTemplate(prompter.read(name), name=name, special_tokens=TOKENS).render(messages, Rendering(**options))
+    return ChatTemplate(prompter.read_builtin(name), name=name, special_tokens=TOKENS).render(
+        messages, Rendering(**options)
+    )
 
 
 def llama3(role: str, content: str | None = None) -> str:
@@ -156,7 +158,7 @@ def test_plain() -> None:
 @every_case("name", prompter.NAMES)
 def test_built_ins_take_strings_and_need_no_special_tokens(name: str) -> None:
     """Every built-in reads strings, and works where no special token is known."""
-    template = ChatTemplate(prompter.read(name), name=name)
+    template = ChatTemplate(prompter.read_builtin(name), name=name)
 
     assert not template.takes_parts
     assert not template.tool_form.null_content

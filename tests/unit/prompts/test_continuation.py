@@ -48,11 +48,11 @@ def test_spaces_at_the_end_are_the_templates_affair() -> None:
 @every_case("name", prompter.NAMES)
 def test_every_built_in_template_can_be_continued(name: str) -> None:
     """The text is the last thing in the prompt."""
-    template = ChatTemplate(prompter.read(name), name=name, special_tokens=TOKENS)
+    template = ChatTemplate(prompter.read_builtin(name), name=name, special_tokens=TOKENS)
     content: Any = "The answer is"
     if template.wants_parts:
         content = [{"type": "text", "text": content}]
-    assert rendered(prompter.read(name), content).endswith("The answer is")
+    assert rendered(prompter.read_builtin(name), content).endswith("The answer is")
 
 
 def test_parts() -> None:

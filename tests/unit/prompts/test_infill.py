@@ -13,7 +13,7 @@ from tests.unit.prompts.test_template_support import make_backend, save
 from triton_openai.app import create_app
 from triton_openai.config import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
-from triton_openai.prompts.infill import FORMS, choose, fill, parse, recognise, tokens_of
+from triton_openai.prompts.infill import FORMS, fill, fim_form, known_fim_form, parse, tokens_of
 from triton_openai.prompts.tokenizer import Tokenizer
 
 
@@ -39,24 +39,24 @@ def test_known_forms(tmp_path: Path, name: str, expected: str) -> None:
     lacking = tokenizer(tmp_path / "lacking", *tokens_of(form)[1:])
 
     assert expected == fill(form, "a", "b")
-    assert name == recognise(having)
-    assert form == choose(name, having) == choose(name, None)
-    assert recognise(lacking) is None
+    assert name == known_fim_form(having)
+    assert form == fim_form(name, having) == fim_form(name, None)
+    assert known_fim_form(lacking) is None
     with pytest.raises(ConfigurationError, match=f"fim_template {name}"):
-        choose(name, lacking)
+        fim_form(name, lacking)
 
 
 def test_nothing_is_done_unasked(tmp_path: Path) -> None:
     """The tokens alone do not show that a model was trained on them."""
-    assert choose(None, tokenizer(tmp_path, *tokens_of(FORMS["qwen"]))) is None
+    assert fim_form(None, tokenizer(tmp_path, *tokens_of(FORMS["qwen"]))) is None
 
 
 def test_two_forms_are_none(tmp_path: Path) -> None:
     """A vocabulary with the tokens of two forms does not say which."""
     both = tokenizer(tmp_path, *tokens_of(FORMS["qwen"]), *tokens_of(FORMS["starcoder"]))
 
-    assert recognise(both) is None
-    assert FORMS["qwen"] == choose("qwen", both)
+    assert known_fim_form(both) is None
+    assert FORMS["qwen"] == fim_form("qwen", both)
 
 
 texts = st.text().filter(lambda text: "{prefix}" not in text and "{suffix}" not in text)
@@ -70,7 +70,7 @@ def test_own_forms(before: str, between: str, after: str, prefix: str, suffix: s
 
     ordered = (suffix, prefix) if suffix_first else (prefix, suffix)
     assert f"{before}{ordered[0]}{between}{ordered[1]}{after}" == fill(form, prefix, suffix)
-    assert form == choose(f"{before}{first}{between}{second}{after}", None)
+    assert form == fim_form(f"{before}{first}{between}{second}{after}", None)
 
 
 @every_case("spec", ["qwn", "auto", "{prefix}", "{suffix}", "{prefix}{prefix}", "{prefix}{suffix}{suffix}", "{}"])

@@ -97,6 +97,8 @@ def test_a_past_turn_reads_back(turn: Turn) -> None:
 @every_case("prompt", RENDERINGS.prompts, ids=lambda prompt: f"{prompt.family}-{len(prompt.messages)}")
 def test_built_in_templates(prompt: Prompt) -> None:
     """A built-in template makes the same prompt as that of the family it was written for."""
-    template = ChatTemplate(prompter.read(prompt.template), name=prompt.template, special_tokens=prompt.special_tokens)
+    template = ChatTemplate(
+        prompter.read_builtin(prompt.template), name=prompt.template, special_tokens=prompt.special_tokens
+    )
 
     assert prompt.prompt == template.render(prepare(msgspec.convert(prompt.messages, list[Message]), template))
