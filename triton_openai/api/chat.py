@@ -158,8 +158,8 @@ async def turn_of(context: RequestContext[ChatRequest], task_id: str, *, fitting
     service, body, observation = context.service, context.body, context.observation
     plan = plan_of(body)
     prompter = await context.model.prompter()
-    parsers = context.model.lazy_prompter.parsers(prompter)
-    task = await _task(context, task_id, plan, prompter, parsers)
+    parsers = prompter.parsers
+    task = await _task(context, task_id, plan, prompter)
     if fitting and not task.open_ended:
         task = msgspec.structs.replace(task, open_ended=True, open_limit=task.sampling.max_tokens)
     with observation.stage(RENDER):
@@ -209,10 +209,8 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     return json_response(completion)
 
 
-async def _task(
-    context: RequestContext[ChatRequest], task_id: str, plan: ToolPlan, prompter: Prompter, parsers: Parsers
-) -> Task:
-    body, model = context.body, context.model
+async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPlan, prompter: Prompter) -> Task:
+    body, model, parsers = context.body, context.model, prompter.parsers
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     forced = None

@@ -156,7 +156,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
         tokenizer, template, notes = provenance.tokenizer, provenance.chat_template, list(provenance.notes)
         images = _images(model, prompter)
         sampling = _sampling(model, model.default_parameters(prompter), provenance.generation_config)
-        parsers = model.lazy_prompter.parsers(prompter)
+        parsers = prompter.parsers
         suffix = _suffix(model, prompter.tokenizer)
         classes = _classes(model, prompter.tokenizer) if capabilities.classify else None
     except ConfigurationError as error:

@@ -65,13 +65,13 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
 
 
 def _features(model: ServedModel) -> tuple[str, ...]:
-    capabilities, parsers = model.adapter.capabilities, model.lazy_prompter.chosen
+    capabilities, prompter = model.adapter.capabilities, model.lazy_prompter.resolved
     if "generate" not in model.tasks:
         return ()
     found = {
         "streaming": capabilities.streaming,
-        "tools": parsers is not None and parsers.tools is not None,
-        "reasoning": parsers is not None and parsers.reasoning is not None,
+        "tools": prompter is not None and prompter.parsers.tools is not None,
+        "reasoning": prompter is not None and prompter.parsers.reasoning is not None,
         "json_schema": "json_schema" in capabilities.guides,
         "images": model.takes_images and model.marks_images,
         "logprobs": capabilities.logprobs,

@@ -95,15 +95,16 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
     Makes the prompts of one served model. Thread-safe. :meth:`resolve` creates it.
 
     *tokenizer* is None if unknown: then tokens cannot be counted, but a configured template works. *recommended* is the
-    sampling of the model's ``generation_config.json``, under the names of a request. *foreign* is whether the templates
-    came in a request. *incomplete* is whether the model's config or files name a tokenizer that could not be loaded:
-    another attempt may help.
+    sampling of the model's ``generation_config.json``, under the names of a request. *parsers* read the answers to its
+    prompts. *foreign* is whether the templates came in a request. *incomplete* is whether the model's config or files
+    name a tokenizer that could not be loaded: another attempt may help.
     """
 
     tokenizer: Tokenizer | None
     templates: Templates
     provenance: Provenance
     recommended: Mapping[str, Any] = {}
+    parsers: Parsers = Parsers()
     foreign: bool = False
     incomplete: bool = False
 
@@ -123,7 +124,7 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         recommended, generation_origin = recommended_sampling(
             settings.generation_config, {} if tokenizer is None else tokenizer.generation_config, notes
         )
-        return cls(
+        prompter = cls(
             tokenizer=tokenizer,
             templates=templates,
             provenance=Provenance(
@@ -135,6 +136,8 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
             recommended=recommended,
             incomplete=incomplete,
         )
+        parsers = choose(prompter.tools_source, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser)
+        return msgspec.structs.replace(prompter, parsers=parsers)
 
     @property
     def can_chat(self) -> bool:
@@ -321,7 +324,6 @@ class LazyPrompter:
         #: The prompter, once it is resolved.
         self.resolved: Prompter | None = None
         self._task: asyncio.Task[Prompter] | None = None
-        self._parsers: tuple[Prompter, Parsers] | None = None
         #: Set when :meth:`check` has ended for the first time.
         self.checked = asyncio.Event()
         #: The reason why chats fail, found by :meth:`check`.
@@ -343,11 +345,6 @@ class LazyPrompter:
                 "Hugging Face hub is slow or cannot be reached, give --tokenizer a local folder.",
                 retry_after=LOAD_SECONDS,
             ) from error
-
-    @property
-    def chosen(self) -> Parsers | None:
-        """The parsers, once they are chosen."""
-        return None if self._parsers is None else self._parsers[1]
 
     async def _resolve(self) -> Prompter:
         self.resolved = await asyncio.to_thread(Prompter.resolve, self._settings, self.hint, self.named)
@@ -373,8 +370,7 @@ class LazyPrompter:
                     async with asyncio.timeout(LOAD_SECONDS):
                         await self._resolve()
             prompter = await self.get()
-            # In a thread, because finding parsers searches all installed packages.
-            await asyncio.to_thread(self._try, prompter, chats, needs_tokenizer)
+            _try(prompter, chats=chats, needs_tokenizer=needs_tokenizer)
         except ConfigurationError as error:
             problem = error
         except Exception as error:  # noqa: BLE001 - a third party's parser must not end the checks of all models
@@ -389,29 +385,17 @@ class LazyPrompter:
             what = "model cannot chat" if chats else "model cannot be used"
             _log.warning(what, model=model, reason=problem.message, detail=problem.detail)
 
-    def _try(self, prompter: Prompter, chats: bool, needs_tokenizer: bool) -> None:
-        try:
-            self.parsers(prompter)
-            if needs_tokenizer and prompter.tokenizer is None:
-                raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
-            if chats and (failure := prompter.template_for().failure) is not None:
-                raise ConfigurationError(failure)
-        except ConfigurationError as error:
-            # The notes say where a tokenizer was searched.
-            error.detail = error.detail or "; ".join(prompter.provenance.notes) or None
-            raise
 
-    def parsers(self, prompter: Prompter) -> Parsers:
-        """
-        Return the parsers for answers to *prompter*'s prompts. Raises :class:`ConfigurationError` for unknown names.
-
-        They are chosen once, because finding a parser by name searches all installed packages.
-        """
-        if self._parsers is None or self._parsers[0] is not prompter:
-            settings = self._settings
-            chosen = choose(prompter.tools_source, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser)
-            self._parsers = prompter, chosen
-        return self._parsers[1]
+def _try(prompter: Prompter, *, chats: bool, needs_tokenizer: bool) -> None:
+    try:
+        if needs_tokenizer and prompter.tokenizer is None:
+            raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
+        if chats and (failure := prompter.template_for().failure) is not None:
+            raise ConfigurationError(failure)
+    except ConfigurationError as error:
+        # The notes say where a tokenizer was searched.
+        error.detail = error.detail or "; ".join(prompter.provenance.notes) or None
+        raise
 
 
 _prompting = attrgetter(
@@ -450,7 +434,7 @@ class Prompters:
             if same and not (renew and old.resolved is not None):
                 continue
             try:
-                new.parsers(await new.get())
+                await new.get()
             except ConfigurationError as error:
                 if not same:
                     raise ConfigurationError(f"{name}: {error.message}", detail=error.detail) from error

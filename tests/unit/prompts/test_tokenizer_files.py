@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from triton_openai.adapters._common.base import BoundParameter, Rule
+from triton_openai.adapters._common.base import Adapter, BoundParameter, Rule
 from triton_openai.config import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.prompter import LazyPrompter
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.tokenizer_files import recommended_sampling
+from triton_openai.triton.tensors import ModelConfig
 
 DEMO = Path(__file__).parents[3] / "triton_openai" / "demo" / "tokenizer"
 QWEN = {
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 def served(settings: ModelSettings, *refused: str) -> ServedModel:
     """Return a served model that takes all parameters but those *refused*."""
-    adapter = Mock()
+    adapter = Adapter(ModelConfig(name="m"), {})
     adapter.parameters = [
         BoundParameter(name=name, rule=Rule.REFUSED if name in refused else Rule.MAPPED)
         for name in DefaultParameters.__struct_fields__
