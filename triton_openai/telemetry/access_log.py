@@ -148,39 +148,42 @@ class AccessLog(Observer):
     """Writes a line for each request: at "info", or at "debug" for reads that go well, such as health checks."""
 
     def ended(self, observation: Observation) -> None:
-        error = observation.error
+        error, left = observation.error, observation.client_left
         fields: dict[str, Any] = {"request_id": observation.request_id}
         if observation.method:
-            fields |= {"method": observation.method, "path": observation.path}
-        fields |= {"status": observation.status, "seconds": round(observation.duration, 4)}
+            fields["method"], fields["path"] = observation.method, observation.path
+        fields["status"], fields["seconds"] = observation.status, _rounded(observation.duration)
         if observation.key is not None:
             fields["key"] = observation.key
         if error is not None:
             fields["error"] = error.code
-        if observation.client_left:
+        if left:
             fields["client_left"] = True
         if observation.operation is None:
             if isinstance(error, ModelNotFound):
                 fields["model"] = printable(error.name, _MAX_NAME_CHARS)
-            read = observation.method in ("GET", "HEAD", "OPTIONS")
-            quiet = read and error is None and not observation.client_left
+            quiet = observation.method in ("GET", "HEAD", "OPTIONS") and error is None and not left
             (_log.debug if quiet else _log.info)("request", **fields)
             return
-        fields |= {"model": observation.model, "adapter": observation.adapter, "stream": observation.stream}
+        fields["model"], fields["adapter"] = observation.model, observation.adapter
+        fields["stream"] = observation.stream
         if observation.response_id is not None:
             fields["response_id"] = observation.response_id
-        usage = observation.usage
+        usage, first, reasons = observation.usage, observation.time_to_first_token, observation.finish_reasons
         if usage is not None:
-            fields |= {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-        first = observation.time_to_first_token
+            fields["input_tokens"], fields["output_tokens"] = usage.prompt_tokens, usage.completion_tokens
         if first is not None:
-            fields["first_token_seconds"] = round(first, 4)
+            fields["first_token_seconds"] = _rounded(first)
         if observation.queued_seconds:
-            fields["queued_seconds"] = round(observation.queued_seconds, 4)
-        reasons = observation.finish_reasons
+            fields["queued_seconds"] = _rounded(observation.queued_seconds)
         if reasons:
             fields["finish_reason"] = ",".join(dict.fromkeys(reasons))
         _log.info("request", **fields)
+
+
+def _rounded(seconds: float) -> float:
+    """Return *seconds* with four digits after the point; ``round`` takes ten times as long."""
+    return int(seconds * 10_000 + 0.5) / 10_000
 
 
 class ContentLog(Observer):

@@ -13,10 +13,8 @@ import aiohttp
 import msgspec
 import structlog
 from aiohttp import web
-from prometheus_client import ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -118,7 +116,7 @@ class ServedName(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: int | None
 
 
-class Figures(msgspec.Struct, kw_only=True):
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """
     What the whole service does, over all models: requests now, and sums since its start.
 
@@ -132,17 +130,6 @@ class Figures(msgspec.Struct, kw_only=True):
     output_tokens: int = 0
     first_tokens: int = 0
     first_token_seconds: float = 0.0
-
-
-# The samples that each field of the figures is the sum of, and one label that they have.
-_SUMMED = {
-    (RUNNING.name, ""): "running",
-    (QUEUED.name, ""): "queued",
-    (TOKENS.name, "input"): "input_tokens",
-    (TOKENS.name, "output"): "output_tokens",
-    (f"{FIRST_TOKEN.name}_count", ""): "first_tokens",
-    (f"{FIRST_TOKEN.name}_sum", ""): "first_token_seconds",
-}
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,9 +243,20 @@ class TritonMetrics:
 
     async def read(self) -> Mapping[str, Sequence[str]] | None:
         """Return them as :func:`parse` does, or ``None`` when Triton does not give them in time, which is logged."""
+        headers, body = {"Accept": "text/plain;version=0.0.4"}, bytearray()
         try:
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT)) as session,
+                session.get(self._url, headers=headers, allow_redirects=False) as response,
+            ):
+                if response.status != 200:
+                    raise ValueError(f"HTTP status {response.status}")
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > _MAX_BYTES:
+                        raise ValueError(f"more than {_MAX_BYTES} bytes")
             # Hundreds of models have thousands of lines.
-            families = await asyncio.to_thread(parse, await self._fetch())
+            families = await asyncio.to_thread(parse, body.decode())
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             if not self._failing:
                 reason = f"{type(error).__name__}: {error}"
@@ -267,20 +265,6 @@ class TritonMetrics:
             return None
         self._failing = False
         return families
-
-    async def _fetch(self) -> str:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT)) as session,
-            session.get(self._url, headers={"Accept": "text/plain;version=0.0.4"}, allow_redirects=False) as response,
-        ):
-            if response.status != 200:
-                raise ValueError(f"HTTP status {response.status}")
-            body = bytearray()
-            async for chunk in response.content.iter_any():
-                body += chunk
-                if len(body) > _MAX_BYTES:
-                    raise ValueError(f"more than {_MAX_BYTES} bytes")
-        return body.decode("utf-8")
 
 
 class _Families(list[Metric], Collector):
@@ -305,11 +289,6 @@ class Exposition:
         self._loads: Mapping[str, Mapping[str, float]] = {}
         self._loads_until = 0.0
         self._reading = asyncio.Lock()
-        if metrics.folder is None:
-            self._collectors: Sequence[Collector] = (metrics.registry, ProcessCollector(registry=None))
-        else:
-            # Memory and CPU time of one process mean nothing where each scrape meets another process.
-            self._collectors = (MultiProcessCollector(None, str(metrics.folder)),)
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
         """
@@ -372,16 +351,18 @@ class Exposition:
 
     async def figures(self) -> Figures:
         """Return the figures of all workers together."""
-
-        def read() -> Figures:
-            found = Figures()
-            for sample in (sample for metric in self._counted().values() for sample in metric.samples):
-                if field := _SUMMED.get((sample.name, sample.labels.get("type", ""))):
-                    kind = type(getattr(found, field))
-                    setattr(found, field, getattr(found, field) + kind(sample.value))
-            return found
-
-        return await asyncio.to_thread(read)
+        counted = await asyncio.to_thread(self._counted)
+        sums: defaultdict[tuple[str, str | None], float] = defaultdict(float)
+        for sample in (sample for metric in counted.values() for sample in metric.samples):
+            sums[sample.name, sample.labels.get("type")] += sample.value
+        return Figures(
+            running=int(sums[RUNNING.name, None]),
+            queued=int(sums[QUEUED.name, None]),
+            input_tokens=int(sums[TOKENS.name, "input"]),
+            output_tokens=int(sums[TOKENS.name, "output"]),
+            first_tokens=int(sums[f"{FIRST_TOKEN.name}_count", None]),
+            first_token_seconds=sums[f"{FIRST_TOKEN.name}_sum", None],
+        )
 
     def _text(
         self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str], served: Sequence[ServedName]
@@ -396,7 +377,7 @@ class Exposition:
 
     def _counted(self) -> Mapping[str, Metric]:
         # Workers that have counted nothing have no empty metrics, unlike a single process.
-        return {metric.name: metric for one in self._collectors for metric in one.collect() if metric.samples}
+        return {metric.name: metric for metric in self._metrics.collect() if metric.samples}
 
 
 EXPOSITION: web.AppKey[Exposition] = web.AppKey("exposition", Exposition)

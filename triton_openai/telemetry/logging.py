@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache, partial
@@ -21,7 +21,8 @@ import msgspec
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+from structlog.dev import plain_traceback
+from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
 from triton_openai.config import ServerSettings
 from triton_openai.errors import ServiceError
@@ -59,9 +60,9 @@ class _Output:
         self.name = name
         self._write, self._flush = stream.buffer.write, stream.buffer.flush
 
-    def msg(self, line: str | bytes) -> None:
+    def msg(self, line: bytes) -> None:
         """Write *line*, which has no end."""
-        self._write((line if isinstance(line, bytes) else line.encode("utf-8", "backslashreplace")) + b"\n")
+        self._write(line + b"\n")
         self._flush()
 
     debug = info = warning = error = critical = msg
@@ -70,11 +71,13 @@ class _Output:
 def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
     """Send every log line, also those of libraries, to stderr as *settings* say, with the number of the *worker*."""
     level = logging.getLevelName(settings.log_level.upper())
-    shared: list[Processor] = [partial(_complete, {} if worker is None else {"worker": worker})]
-    renderers = _renderers(settings.log_format)
+    render = _json if settings.log_format == "json" else _plain
+    if render is _plain and sys.stderr.isatty():
+        render = partial(_console, structlog.dev.ConsoleRenderer(exception_formatter=plain_traceback, pad_event_to=0))
+    line = partial(_line, {} if worker is None else {"worker": worker}, render)
     # Not through the standard library's logging, which takes longer than all the rest.
     structlog.configure(
-        processors=[*shared, *renderers],
+        processors=[line],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=partial(_Output, sys.stderr),
         cache_logger_on_first_use=True,
@@ -86,8 +89,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderers, _as_text],
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder()], processors=[line, lambda *event: event[-1].decode()]
         )
     )
     root = logging.getLogger()
@@ -95,62 +97,53 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     root.setLevel(level)
 
 
-def _complete(process: EventDict, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Return *event* with the fields of its request and of the *process*, its logger, level and time."""
+def _line(
+    process: EventDict, render: Callable[[EventDict], bytes], logger: WrappedLogger, method: str, event: EventDict
+) -> bytes:
+    """Return *event* as a line, with the fields of its request and of the *process*, its logger, level and time."""
     if not _REDACTED.isdisjoint(event):
         event.update(dict.fromkeys(_REDACTED & event.keys(), "<redacted>"))
-    record = event.get("_record")
-    return {
-        **process,
-        **LOG_FIELDS.get(),
-        **event,
-        "logger": logger.name if record is None else record.name,
-        "level": method,
-        "timestamp": timestamp(),
-    }
+    if logger is None:
+        # A library's, which the standard library's logging passes on.
+        logger = event.pop("_record")
+        del event["_from_structlog"]
+    found = {**process, **LOG_FIELDS.get(), **event, "logger": logger.name, "level": method, "timestamp": timestamp()}
+    # Without the values of local variables: those could be prompts.
+    return render(structlog.processors.format_exc_info(logger, method, found) if "exc_info" in event else found)
 
 
 def timestamp() -> str:
     """Return the time in the form of log lines."""
-    seconds, microseconds = divmod(time.time_ns() // 1000, 1_000_000)
-    return f"{_second(seconds)}.{microseconds:06}Z"
+    nanoseconds = str(time.time_ns())
+    return f"{_second(nanoseconds[:-9])}.{nanoseconds[-9:-3]}Z"
 
 
 @lru_cache(1)
-def _second(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def _renderers(log_format: str) -> list[Processor]:
-    # Tracebacks without the values of local variables: those could be prompts.
-    if log_format == "json":
-        return [structlog.processors.format_exc_info, _json_line]
-    if not sys.stderr.isatty():
-        return [structlog.processors.format_exc_info, _plain_line]
-    return [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback, pad_event_to=0)]
+def _second(seconds: str) -> str:
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
-def _json_line(_logger: WrappedLogger, _method: str, event: EventDict) -> bytes:
+def _json(event: EventDict) -> bytes:
     try:
         return _encode(event)
     except UnicodeEncodeError:  # a lone surrogate
         return json.dumps(event, default=str).encode()
 
 
-def _plain_line(_logger: WrappedLogger, _method: str, event: EventDict) -> str:
+def _plain(event: EventDict) -> bytes:
     """Return a line as the console has it, without its colours."""
     head = f"{event.pop('timestamp')} [{event.pop('level'):<9}] {event.pop('event')} [{event.pop('logger')}]"
     trace = event.pop("exception", None)
     line = " ".join([head, *[f"{name}={_shown(str(value))}" for name, value in event.items()]])
-    return line if trace is None else f"{line}\n{trace}"
+    return (line if trace is None else f"{line}\n{trace}").encode("utf-8", "backslashreplace")
+
+
+def _console(renderer: structlog.dev.ConsoleRenderer, event: EventDict) -> bytes:
+    return str(renderer(None, "", event)).encode("utf-8", "backslashreplace")
 
 
 def _shown(text: str) -> str:
     return text if text.isprintable() and _QUOTED.search(text) is None else repr(text)
-
-
-def _as_text(_logger: WrappedLogger, _method: str, line: Any) -> str:
-    return line.decode() if isinstance(line, bytes) else str(line)

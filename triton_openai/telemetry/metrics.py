@@ -5,8 +5,8 @@ Metrics for Prometheus: the table of them, the observer that counts each request
 Prometheus's spelling and with the conventions' buckets. What the conventions have no name for begins with
 ``triton_openai_``. The table in the documents is generated from this one.
 
-A single process keeps its values in memory. Workers keep theirs in the files of ``prometheus_client``'s multiprocess
-mode; the worker that answers a scrape adds them up.
+A single process keeps its numbers in memory. Workers write theirs also to the files of ``prometheus_client``'s
+multiprocess mode; the worker that answers a scrape adds them up.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 import collections
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-from prometheus_client import CollectorRegistry, disable_created_metrics, values
+from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.multiprocess import mark_process_dead
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
-from prometheus_client.values import MultiProcessValue, MutexValue
+from prometheus_client.values import MultiProcessValue
 
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError, UpstreamError
@@ -70,6 +70,11 @@ class Instrument(msgspec.Struct, frozen=True, eq=False):
     def kind(self) -> Literal["counter", "gauge", "histogram"]:
         """Its type."""
         return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
+
+    @property
+    def bounds(self) -> Sequence[str]:
+        """The upper bounds of its buckets as Prometheus writes them."""
+        return [*map(floatToGoString, self.buckets), "+Inf"] if self.buckets else []
 
 
 REQUESTS = Instrument(
@@ -164,7 +169,7 @@ def metrics_folder(directory: Path) -> Path:
 
 def share_between_workers(folder: Path, index: int) -> bool:
     """
-    Keep metrics that are created from now on in the *folder* that all workers read; return whether *index* had files.
+    Make the files in *folder* in which worker *index* keeps its numbers; return whether it had files already.
 
     The workers' parent sets ``PROMETHEUS_MULTIPROC_DIR`` to this folder, for ``prometheus_client``. Files belong to a
     worker's index, not to its process id: the process that replaces a dead worker goes on with its counters. Raises
@@ -181,7 +186,6 @@ def share_between_workers(folder: Path, index: int) -> bool:
                 os.posix_fallocate(file.fileno(), 0, 1024 * 1024)
     except OSError as error:
         raise ConfigurationError(f"Metrics cannot be kept in {folder}: {error.strerror or error}.") from error
-    values.ValueClass = MultiProcessValue(lambda: index)
     return replaces
 
 
@@ -190,73 +194,58 @@ def forget_worker(directory: Path, index: int) -> None:
     mark_process_dead(index, str(metrics_folder(directory)))
 
 
-_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+class _Shared(list[float]):
+    """Numbers that are also written to the *places* where all workers read them."""
+
+    def __init__(self, places: Sequence[Any]) -> None:
+        super().__init__(place.get() for place in places)
+        self._places = places
+
+    def __setitem__(self, index: Any, number: Any) -> None:
+        super().__setitem__(index, number)
+        self._places[index].set(number)
 
 
-class Family(Collector):
+class Series:
     """
-    A metric. ``prometheus_client``'s own take several times as long for an observation, and one at a time.
+    The numbers of one series: one, or those of a histogram with these upper *bounds* of its buckets.
 
-    Its values are those of the library, so that workers share them.
+    ``prometheus_client``'s own take several times as long for an observation, and one at a time. Here nothing is
+    locked: only the event loop's thread writes.
     """
 
-    def __init__(self, instrument: Instrument, registry: CollectorRegistry) -> None:
-        self._instrument = instrument
-        self._bounds = [*map(floatToGoString, instrument.buckets), "+Inf"] if instrument.buckets else []
-        self._series: dict[tuple[str, ...], Any] = {}
-        if not instrument.labels:
-            self.labels()
-        registry.register(self)
+    __slots__ = ("_bounds", "numbers")
 
-    def labels(self, *labels: str) -> Any:
-        """Return the series with these values of the labels: a value of the library, or a :class:`HistogramSeries`."""
-        if labels not in self._series:
-            one, names = self._instrument, tuple(self._instrument.labels)
-            parts = [(f"{one.name}_bucket", (*names, "le"), (*labels, bound)) for bound in self._bounds]
-            parts.append((f"{one.name}_sum" if one.buckets else one.name, names, labels))
-            family = one.kind, one.name.removesuffix("_total")
-            # A gauge is the sum over the workers that live.
-            made = [values.ValueClass(*family, *part, one.help, multiprocess_mode="livesum") for part in parts]
-            self._series[labels] = HistogramSeries(one.buckets, made) if one.buckets else made[0]
-        return self._series[labels]
-
-    def collect(self) -> Iterable[Metric]:
-        one = self._instrument
-        family: Any = _FAMILIES[one.kind](one.name, one.help, labels=one.labels)
-        for labels, series in list(self._series.items()):
-            if one.buckets:
-                *counts, total = (value.get() for value in series.values)
-                family.add_metric(labels, list(zip(self._bounds, accumulate(counts), strict=True)), total)
-            else:
-                family.add_metric(labels, series.get())
-        return [family]
-
-
-class HistogramSeries:
-    """One series of a histogram; *values* are the count of each bucket, not of those below it, and the sum."""
-
-    __slots__ = ("_bounds", "values")
-
-    def __init__(self, bounds: Sequence[float], values: Sequence[Any]) -> None:
+    def __init__(self, bounds: Sequence[float], numbers: list[float]) -> None:
         self._bounds = bounds
-        self.values = values
+        #: Of a histogram: the count of each bucket, not of those below it, and the sum.
+        self.numbers = numbers
+
+    def inc(self, amount: float = 1) -> None:
+        """Add to a counter or a gauge."""
+        self.numbers[0] += amount
+
+    def set(self, number: float) -> None:
+        """Set a gauge."""
+        self.numbers[0] = number
 
     def observe(self, amount: float) -> None:
         """Count one observation."""
-        self.values[bisect_left(self._bounds, amount)].inc(1)
-        self.values[-1].inc(amount)
+        numbers = self.numbers
+        numbers[bisect_left(self._bounds, amount)] += 1
+        numbers[-1] += amount
 
     def observe_intervals(self, times: Sequence[float]) -> None:
         """Count an observation for each interval between *times*; equal times are one."""
         intervals = (after - before for before, after in pairwise(times) if after != before)
         counts = collections.Counter(bisect_left(self._bounds, interval) for interval in intervals)
         for bucket, count in counts.items():
-            self.values[bucket].inc(count)
+            self.numbers[bucket] += count
         if counts:
-            self.values[-1].inc(times[-1] - times[0])
+            self.numbers[-1] += times[-1] - times[0]
 
 
-class Metrics(Observer):
+class Metrics(Observer, Collector):
     """
     The metrics of this process.
 
@@ -266,21 +255,44 @@ class Metrics(Observer):
 
     def __init__(self, worker: Worker) -> None:
         self.folder = None if worker.directory is None else metrics_folder(worker.directory)
-        # Set always: PROMETHEUS_MULTIPROC_DIR in the environment may be meant for another program.
-        values.ValueClass = MutexValue
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
-        # Workers cannot sum up when their series began.
-        disable_created_metrics()
-        #: Not the library's global one: two services in one process must not count for each other.
-        self.registry = CollectorRegistry()
-        self._metrics = {one.name: Family(one, self.registry) for one in INSTRUMENTS}
-        #: Returns the series of an instrument with these values of its labels. The library's own look-up is slower.
-        self.child = cache(self._child)
+        self._place = None if self.folder is None else MultiProcessValue(lambda: worker.index)
+        self._made: list[tuple[Instrument, Sequence[str], Series]] = []
+        #: Returns the series of an instrument with these values of its labels.
+        self.child = cache(self._make)
+        for one in INSTRUMENTS:
+            if not one.labels:
+                self.child(one)
         if replaces:
-            self.child(WORKERS_REPLACED).inc(1)
+            self.child(WORKERS_REPLACED).inc()
 
-    def _child(self, instrument: Instrument, *labels: str) -> Any:
-        return self._metrics[instrument.name].labels(*labels)
+    def _make(self, instrument: Instrument, *labels: str) -> Series:
+        one, names = instrument, tuple(instrument.labels)
+        if self._place is None:
+            numbers = [0.0] * (len(one.bounds) + 1)
+        else:
+            parts = [(f"{one.name}_bucket", (*names, "le"), (*labels, bound)) for bound in one.bounds]
+            parts.append((f"{one.name}_sum" if one.buckets else one.name, names, labels))
+            family = one.kind, one.name.removesuffix("_total")
+            # A gauge is the sum over the workers that live.
+            numbers = _Shared([self._place(*family, *part, one.help, multiprocess_mode="livesum") for part in parts])
+        series = Series(one.buckets, numbers)
+        self._made.append((one, labels, series))
+        return series
+
+    def collect(self) -> Sequence[Metric]:
+        """Return what was counted, by all workers together, with the memory and CPU time of a single process."""
+        if self.folder is not None:
+            # Memory and CPU time of one process mean nothing where each scrape meets another process.
+            return list(MultiProcessCollector(None, str(self.folder)).collect())
+        families: dict[Instrument, Any] = {
+            one: _FAMILIES[one.kind](one.name, one.help, labels=one.labels) for one in INSTRUMENTS
+        }
+        for one, labels, series in list(self._made):
+            *counts, total = series.numbers
+            buckets = list(zip(one.bounds, accumulate(counts), strict=True))
+            families[one].add_metric(labels, *([buckets] if buckets else ()), total)
+        return [*families.values(), *ProcessCollector(registry=None).collect()]
 
     def add_gauges(self, model: str, adapter: str, *, alias: bool = False) -> None:
         """Create the gauges of a served name, with 0: an autoscaler must find them before the first request."""
@@ -288,63 +300,62 @@ class Metrics(Observer):
             self.child(gauge, model, adapter)
 
     def identified(self, observation: Observation) -> None:
-        self.child(RUNNING, *_model(observation)).inc(1)
+        self.child(RUNNING, *_model(observation)).inc()
 
     def queued(self, observation: Observation) -> None:
         self.child(RUNNING, *_model(observation)).inc(-1)
-        self.child(QUEUED, *_model(observation)).inc(1)
+        self.child(QUEUED, *_model(observation)).inc()
 
     def admitted(self, observation: Observation) -> None:
         self.child(QUEUED, *_model(observation)).inc(-1)
-        self.child(RUNNING, *_model(observation)).inc(1)
+        self.child(RUNNING, *_model(observation)).inc()
 
     def ended(self, observation: Observation) -> None:
-        left, error, model = observation.client_left, observation.error, _model(observation)
+        child, left, error, model = self.child, observation.client_left, observation.error, _model(observation)
         operation, outcome = observation.operation or OTHER, outcome_of(observation)
         # The client did not get the answer, whatever status was sent.
         status = CLIENT_CLOSED_REQUEST if left else observation.status
-        self.child(REQUESTS, operation, *model, str(status), outcome).inc(1)
+        child(REQUESTS, operation, *model, str(status), outcome).inc()
         code = "cancelled" if left else "" if error is None else error.code or "unknown"
         if error is not None and not left:
-            self.child(ERRORS, operation, *model, outcome, code).inc(1)
+            child(ERRORS, operation, *model, outcome, code).inc()
         if observation.operation is None:
             return
         gen_ai = (operation, PROVIDER, *model)
-        self.child(RUNNING, *model).inc(-1)
-        self.child(DURATION, *gen_ai, code).observe(observation.duration)
-        self.child(QUEUE, *model).observe(observation.queued_seconds)
+        child(RUNNING, *model).inc(-1)
+        child(DURATION, *gen_ai, code).observe(observation.duration)
+        child(QUEUE, *model).observe(observation.queued_seconds)
         first = observation.time_to_first_token
         if first is not None:
-            self.child(FIRST_TOKEN, *gen_ai).observe(first)
+            child(FIRST_TOKEN, *gen_ai).observe(first)
         sent = [answer.sent for answer in observation.answers if answer.sent is not None]
         if sent:
-            self.child(PREPARATION, *model).observe(
-                max(0.0, min(sent) - observation.began - observation.queued_seconds)
-            )
-        self._count_answers(observation, model, gen_ai)
-
-    def _count_answers(self, observation: Observation, model: tuple[str, ...], gen_ai: tuple[str, ...]) -> None:
+            preparation = min(sent) - observation.began - observation.queued_seconds
+            child(PREPARATION, *model).observe(max(0.0, preparation))
         prompt_tokens = observation.input_tokens
         for number, answer in enumerate(observation.answers):
             if answer.steps > 1:
-                self.child(INTER_TOKEN_LATENCY, *model).observe_intervals(answer.arrivals)
+                child(INTER_TOKEN_LATENCY, *model).observe_intervals(answer.arrivals)
             if answer.finish_reason is not None:
-                self.child(FINISHED, *model, str(answer.finish_reason)).inc(1)
+                child(FINISHED, *model, str(answer.finish_reason)).inc()
             usage = answer.usage_so_far
             if usage is None:
                 continue
             # A prompt counts once, however many answers it has.
             if number % observation.n == 0:
                 prompt_tokens = (prompt_tokens or 0) + usage.prompt_tokens
-            self.child(TOKENS, *model, "output").inc(usage.completion_tokens)
+            child(TOKENS, *model, "output").inc(usage.completion_tokens)
             if answer.usage is not None:
-                self.child(OUTPUT_TOKENS, *model).observe(usage.completion_tokens)
+                child(OUTPUT_TOKENS, *model).observe(usage.completion_tokens)
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
                 mean = (answer.ended - answer.first) / (usage.completion_tokens - 1)
-                self.child(PER_TOKEN, *gen_ai).observe(mean)
+                child(PER_TOKEN, *gen_ai).observe(mean)
         if prompt_tokens is not None:
-            self.child(TOKENS, *model, "input").inc(prompt_tokens)
-            self.child(INPUT_TOKENS, *model).observe(prompt_tokens)
+            child(TOKENS, *model, "input").inc(prompt_tokens)
+            child(INPUT_TOKENS, *model).observe(prompt_tokens)
+
+
+_FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
 
 
 def _model(observation: Observation) -> tuple[str, str]:

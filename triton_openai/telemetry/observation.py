@@ -201,7 +201,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
         collector runs, which it seldom does in a process with many long-lived objects.
         """
         self.request = None
-        for known in (self.error, *(answer.error for answer in self.answers)):
+        for known in [self.error, *[answer.error for answer in self.answers]]:
             error: BaseException | None = known
             while error is not None:
                 error.__traceback__ = None
@@ -221,6 +221,8 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     @property
     def usage(self) -> Usage | None:
         """The tokens of all answers, each prompt counted once; ``None`` where those of one answer are not known."""
+        if len(self.answers) == 1:
+            return self.answers[0].usage_so_far
         if self.answers:
             return total_usage([answer.usage_so_far for answer in self.answers], n=self.n)
         return None if self.input_tokens is None else Usage(prompt_tokens=self.input_tokens, completion_tokens=0)

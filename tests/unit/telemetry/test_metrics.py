@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis.strategies import floats, lists
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.registry import Collector
-from prometheus_client.values import MutexValue
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
@@ -35,7 +34,6 @@ from triton_openai.telemetry.metrics import (
     INSTRUMENTS,
     INTER_TOKEN_LATENCY,
     PROVIDER,
-    Family,
     Metrics,
     metrics_folder,
     outcome_of,
@@ -62,7 +60,7 @@ def observed(metrics: Metrics, *answers: FakeAnswer, operation: str = "chat", **
 
 def shown(metrics: Metrics) -> Scrape:
     """Return what *metrics* have counted."""
-    return Scrape(generate_latest(metrics.registry).decode())
+    return Scrape(generate_latest(metrics).decode())
 
 
 @pytest.fixture
@@ -148,17 +146,17 @@ def test_latencies_are_observations(latencies: list[list[float]]) -> None:
         registry=None,
         buckets=INTER_TOKEN_LATENCY.buckets,
     )
-    added = Family(INTER_TOKEN_LATENCY, CollectorRegistry())
+    added = Metrics(Worker())
     for answer in latencies:
         arrivals = [0.0]
         one_by_one.labels("m", "a")
         for latency in answer:
             arrivals.append(arrivals[-1] + latency)
             one_by_one.labels("m", "a").observe(arrivals[-1] - arrivals[-2])
-        added.labels("m", "a").observe_intervals(arrivals)
+        added.child(INTER_TOKEN_LATENCY, "m", "a").observe_intervals(arrivals)
 
     def values(histogram: Collector) -> list[tuple[str, dict[str, str], Any]]:
-        (metric,) = histogram.collect()
+        (metric,) = [one for one in histogram.collect() if one.name == INTER_TOKEN_LATENCY.name]
         return [(one.name, one.labels, pytest.approx(one.value)) for one in metric.samples if "created" not in one.name]
 
     assert values(one_by_one) == values(added)
@@ -277,7 +275,6 @@ def test_two_services_in_one_process() -> None:
 
 def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scrape has the counts of all workers, and the gauges of those that live; one that replaces another goes on."""
-    monkeypatch.setattr("prometheus_client.values.ValueClass", MutexValue)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
     running = Observation(request_id="r", method="POST", path="/")
     running.identify("chat", model="m", adapter="a")
@@ -297,7 +294,6 @@ def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_files_have_their_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who counts into a hole of a file is killed when the disk is full by then; a folder that cannot be had is said."""
-    monkeypatch.setattr("prometheus_client.values.ValueClass", MutexValue)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
     Metrics(Worker(index=1, count=2, directory=tmp_path))
     files = {path.name: path.stat() for path in metrics_folder(tmp_path).iterdir()}

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from tritonclient.grpc import service_pb2
 from yarl import URL
@@ -490,7 +491,8 @@ async def test_log_lines_and_counts(tmp_path: Path) -> None:
             _, _, told = await ask(relays, "/v2/models/m/infer?secret=1", {**ALICE, "x-request-id": "mine"})
             await call(relays, "ModelInfer", infer("m"), headers={**ALICE, "x-request-id": "mine-too"})
             await ask(relays, "/v2/models/m/infer")
-        registry = relays.guard.metrics.registry
+        registry = CollectorRegistry()
+        registry.register(relays.guard.metrics)
 
     assert "mine" == told["x-request-id"] == triton.requests[0][1]["x-request-id"]
     assert "mine-too" == triton.calls[0][1]["x-request-id"]
@@ -510,11 +512,12 @@ async def test_a_client_that_leaves() -> None:
     """It is counted as such, and gives its place back."""
     async with guarded() as (relays, triton):
         triton.answers.clear()
-        metrics = relays.guard.metrics
+        registry = CollectorRegistry()
+        registry.register(relays.guard.metrics)
 
         async def seen(protocol: str) -> bool:
             labels = {"protocol": protocol, "group": "inference", "status": "cancelled"}
-            return 1 == metrics.registry.get_sample_value("triton_openai_relayed_requests_total", labels)
+            return 1 == registry.get_sample_value("triton_openai_relayed_requests_total", labels)
 
         asking = asyncio.create_task(ask(relays, "/v2/models/m/infer"))
         await until(lambda: came(triton))
