@@ -53,8 +53,7 @@ def _entry(scores: Any, chosen: int, count: int) -> TokenLogprob:
     # Shifted by the highest, so that nothing overflows; summed in double precision.
     total = highest + float(np.log(np.exp(row - highest).sum(dtype=np.float64)))
     count = min(count, len(row))
-    likeliest = np.argpartition(row, len(row) - count)[len(row) - count :] if count else ()
-    ordered = sorted((-float(row[number]), int(number)) for number in likeliest)
+    ordered = sorted((-float(row[number]), number) for number in _likeliest(row, count))
     return TokenLogprob(
         token="",
         logprob=_finite(float(row[chosen]) - total),
@@ -62,6 +61,17 @@ def _entry(scores: Any, chosen: int, count: int) -> TokenLogprob:
         rank=int((row > row[chosen]).sum()) + 1,
         top=tuple([Alternative("", _finite(-score - total), id=number) for score, number in ordered]),
     )
+
+
+def _likeliest(row: np.ndarray[Any, Any], count: int) -> list[int]:
+    """Return *count* ids. Of equal scores the lowest ids count: which ones argpartition takes differs by machine."""
+    import numpy as np
+
+    if not count:
+        return []
+    lowest = np.partition(row, -count)[-count]
+    above = np.flatnonzero(row > lowest)
+    return [*above.tolist(), *np.flatnonzero(row == lowest)[: count - len(above)].tolist()]
 
 
 def _finite(value: float) -> float:
