@@ -36,7 +36,7 @@ from triton_openai.api.usage import usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.parsers.answer_parser import AnswerParser, ForcedCall, HeldCalls
-from triton_openai.parsers.choose import Parsers
+from triton_openai.parsers.detect import Parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.guided import GuidedCalls
 from triton_openai.parsers.tools.llama3_json import Llama3Json

@@ -18,7 +18,7 @@ from triton_openai.config import DefaultParameters, Settings
 from triton_openai.config.sources import closest
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import Models, ServedModel
-from triton_openai.parsers.choose import Parsers
+from triton_openai.parsers.detect import Parsers
 from triton_openai.prompts.infill import fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer

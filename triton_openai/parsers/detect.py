@@ -1,6 +1,6 @@
 # ruff: noqa: RUF001 - DeepSeek's markers are made of full-width bars
 """
-Which parsers a model wants, by the markers in its own chat template.
+Which parsers read a model's answers: those that the operator names, else those that its own chat template shows.
 
 A template shows the model how to write a call, or writes past calls back; either way the marker stands in it. The
 rules were read off the templates that the model families publish.
@@ -9,6 +9,13 @@ rules were read off the templates that the model families publish.
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import msgspec
+
+from triton_openai.config.tree import AUTO, NONE
+from triton_openai.parsers.reasoning.base import ReasoningParser
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from triton_openai.parsers.tools.base import ToolParser
 
 
 class _Rule(NamedTuple):
@@ -91,3 +98,31 @@ def _first(rules: tuple[_Rule, ...], template: str) -> str | None:
         if all(mark in template for mark in rule.has) and not any(mark in template for mark in rule.lacks):
             return rule.parser
     return None
+
+
+class Parsers(msgspec.Struct, frozen=True, kw_only=True):
+    """The parser classes of a model; ``None`` where its text stays as it is."""
+
+    tools: type[ToolParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether their markup is lost when the backend leaves special tokens out of the text."""
+        return any(parser is not None and parser.special_tokens for parser in (self.tools, self.reasoning))
+
+
+def choose(template: str, *, tools: str | None, reasoning: str | None) -> Parsers:
+    """
+    Return the parsers called *tools* and *reasoning* (``auto`` or ``None``: by the text of the chat *template*;
+    ``none``: no parser).
+
+    Raises :class:`ConfigurationError` for names that do not exist.
+    """
+    found_tools, found_reasoning = detect(template)
+    tool_name = found_tools if tools in (None, AUTO) else tools
+    reasoning_name = found_reasoning if reasoning in (None, AUTO) else reasoning
+    return Parsers(
+        tools=None if tool_name in (None, NONE) else TOOL_PARSERS.load(tool_name),
+        reasoning=None if reasoning_name in (None, NONE) else REASONING_PARSERS.load(reasoning_name),
+    )

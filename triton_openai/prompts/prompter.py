@@ -21,7 +21,7 @@ import structlog
 
 from triton_openai.config import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.parsers.choose import Parsers, choose
+from triton_openai.parsers.detect import Parsers, choose
 from triton_openai.prompts import history, offload
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
 from triton_openai.prompts.template import ChatTemplate
