@@ -15,6 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+#: The numbers of records of requests that only the collector has found, of each look.
+COLLECTED: list[int] = []
+
 
 def state() -> dict[str, Any]:
     """Return the tasks by their names, and the numbers of requests, streams, connections and records of requests."""
@@ -31,12 +34,17 @@ def state() -> dict[str, Any]:
         from triton_openai.triton.grpc import GrpcStream
 
         kinds += (GrpcStream,)
+
+    def count() -> int:
+        return sum(type(each) in (Observation, Run) for each in gc.get_objects())
+
     # The service freezes what lives at its start, and the collector does not list what is frozen.
     gc.unfreeze()
-    # Not collected before it is counted: what only the collector of cycles finds stays for a long time.
-    records = sum(type(each) in (Observation, Run) for each in gc.get_objects())
+    # What only the collector of cycles finds stays for a long time. So it counts, also in later looks.
+    freed = count()
     # A call that failed is in a circle with its traceback, and a connection with it: that is seldom, and no leak.
     gc.collect()
+    COLLECTED.append(freed - count())
     alive: dict[str, list[Any]] = {kind.__name__: [] for kind in kinds}
     for each in gc.get_objects():
         if type(each) in kinds:
@@ -50,7 +58,7 @@ def state() -> dict[str, Any]:
         "streams": sum(each._receiver is not None for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]),
         "idle": len(idle) + len(kept),
-        "records": records,
+        "records": count() + sum(COLLECTED),
         # Those of clients, when they have ended.
         "ended": sum(each.transport is None for each in alive["Connection"]),
     }

@@ -188,7 +188,8 @@ def test_no_request_waits_for_the_collector(service: Watched) -> None:
     with Stream(service, "vllm_model", steered(text=WORDS, fail_at=2, delay_ms=20)) as stream:
         assert "upstream_error" == failure(stream.rest()[-1])["code"]
     chat = {"model": "ensemble", "messages": [{"role": "user", "content": steered(text=WORDS)}], "n": 2}
-    assert 200 == service.post(CHAT, chat).status
+    for streamed in (False, True):
+        assert 200 == service.post(CHAT, {**chat, "stream": streamed}).status
     assert 404 == service.status("/nowhere")
 
 

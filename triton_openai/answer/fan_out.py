@@ -99,6 +99,8 @@ class RunGroup:
         """Close every run."""
         for run in self.runs:
             run.close()
+        # Breaks a reference cycle: only a long pause of the garbage collector would free the request.
+        self._push = lambda *_: None
 
 
 def too_long(timeout: float | None, runs: Sequence[Run]) -> UpstreamTimeout:
