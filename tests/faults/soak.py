@@ -60,6 +60,8 @@ class Figures:
     failures: list[tuple[str, float, float]] = field(default_factory=list)
     # How Triton ended when nobody had ended it, with what it had written last
     endings: list[tuple[str, str]] = field(default_factory=list)
+    # What was answered instead, with when it was asked and answered
+    wrong: list[tuple[str, float, float]] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -147,7 +149,7 @@ class Soak:
                 return await _failure(response)
             async for event in _events(response):
                 if event == "[DONE]":
-                    return "answered" if text == WORDS else "WRONG ANSWER"
+                    return self._judged(request, text == WORDS, text, began)
                 chunk = json.loads(event)
                 if "error" in chunk:
                     return f"event {chunk['error']['code']}"
@@ -158,13 +160,15 @@ class Soak:
 
     async def _chat(self, session: aiohttp.ClientSession) -> str:
         message = {"role": "user", "content": self._prompt()}
-        request = {"model": "ensemble", "messages": [message], "n": self._chance.choice([1, 1, 3])}
+        count = self._chance.choice([1, 1, 3])
+        request = {"model": "ensemble", "messages": [message], "n": count}
+        began = time.monotonic()
         async with session.post("/v1/chat/completions", json=request) as response:
             if response.status != 200:
                 return await _failure(response)
             choices = (await response.json())["choices"]
-            right = all(choice["message"]["content"] == WORDS for choice in choices)
-            return "answered" if right and len(choices) == request["n"] else "WRONG ANSWER"
+            right = [choice["message"]["content"] for choice in choices] == [WORDS] * count
+            return self._judged(request, right, choices, began)
 
     async def _leave(self, session: aiohttp.ClientSession) -> str:
         request = {"model": self._chance.choice(MODELS[:2]), "max_tokens": 1000, "stream": self._chance.random() < 0.7}
@@ -181,17 +185,24 @@ class Soak:
 
     async def _embed(self, session: aiohttp.ClientSession) -> str:
         request = {"model": "text_embedding", "input": ["a"] * self._chance.choice([1, 30])}
+        began = time.monotonic()
         async with session.post("/v1/embeddings", json=request) as response:
             if response.status != 200:
                 return await _failure(response)
             data = (await response.json())["data"]
-            return "answered" if len(data) == len(request["input"]) else "WRONG ANSWER"
+            return self._judged(request, len(data) == len(request["input"]), data, began)
 
     async def _mistake(self, session: aiohttp.ClientSession) -> str:
         mistakes: Sequence[bytes] = (b"{", b"[]", b'{"model": 5}', b'{"model": "ensemble", "prompt": "a", "n": 0}')
         async with session.post("/v1/completions", data=self._chance.choice(mistakes)) as response:
             # Without a content type that says otherwise it is taken for JSON, or refused as something else.
             return "refused as it should be" if response.status in (400, 415) else await _failure(response)
+
+    def _judged(self, request: dict[str, Any], right: bool, answer: Any, began: float) -> str:
+        if right:
+            return "answered"
+        self.figures.wrong.append((f"{request!r:.200} -> {answer!r:.400}", began, time.monotonic()))
+        return "WRONG ANSWER"
 
     # What is done to Triton
 
@@ -279,6 +290,13 @@ def render(figures: Figures, clients: int) -> str:
     lines.append(f"Triton: {', '.join(f'{name} {count}' for name, count in faults.items()) or 'left in peace'}")
     if figures.endings:
         lines.append(f"ended by itself: {', '.join(how for how, _ in figures.endings)}")
+    for what, began, ended in figures.wrong:
+        near = ", ".join(
+            f"{name} {began - first:+.1f} to {ended - last:+.1f} s"
+            for name, first, last in figures.faults
+            if began < last + _AFTERMATH_SECONDS and first - _AFTERMATH_SECONDS < ended
+        )
+        lines.append(f"wrong: {what} (Triton {near or 'left in peace'})")
     failed = ", ".join(f"{name}: {count}" for name, count in figures.unexplained.items()) or "none"
     lines.append(f"failed for no such reason: {failed}")
     for name, times in (("first token of a stream", figures.first), ("whole answer", figures.whole)):
