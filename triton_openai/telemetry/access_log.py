@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -34,14 +34,15 @@ def input_messages(body: object, max_chars: int) -> list[Message]:
     cut = _Cut(max_chars)
     given = getattr(body, "messages", None)
     if given is not None:
-        return cut.last(given, _message, {"role": "omitted", "parts": []})
+        return cut.last(given, cut.message, role="omitted", parts=[])
     texts = [text for field in _TEXTS for text in _texts(getattr(body, field, None))]
-    return [{"role": "user", "parts": cut.last(texts, _text_part, {"type": "omitted"})}] if texts else []
+    return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}] if texts else []
 
 
 def output_messages(answers: Sequence[Answer], max_chars: int) -> list[Message]:
     """Return the texts of *answers* up to now, each cut to *max_chars* characters."""
-    return _Cut(max_chars).last(answers, _answer, {"role": "omitted", "parts": []})
+    cut = _Cut(max_chars)
+    return cut.last(answers, cut.answer, role="omitted", parts=[])
 
 
 class _Cut:
@@ -62,64 +63,52 @@ class _Cut:
         shown = _DATA_URL.sub("<data URL>", kept).encode("utf-8", "replace").decode("utf-8")
         return f"{shown}…(+{missing} characters)" if missing else shown
 
-    def last(
-        self, items: Sequence[Any], make: Callable[[Any, _Cut], dict[str, Any]], omitted: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
+    def last(self, items: Sequence[Any], make: Callable[[Any], Part], **omitted: Any) -> list[Part]:
         """Return the last of *items*, each converted by *make*, after *omitted* with the number of the others."""
         missing = len(items) - _MAX_ITEMS
-        found = [make(item, self) for item in items[-_MAX_ITEMS:]]
+        found = [make(item) for item in items[-_MAX_ITEMS:]]
         return [{**omitted, "count": missing}, *found] if missing > 0 else found
 
+    def message(self, message: Any) -> Message:
+        """Return a message of a chat."""
+        role, content = message.__struct_config__.tag, message.content
+        parts: list[Part] = []
+        thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+        if thoughts:
+            parts.append({"type": "reasoning", "content": self.text(thoughts)})
+        if role in ("tool", "function"):
+            if not isinstance(content, str):
+                content = "".join([part if isinstance(part, str) else part.text or "" for part in content or ()])
+            called = getattr(message, "tool_call_id", None) or message.name
+            name = None if called is None else self.text(called)
+            parts.append({"type": "tool_call_response", "id": name, "response": self.text(content)})
+        else:
+            parts += self.last([content] if isinstance(content, str) else content or (), self.part, type="omitted")
+        parts += self.last(getattr(message, "tool_calls", None) or (), self.call, type="omitted")
+        return {"role": role, "parts": parts}
 
-def _message(message: Any, cut: _Cut) -> Message:
-    role = message.__struct_config__.tag
-    parts: list[Part] = []
-    thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
-    if thoughts:
-        parts.append({"type": "reasoning", "content": cut.text(thoughts)})
-    content = message.content
-    if role in ("tool", "function"):
-        if not isinstance(content, str):
-            content = "".join([part if isinstance(part, str) else part.text or "" for part in content or ()])
-        called = getattr(message, "tool_call_id", None) or message.name
-        name = None if called is None else cut.text(called)
-        parts.append({"type": "tool_call_response", "id": name, "response": cut.text(content)})
-    else:
-        given = [content] if isinstance(content, str) else content or ()
-        parts += cut.last(given, _content_part, {"type": "omitted"})
-    calls = list(getattr(message, "tool_calls", None) or ())
-    parts += cut.last(calls, _call, {"type": "omitted"})
-    return {"role": role, "parts": parts}
+    def part(self, part: Any) -> Part:
+        """Return a text, or a part of a message."""
+        text = part if isinstance(part, str) else part.text if part.text is not None else part.refusal
+        if text is not None:
+            return {"type": "text", "content": self.text(text)}
+        return {"type": self.text(part.type or "image_url")}
 
+    def call(self, call: Any) -> Part:
+        """Return the call of a tool."""
+        function = call.function
+        found: Part = {"type": "tool_call", "id": None if call.id is None else self.text(call.id)}
+        if function is not None:
+            arguments = function.arguments
+            if not isinstance(arguments, str):
+                arguments = msgspec.json.encode(arguments).decode()
+            found |= {"name": self.text(function.name), "arguments": self.text(arguments)}
+        return found
 
-def _content_part(part: Any, cut: _Cut) -> Part:
-    if isinstance(part, str):
-        return _text_part(part, cut)
-    text = part.text if part.text is not None else part.refusal
-    if text is not None:
-        return _text_part(text, cut)
-    return {"type": cut.text(part.type or "image_url")}
-
-
-def _call(call: Any, cut: _Cut) -> Part:
-    function = call.function
-    found: Part = {"type": "tool_call", "id": None if call.id is None else cut.text(call.id)}
-    if function is not None:
-        arguments = function.arguments
-        if not isinstance(arguments, str):
-            arguments = msgspec.json.encode(arguments).decode()
-        found |= {"name": cut.text(function.name), "arguments": cut.text(arguments)}
-    return found
-
-
-def _text_part(text: str, cut: _Cut) -> Part:
-    return {"type": "text", "content": cut.text(text)}
-
-
-def _answer(answer: Answer, cut: _Cut) -> Message:
-    reason = answer.finish_reason
-    found: Message = {"role": "assistant", "parts": [_text_part(answer.text, cut)]}
-    return found if reason is None else {**found, "finish_reason": reason.value}
+    def answer(self, answer: Answer) -> Message:
+        """Return an answer as a message."""
+        found: Message = {"role": "assistant", "parts": [self.part(answer.text)]}
+        return found if answer.finish_reason is None else {**found, "finish_reason": answer.finish_reason.value}
 
 
 def _texts(value: Any) -> Iterable[str]:
