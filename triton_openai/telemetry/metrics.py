@@ -311,48 +311,48 @@ class Metrics(Observer, Collector):
         self.child(RUNNING, *_model(observation)).inc()
 
     def ended(self, observation: Observation) -> None:
-        child, left, error, model = self.child, observation.client_left, observation.error, _model(observation)
+        child, left, error = self.child, observation.client_left, observation.error
+        model, adapter = _model(observation)
         operation, outcome = observation.operation or OTHER, outcome_of(observation)
         # The client did not get the answer, whatever status was sent.
         status = CLIENT_CLOSED_REQUEST if left else observation.status
-        child(REQUESTS, operation, *model, str(status), outcome).inc()
+        child(REQUESTS, operation, model, adapter, str(status), outcome).inc()
         code = "cancelled" if left else "" if error is None else error.code or "unknown"
         if error is not None and not left:
-            child(ERRORS, operation, *model, outcome, code).inc()
+            child(ERRORS, operation, model, adapter, outcome, code).inc()
         if observation.operation is None:
             return
-        gen_ai = (operation, PROVIDER, *model)
-        child(RUNNING, *model).inc(-1)
-        child(DURATION, *gen_ai, code).observe(observation.duration)
-        child(QUEUE, *model).observe(observation.queued_seconds)
+        child(RUNNING, model, adapter).inc(-1)
+        child(DURATION, operation, PROVIDER, model, adapter, code).observe(observation.duration)
+        child(QUEUE, model, adapter).observe(observation.queued_seconds)
         first = observation.time_to_first_token
         if first is not None:
-            child(FIRST_TOKEN, *gen_ai).observe(first)
+            child(FIRST_TOKEN, operation, PROVIDER, model, adapter).observe(first)
         sent = [answer.sent for answer in observation.answers if answer.sent is not None]
         if sent:
             preparation = min(sent) - observation.began - observation.queued_seconds
-            child(PREPARATION, *model).observe(max(0.0, preparation))
+            child(PREPARATION, model, adapter).observe(max(0.0, preparation))
         prompt_tokens = observation.input_tokens
         for number, answer in enumerate(observation.answers):
             if answer.steps > 1:
-                child(INTER_TOKEN_LATENCY, *model).observe_intervals(answer.arrivals)
+                child(INTER_TOKEN_LATENCY, model, adapter).observe_intervals(answer.arrivals)
             if answer.finish_reason is not None:
-                child(FINISHED, *model, str(answer.finish_reason)).inc()
+                child(FINISHED, model, adapter, str(answer.finish_reason)).inc()
             usage = answer.usage_so_far
             if usage is None:
                 continue
             # A prompt counts once, however many answers it has.
             if number % observation.n == 0:
                 prompt_tokens = (prompt_tokens or 0) + usage.prompt_tokens
-            child(TOKENS, *model, "output").inc(usage.completion_tokens)
+            child(TOKENS, model, adapter, "output").inc(usage.completion_tokens)
             if answer.usage is not None:
-                child(OUTPUT_TOKENS, *model).observe(usage.completion_tokens)
+                child(OUTPUT_TOKENS, model, adapter).observe(usage.completion_tokens)
             if answer.first is not None and answer.ended is not None and answer.steps > 1 < usage.completion_tokens:
                 mean = (answer.ended - answer.first) / (usage.completion_tokens - 1)
-                child(PER_TOKEN, *gen_ai).observe(mean)
+                child(PER_TOKEN, operation, PROVIDER, model, adapter).observe(mean)
         if prompt_tokens is not None:
-            child(TOKENS, *model, "input").inc(prompt_tokens)
-            child(INPUT_TOKENS, *model).observe(prompt_tokens)
+            child(TOKENS, model, adapter, "input").inc(prompt_tokens)
+            child(INPUT_TOKENS, model, adapter).observe(prompt_tokens)
 
 
 _FAMILIES = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}

@@ -215,8 +215,11 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     @property
     def time_to_first_token(self) -> float | None:
         """Seconds to the backend's first token; ``None`` when none came."""
-        firsts = [answer.first for answer in self.answers if answer.first is not None]
-        return min(firsts) - self.began if firsts else None
+        first: float | None = None
+        for answer in self.answers:
+            if answer.first is not None and (first is None or answer.first < first):
+                first = answer.first
+        return None if first is None else first - self.began
 
     @property
     def usage(self) -> Usage | None:
