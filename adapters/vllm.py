@@ -236,7 +236,7 @@ class Vllm(Adapter):
             texts = response.texts("text_output")
             try:
                 vectors.append(array("f", _vector.decode(texts[0])).tobytes())
-            except (IndexError, msgspec.MsgspecError, OverflowError) as error:
+            except (IndexError, msgspec.MsgspecError) as error:
                 raise UpstreamError("The model sent an embedding that cannot be read.", detail=str(error)) from error
             counts += [int(count) for count in response.numbers("num_input_tokens")]
         return EmbeddingResult(vectors=vectors, prompt_tokens=sum(counts) if len(counts) == len(responses) else None)

@@ -127,7 +127,7 @@ class Reader:
             size = match.end() - self._at if match else 0
             self.examined += size + 1
             if size:
-                parts.append(self.take(min(size, longest)))
+                parts.append(self.take(size))
             if size > longest:
                 raise Malformed
             longest -= size

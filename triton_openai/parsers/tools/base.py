@@ -164,7 +164,7 @@ class MarkedCalls(CallGrammar):
 
     def _start_call(self, name: str, id: str | None = None) -> None:
         # Without a marker, JSON or a list may just be the answer: only the name of a tool shows that it is a call.
-        if self._is_bare and self.tools and name not in self.tools:
+        if self._is_bare and name not in self.tools:
             raise Malformed
         super()._start_call(name, id)
 
