@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder, cumulative_logprob
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.triton.tensors import JsonResponse
@@ -46,7 +47,10 @@ def test_cumulative_text_becomes_deltas(texts, expected):
     assert expected == cumulative(texts)
 
 
-@every_case("texts, expected", [(["Hi", "Hi th", "Hi there"], ["", " th", "ere", ""]), (["Hi"], ["", ""])])
+@every_case(
+    "texts, expected",
+    [(["Hi", "Hi th", "Hi there"], ["", " th", "ere", ""]), (["Hi"], ["", ""]), ([f"H{BROKEN}"], ["", ""])],
+)
 def test_cumulative_text_skips_the_prompt(texts, expected):
     """Characters that stand in front of the answer are left out."""
     assert expected == cumulative(texts, skip=2)
@@ -97,6 +101,13 @@ def test_what_is_missing_stays_unknown():
     assert Delta("a") == feed(decoder, text_output=["a", "b"])
 
 
+@every_case("values, expected", [([-0.5], -0.5), ([math.nan], None), ([], None)])
+def test_the_log_probability_of_an_answer(values: list[float], expected: float | None) -> None:
+    """One that is not a number is none."""
+    delta = feed(TextDecoder(readers=[cumulative_logprob("sum")]), text_output="a", sum=values)
+    assert expected == delta.cumulative_logprob
+
+
 @every_case("reason, expected", [("stop", FinishReason.STOP), ("length", FinishReason.LENGTH)])
 def test_the_reasons_of_a_finished_generation(reason, expected):
     """Both reasons are OpenAI's own words."""
@@ -129,6 +140,7 @@ def test_the_echo_is_removed_in_any_of_its_forms():
     assert " there" == remove("<s>Hi there")
     assert " there" == remove("Hi there")
     assert "" == remove("Hi")
+    assert "there" == PromptEcho("Hi", "Hi ").feed("Hi there")
 
 
 def test_an_echo_that_is_not_found_is_an_error():

@@ -315,6 +315,7 @@ def test_a_stream_brings_new_ids() -> None:
     [
         # Without lengths the ids are filled up behind the end.
         ("engine 0.5", {"output_ids": [4, 5, 6, 7, 8, 2, 2]}),
+        ("engine 0.5", {"output_ids": [4, 5, 6, 7, 8, -1, -1]}),
         ("tensorrt_llm_legacy", {"output_ids": [4, 5, 6, 7, 8], "sequence_length": 5}),
         ("tensorrt_llm_legacy", {"output_ids": [7, 8], "sequence_length": 2}),
     ],

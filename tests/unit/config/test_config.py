@@ -127,6 +127,13 @@ def test_models(read) -> None:
     assert DefaultParameters() == Settings().model("any").default_parameters
 
 
+def test_parts_of_models_that_are_merged(read) -> None:
+    """Two merges are no key that is there twice."""
+    settings = read("models: {a: &a {tokenizer: t}, b: &b {max_model_len: 5}, c: {<<: *a, <<: *b}}")
+
+    assert ("t", 5) == (settings.models["c"].tokenizer, settings.models["c"].max_model_len)
+
+
 def test_model_flags(read) -> None:
     """A per-model flag speaks of all models, or of the one it names; a path with = in it is a path."""
     settings = read(

@@ -141,7 +141,8 @@ async def test_line_breaks() -> None:
     file = png(size=500)
     broken = base64.encodebytes(file).decode().replace("\n", "\r\n")
 
-    assert encoded(file) == (await from_data_url(f"data:image/png;base64,{broken}", largest=LIMIT)).base64
+    for text in (broken, f"{encoded(file)}\n"):
+        assert encoded(file) == (await from_data_url(f"data:image/png;base64,{text}", largest=LIMIT)).base64
 
 
 @every_case("over,taken", [(0, True), (1, False), (2, False)])

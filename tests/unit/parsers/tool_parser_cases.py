@@ -94,6 +94,7 @@ HERMES = (
         (("f", '{"a": 1}'),),
     ),
     Case("hermes", "arguments null", '<tool_call>{"name": "f", "arguments": null}</tool_call>', (("f", "{}"),)),
+    Case("hermes", "arguments empty", '<tool_call>{"name": "f", "arguments": " "}</tool_call>', (("f", "{}"),)),
     Case("hermes", "no arguments", '<tool_call>{"id": [1], "name": "f"}</tool_call>', (("f", "{}"),)),
     Case(
         "hermes",
@@ -185,6 +186,7 @@ LLAMA = (
         "There.",
     ),
     *_same("JSON that is the answer", '{"name": "Alice", "age": 7, "parameters": {}}', "llama3_json"),
+    *_same("a name that a tool has too", '{"name": "now", "age": 7, "parameters": {}}', "llama3_json"),
     *_same("other JSON", '{"answer": {"name": "now", "parameters": {}}}', "llama3_json"),
     *_same("a name and no more", '{"name": "now"}', "llama3_json"),
     *_same("an unknown function", '{"name": "other", "parameters": {}}', "llama3_json"),

@@ -136,6 +136,22 @@ def test_behind_a_prompt_nothing_is_lost(name: str, before: str, text: str, cuts
     assert tokenizer.decode([*prompt, *ids]) == tokenizer.decode(prompt) + fed
 
 
+@every_case("name", ["byte-level", "gemma"])
+def test_a_prompt_that_ends_inside_of_a_character(name: str) -> None:
+    """The character appears when it is complete."""
+    ids = _ids(TOKENIZERS[name], "😀")[-4:]
+    for cut in (1, 2, 3):
+        assert "😀" == _fed(detokenizer(PIECES[name], context=ids[:cut]), ids[cut:], [])
+
+
+def test_what_a_token_stands_for_at_most() -> None:
+    """A normalizer may have made one character of three."""
+    tokenizer = _gemma()
+    normalized = TokenPieces(tokenizer).longest
+    tokenizer.normalizer = None
+    assert (3 * len("<0x00>"), len("<0x00>")) == (normalized, TokenPieces(tokenizer).longest)
+
+
 @every_case("name", ["llama", "metaspace"])
 def test_the_space_at_the_start(name: str) -> None:
     """A text of its own loses it, one that continues a prompt does not."""

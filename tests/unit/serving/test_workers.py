@@ -203,13 +203,15 @@ async def test_a_first_start_that_fails_ends_it_all() -> None:
 
 
 async def test_the_first_banner_is_shown() -> None:
-    """Once; a worker that listens only later is asked too, as long as nobody has answered."""
+    """Once; a worker that listens only later is asked then, as long as nobody has answered."""
     factory = Factory()
-    async with running(factory) as pool:
+    async with running(factory, 3) as pool:
+        factory.members[2].end(-9)
+        await until(lambda: len(factory.members) == 4)
+        late = factory.members[3]
         pool.ask_for_banner(launched=True)
+        assert [] == late.told
         factory.members[0].end(-9)
-        await until(lambda: len(factory.members) == 3)
-        late = factory.members[2]
         late.listening.set()
         await until(lambda: late.banners)
         late.banners[0].set_result("hello")
@@ -217,7 +219,7 @@ async def test_the_first_banner_is_shown() -> None:
 
         assert "hello" == await pool.banner
         assert [("banner", True)] == late.told == factory.members[1].told
-        assert [0, 1, 0] == factory.listening
+        assert [0, 1, 2, 2] == factory.listening
 
 
 async def test_new_settings_reach_everybody() -> None:
@@ -425,9 +427,15 @@ async def test_who_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
     factory = Factory()
     async with running(factory, settings=Settings(server=ServerSettings(shutdown_grace=0.01))) as pool:
         factory.members[0].obeys = False
+        factory.hold.clear()
+        factory.members[1].end(1)
+        await until(lambda: len(factory.members) == 3)
         await pool.end(notice=False, hurried=asyncio.Event())
 
         assert -9 == await factory.members[0].status
+        # It was being started.
+        factory.hold.set()
+        assert -9 == await factory.members[2].status
 
 
 async def test_who_hangs_is_killed_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
