@@ -14,7 +14,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, plan_of, prompt_of
 from triton_openai.api.service import RequestContext
-from triton_openai.api.sse import Events
+from triton_openai.api.sse import Renderer
 from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.models.served import ServedModel
@@ -91,13 +91,13 @@ def page(
     return items[: int(limit)], len(items) > int(limit)
 
 
-async def render(events: Events, run: Run, *, timeout: float | None) -> None:
-    """Have *events* take the whole answer of *run*; nobody reads what they return. Raises :class:`ServiceError`."""
+async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None:
+    """Have *renderer* take the whole answer of *run*; nobody reads what they return. Raises :class:`ServiceError`."""
     (answer,) = await collect([run], timeout=timeout)
 
     def rendered() -> None:
         for delta in answer.deltas:
-            events.piece(0, delta)
-        events.last(0)
+            renderer.piece(0, delta)
+        renderer.last(0)
 
     await offload.run(rendered, size=len(answer.text), threshold=LONGEST_INLINE)

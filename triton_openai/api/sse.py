@@ -50,7 +50,7 @@ def event(name: str, data: bytes) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), data)
 
 
-class Events(ABC):
+class Renderer(ABC):
     """Renders the events of one stream, with a choice for each run. Each method returns whole events, or nothing."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Events(ABC):
         return _FIELD + error.envelope() + _END
 
 
-class Chunks(Events):
+class Chunks(Renderer):
     """
     Renders OpenAI's chunks, with a choice for each of *runs*.
 
@@ -142,16 +142,16 @@ class EventStream:
     read, the runs pause.
     """
 
-    def __init__(self, request: web.Request, runs: Sequence[Run], chunks: Events, *, heartbeat: float) -> None:
+    def __init__(self, request: web.Request, runs: Sequence[Run], renderer: Renderer, *, heartbeat: float) -> None:
         # Sent at the end, in one write, unless the answer begins before.
         self._whole = web.Response(headers=_HEADERS)
         self.response: web.StreamResponse = self._whole
         #: Whether the last event, the end or an error, was written.
         self.complete = False
         self._request = request
-        self._chunks = chunks
-        self._piece = chunks.piece
-        self._answers = RunGroup(runs, self.push)
+        self._renderer = renderer
+        self._piece = renderer.piece
+        self._group = RunGroup(runs, self.push)
         # aiohttp's writer awaits each write. Events go to its transport directly, as chunks of HTTP. That is
         # safe once the headers are sent: the writer buffers nothing.
         self._transport: asyncio.WriteTransport | None = None
@@ -172,7 +172,7 @@ class EventStream:
             self._write(events)
         elif events:
             self._pending.append(events)
-            self._answers.wake()
+            self._group.wake()
 
     async def relay(self) -> None:
         """
@@ -180,16 +180,16 @@ class EventStream:
 
         Raises the error of a run, and ``ConnectionResetError`` if the client has disconnected.
         """
-        answers, chunks = self._answers, self._chunks
-        await answers.start()
-        while answers.left:
-            ended = await answers.ended()
-            if answers.left and not self._flowing:
+        group, renderer = self._group, self._renderer
+        await group.start()
+        while group.left:
+            ended = await group.ended()
+            if group.left and not self._flowing:
                 await self._begin()
             events = b"" if self._flowing else self._opening(answered=bool(ended))
-            events += b"".join([chunks.last(choice) for choice in ended])
-            if not answers.left:
-                await self._finish(events + await chunks.ended(None))
+            events += b"".join([renderer.last(choice) for choice in ended])
+            if not group.left:
+                await self._finish(events + await renderer.ended(None))
                 return
             if events:
                 self._write(events)
@@ -198,17 +198,17 @@ class EventStream:
             if self._paused:
                 await self._request.writer.drain()
                 self._paused = False
-                answers.resume()
+                group.resume()
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
         events = b"" if self._flowing or not self._pending else self._opening(answered=True)
-        await self._finish(events + await self._chunks.ended(error))
+        await self._finish(events + await self._renderer.ended(error))
 
     def close(self) -> None:
         """Stop the runs and the heartbeat."""
         self._timer.cancel()
-        self._answers.close()
+        self._group.close()
 
     @property
     def begun(self) -> bool:
@@ -231,23 +231,23 @@ class EventStream:
     def _opening(self, *, answered: bool) -> bytes:
         """Return the first events; a sign of life if there are none and no run is *answered*."""
         if not answered and not self._pending:
-            return self._chunks.keep_alive()
+            return self._renderer.keep_alive()
         self._flowing = True
         pending, self._pending = self._pending, []
-        return self._chunks.opening() + b"".join(pending)
+        return self._renderer.opening() + b"".join(pending)
 
     def _write(self, events: bytes) -> None:
         transport = self._transport
         if transport is None or transport.is_closing():
             # The task sees that the client has disconnected.
-            self._answers.wake()
+            self._group.wake()
             return
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
         self._last = monotonic()
         if transport.get_write_buffer_size() > _HIGH_WATER and not self._paused:
             self._paused = True
-            self._answers.pause()
-            self._answers.wake()
+            self._group.pause()
+            self._group.wake()
 
     async def _finish(self, events: bytes) -> None:
         transport = self._request.transport
@@ -268,62 +268,62 @@ class EventStream:
         if left <= 0:
             left = self._heartbeat
             if self._transport is None:
-                self._answers.wake()
+                self._group.wake()
             elif not self._paused and not self._pending:
                 # Nothing piles up for a client that does not read.
-                self._write(self._chunks.keep_alive())
+                self._write(self._renderer.keep_alive())
         self._timer = asyncio.get_running_loop().call_later(left, self._check)
 
 
-async def stream(context: RequestContext[Any], runs: Sequence[Run], chunks: Events) -> web.StreamResponse:
+async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Renderer) -> web.StreamResponse:
     """
     Stream *runs* to the client, within the time limits of *context*.
 
     Raises :class:`ServiceError` for what goes wrong before anything was sent; after that, errors are events.
     """
     request, observation, timeout = context.request, context.observation, context.limits.total
-    events = EventStream(request, runs, chunks, heartbeat=context.service.settings.server.heartbeat_interval)
+    event_stream = EventStream(request, runs, renderer, heartbeat=context.service.settings.server.heartbeat_interval)
     try:
         try:
             # A timeout without a time would cost as much as one with.
             async with contextlib.nullcontext() if timeout is None else asyncio.timeout(timeout):
-                await events.relay()
+                await event_stream.relay()
         except TimeoutError as error:
             raise too_long(timeout, runs) from error
         finally:
-            events.close()
+            event_stream.close()
     except ConnectionError:
         # A client that disconnects after the last event has read its answer.
-        observation.client_left = not events.complete
+        observation.client_left = not event_stream.complete
     except asyncio.CancelledError:
         reason = request.app[DRAINING].reason()
-        if events.complete:
-            return events.response
-        if reason is None or not events.begun:
+        if event_stream.complete:
+            return event_stream.response
+        if reason is None or not event_stream.begun:
             raise
-        await _fail(events, observation, reason)
+        await _fail(event_stream, observation, reason)
     except ServiceError as error:
-        if not events.begun:
+        if not event_stream.begun:
             raise
         fields = {"request_id": observation.request_id, "model": runs[0].model.name}
         warn(_log, "stream failed", error, **fields, code=error.code)
-        await _fail(events, observation, error)
+        await _fail(event_stream, observation, error)
     except Exception:
-        if not events.begun:
+        if not event_stream.begun:
             raise
         # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
         _log.exception("stream failed", request_id=observation.request_id, model=runs[0].model.name)
-        await _fail(events, observation, ServiceError("The service failed to answer the request."))
-    return events.response
+        await _fail(event_stream, observation, ServiceError("The service failed to answer the request."))
+    return event_stream.response
 
 
-async def _fail(events: EventStream, observation: Observation, error: ServiceError) -> None:
+async def _fail(event_stream: EventStream, observation: Observation, error: ServiceError) -> None:
     observation.error = error
     try:
-        await events.fail(error)
+        await event_stream.fail(error)
     except (asyncio.CancelledError, ConnectionError):
         # Some clients disconnect as soon as they have read the last event.
-        if not events.complete:
+        if not event_stream.complete:
             raise
 
 

@@ -11,7 +11,7 @@ from triton_openai.answer.run import Progress, Run
 from triton_openai.api.agents import seal
 from triton_openai.api.messages import types
 from triton_openai.api.messages.errors import envelope
-from triton_openai.api.sse import Events, event
+from triton_openai.api.sse import Renderer, event
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
@@ -61,7 +61,7 @@ def _block_of(start: Event, text: str, *, omitted: bool) -> types.Block:
         return types.TextBlock(f"{start.name}({text}")
 
 
-class MessageEvents(Events):
+class MessageEvents(Renderer):
     """
     The events of one stream, or, as :attr:`message`, what they make together for an answer as a *whole*.
 

@@ -13,7 +13,7 @@ from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import types
 from triton_openai.api.responses.reader import ToolName
 from triton_openai.api.service import now
-from triton_openai.api.sse import Events, event
+from triton_openai.api.sse import Renderer, event
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
@@ -36,7 +36,7 @@ _CODES: Mapping[type[ServiceError], str] = {
 }
 
 
-class ResponseEvents(Events):
+class ResponseEvents(Renderer):
     """
     The events of one response, which has one *run*; without it, the response can only fail.
 
