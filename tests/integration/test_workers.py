@@ -10,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.clients.service import Reply, Service, exchange, serving, steered, until
+from tests.clients.service import Service, exchange, serving, steered, until
 from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.demo.repository import build_repository
@@ -134,7 +133,8 @@ def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> 
     """
     It cannot say that it does; the other one answers meanwhile.
 
-    What it is asked first, where it is, an operator may ask too: who can answer goes on.
+    What it is asked first, where it is, an operator may ask too: who can answer goes on. When the parent is killed, the
+    workers notice, end, and free the port; the directory goes with them.
     """
     with workers(tmp_path, triton, 2, settings={"server": {"worker_timeout": 3}}) as service:
         before = pids(service)
@@ -145,6 +145,13 @@ def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> 
         statuses = {service.post("/v1/completions", _BODY).status for _ in range(10)}
         after = pids(service)
         ends = [(line["event"], line.get("how")) for line in log_of(service) if line.get("worker") == 0]
+        service.process.kill()
+        until(lambda: not any(alive(pid) for pid in after.values()))
+        until(lambda: not directories(tmp_path))
+
+        with socket.socket() as free:
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((service.host, service.port))
 
     assert {200} == statuses
     assert before[1] == after[1]
@@ -153,10 +160,15 @@ def test_a_worker_that_hangs_is_replaced(triton: TestTriton, tmp_path: Path) -> 
 
 
 def test_workers_divide_the_limits(triton: TestTriton, tmp_path: Path) -> None:
-    """Each worker admits and queues its share, and the metrics of all are one sum."""
+    """
+    Each worker admits and queues its share, and the metrics of all are one sum.
+
+    What still runs at the second signal is told so at once, and not after the grace.
+    """
     limits = ("--max-running-requests", "3", "--max-queued-requests", "2")
+    grace = ("--shutdown-grace", "600", "--shutdown-delay", "600")
     patient = {"server": {"queue_timeout": 60}}
-    with workers(tmp_path, triton, 2, *limits, settings=patient) as service, contextlib.ExitStack() as opened:
+    with workers(tmp_path, triton, 2, *limits, *grace, settings=patient) as service, contextlib.ExitStack() as opened:
         body = _stream(63, repeat=20, delay_ms=3000)
 
         def connect(worker: int) -> http.client.HTTPConnection:
@@ -187,6 +199,12 @@ def test_workers_divide_the_limits(triton: TestTriton, tmp_path: Path) -> None:
             opened.enter_context(contextlib.closing(waiting[number].getresponse()))
             triton.record.wait_for(lambda events: engine_requests(events, 63) == 4 + number, 20)  # noqa: B023
         assert (3, 0) == (count("running"), count("queued"))
+
+        service.process.terminate()
+        until(lambda: service.status("/health/ready") == 503)
+        service.process.terminate()
+        assert b'"service_stopping"' in running[1].getresponse().read()
+        assert 0 == service.process.wait(30)
 
 
 def connections_to_all(service: Service) -> list[tuple[int, http.client.HTTPConnection]]:
@@ -233,22 +251,9 @@ def _whole(connection: http.client.HTTPConnection, body: dict[str, Any]) -> bool
         return False
 
 
-def test_a_parent_that_is_killed_leaves_nothing(triton: TestTriton, tmp_path: Path) -> None:
-    """Its workers notice, end, and free the port; the directory goes with them."""
-    with workers(tmp_path, triton, 2) as service:
-        processes = pids(service)
-        service.process.kill()
-        until(lambda: not any(alive(pid) for pid in processes.values()))
-        until(lambda: not directories(tmp_path))
-
-        with socket.socket() as free:
-            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            free.bind((service.host, service.port))
-
-
 def test_settings_that_no_worker_can_use(tmp_path: Path) -> None:
     """It is one sentence and status 2, as with one process."""
-    command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "3", "--adapter", "none"]
+    command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "2", "--adapter", "none"]
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
@@ -257,42 +262,6 @@ def test_settings_that_no_worker_can_use(tmp_path: Path) -> None:
     assert "none" in problems[0]
     assert "Traceback" not in ended.stderr
     assert [] == directories(tmp_path)
-
-
-def test_a_group_wide_signal_counts_once(triton: TestTriton, tmp_path: Path) -> None:
-    """Service managers send SIGTERM to every process: streams finish all the same."""
-    body = _stream(62, repeat=5, delay_ms=50)
-    endings: list[bool] = []
-    with workers(tmp_path, triton, 2, "--shutdown-grace", "60") as service:
-        threads = [threading.Thread(target=lambda: endings.append(_whole(service.connect(), body))) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 20)
-        for pid in (service.process.pid, *pids(service).values()):
-            os.kill(pid, signal.SIGTERM)
-        for thread in threads:
-            thread.join(60)
-        assert 0 == service.process.wait(30)
-
-    assert [True] * 8 == endings
-
-
-def test_the_second_signal_cuts_it_short(triton: TestTriton, tmp_path: Path) -> None:
-    """What still runs is told so at once, and not after the grace."""
-    body = {**_BODY, "stream": True, "prompt": steered(text="a", repeat=2000, delay_ms=50), "max_tokens": 1999}
-    replies: list[Reply] = []
-    with workers(tmp_path, triton, 2, "--shutdown-grace", "600", "--shutdown-delay", "600") as service:
-        thread = threading.Thread(target=lambda: replies.append(service.post("/v1/completions", body)))
-        thread.start()
-        triton.record.wait_for(lambda events: engine_requests(events, 1999) > 0, 20)
-        service.process.terminate()
-        until(lambda: service.status("/health/ready") == 503)
-        service.process.terminate()
-        thread.join(30)
-        assert 0 == service.process.wait(30)
-
-    # As an event of the stream, or as the whole answer where it had not begun.
-    assert b'"service_stopping"' in replies[0].body
 
 
 def test_one_triton_for_all(tmp_path: Path) -> None:
@@ -312,9 +281,15 @@ def test_one_triton_for_all(tmp_path: Path) -> None:
 
 
 def test_workers_share_the_ports_of_the_relays(triton: TestTriton, tmp_path: Path) -> None:
-    """A free port is the same for all of them, and no other service's: it would get some of the calls."""
+    """
+    A free port is the same for all of them, and no other service's: it would get some of the calls.
+
+    A signal to the whole group counts once: service managers send SIGTERM to every process, and streams finish all the
+    same.
+    """
+    stream = _stream(62, repeat=5, delay_ms=50)
     relays = ("--triton-url", triton.grpc_url, "--enable-kserve-frontends", "--kserve-http-port", "0")
-    ports = ("--kserve-grpc-port", "0", "--log-level", "debug")
+    ports = ("--kserve-grpc-port", "0", "--log-level", "debug", "--shutdown-grace", "60")
     with workers(tmp_path, triton, 2, *relays, *ports) as service:
         http_port, grpc_port = (int(url.rpartition(":")[2]) for url in service.banner["kserve"])
 
@@ -327,6 +302,14 @@ def test_workers_share_the_ports_of_the_relays(triton: TestTriton, tmp_path: Pat
         command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "2", *relays]
         command += ["--triton-url", triton.http_url, "--kserve-grpc-port", str(grpc_port)]
         second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+        with ThreadPoolExecutor(8) as clients:
+            endings = [clients.submit(_whole, service.connect(), stream) for _ in range(8)]
+            triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 20)
+            for pid in (service.process.pid, *pids(service).values()):
+                os.kill(pid, signal.SIGTERM)
+            assert [True] * 8 == [ending.result(60) for ending in endings]
+        assert 0 == service.process.wait(30)
 
     assert 2 == second.returncode
     assert "Choose another with --kserve-grpc-port." in second.stderr
