@@ -210,5 +210,7 @@ def identify(headers: CIMultiDictProxy[str], ring: Keyring) -> ApiKey:
     )
 
 
-#: The key of a request; absent if the service asks for no keys.
+#: The key of a request.
 KEY: web.RequestKey[ApiKey] = web.RequestKey("api_key", ApiKey)
+#: That of requests to a service that asks for none: it allows everything.
+NO_KEY = ApiKey(name="")

@@ -28,11 +28,6 @@ RouteGroup: TypeAlias = Group | Literal["page"]
 ROUTE_GROUPS: web.AppKey[dict[web.AbstractRoute, RouteGroup]] = web.AppKey("route_groups", dict)
 
 
-def group_of(request: web.Request) -> RouteGroup | None:
-    """Return the group of what *request* asks for; ``None`` when there is no such path or method."""
-    return request.app[ROUTE_GROUPS].get(request.match_info.route)
-
-
 class Restrictions:
     """The restricted groups, each with the header that opens it."""
 

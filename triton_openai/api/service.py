@@ -27,8 +27,6 @@ from triton_openai.triton.client import TritonClient
 _Body = TypeVar("_Body", bound=ModelRequest)
 _Other = TypeVar("_Other", bound=ModelRequest)
 _Answer = TypeVar("_Answer")
-# The key of a service that asks for none: it allows everything.
-_NO_KEY = ApiKey(name="")
 
 
 @dataclass
@@ -54,7 +52,7 @@ def service_of(request: web.Request) -> Service:
 
 def key_of(request: web.Request) -> ApiKey:
     """Return the API key of *request*; one that allows everything where the service asks for no keys."""
-    return request.get(KEY) or _NO_KEY
+    return request[KEY]
 
 
 def new_id(prefix: str, separator: str = "-") -> str:

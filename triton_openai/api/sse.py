@@ -155,6 +155,7 @@ class EventStream:
         # aiohttp's writer awaits each write. Events go to its transport directly, as chunks of HTTP. That is
         # safe once the headers are sent: the writer buffers nothing.
         self._transport: asyncio.WriteTransport | None = None
+        # HTTP/1.0, which older proxies speak to their upstreams, ends the body with the connection.
         self._chunked = request.version >= HttpVersion11
         # Events from before the status line, and whether new ones are written at once
         self._pending: list[bytes] = []
@@ -219,14 +220,10 @@ class EventStream:
         """Write the status line."""
         if not self.response.prepared:
             self.response = web.StreamResponse(headers=_HEADERS)
-            await self._prepare()
+            if self._chunked:
+                self.response.enable_chunked_encoding()
+            await self.response.prepare(self._request)
         self._transport = self._request.transport
-
-    async def _prepare(self) -> None:
-        if self._chunked:
-            # HTTP/1.0, which older proxies speak to their upstreams, ends the body with the connection.
-            self.response.enable_chunked_encoding()
-        await self.response.prepare(self._request)
 
     def _opening(self, *, answered: bool) -> bytes:
         """Return the first events; a sign of life if there are none and no run is *answered*."""
@@ -258,9 +255,10 @@ class EventStream:
         if self.response.prepared:
             await self.response.write_eof(events)
         else:
+            # The server sends it, when the handler has returned.
             self._whole.body = events
-            await self._prepare()
-            await self._whole.write_eof()
+            if self._chunked:
+                self._whole.enable_chunked_encoding()
 
     def _check(self) -> None:
         # One timer that checks a time stamp, instead of a new timer for every token.

@@ -21,9 +21,9 @@ from aiohttp.typedefs import Handler, Middleware
 
 from triton_openai.access.cors import CORS
 from triton_openai.access.guard import GUARD
-from triton_openai.access.keys import KEY, ApiKey
+from triton_openai.access.keys import KEY, NO_KEY, ApiKey
 from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
-from triton_openai.access.restrictions import COUNTED, group_of
+from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.models.draining import DRAINING
 from triton_openai.telemetry.exposition import EXPOSITION
@@ -82,10 +82,11 @@ def _middleware(app: web.Application) -> Middleware:
             try:
                 response = cors.preflight(request)
                 if response is None:
-                    group = group_of(request)
+                    # None when there is no such path or method.
+                    group = app[ROUTE_GROUPS].get(request.match_info.route)
                     key = guard.authenticate(request.headers, group)
+                    request[KEY] = key or NO_KEY
                     if key is not None:
-                        request[KEY] = key
                         observation.key = key.name
                         if key.limit.any and group in COUNTED and request.method == "POST":
                             ticket = request[TICKET] = await guard.admit(key)

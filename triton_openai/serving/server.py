@@ -63,7 +63,8 @@ class HttpServer:
             protocol.begin_answer()
             message, expects_continue = without_expectations(message)
             request = make(message, payload, protocol, *rest)
-            request[EXPECTS_CONTINUE] = expects_continue
+            if expects_continue:
+                request[EXPECTS_CONTINUE] = True
             return request
 
         server.request_factory = begin
