@@ -151,4 +151,4 @@ async def collect(
         if timer is not None:
             timer.cancel()
         answers.close()
-    return [Collected(run=run, deltas=pieces) for run, pieces in zip(runs, collected, strict=True)]
+    return list(map(Collected, runs, collected))

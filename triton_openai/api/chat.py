@@ -185,8 +185,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     wanted = {"logprobs": bool(body.logprobs), "token_ids": bool(body.return_token_ids)}
 
     def rendered() -> list[ChatChoice]:
-        pairs = enumerate(zip(answers, turn.parsers, strict=True))
-        return [chat_choice(index, answer, parser, plan, fields, **wanted) for index, (answer, parser) in pairs]
+        return [chat_choice(i, answer, turn.parsers[i], plan, fields, **wanted) for i, answer in enumerate(answers)]
 
     if any(turn.parsers):
         size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
