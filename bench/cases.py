@@ -45,6 +45,7 @@ class Plan:
     warm: float = 0.0
     seconds: float = 0.0
     answers: int | None = None
+    settled: bool = False
     rounds: int = 1
     form: Form = "text"
     # Who takes part

@@ -153,13 +153,15 @@ class _Connection(asyncio.Protocol):
         if last:
             self._triton.streams.discard(self)
 
-    def send_each(self, seconds: float) -> None:
-        """Send a token every *seconds*, as long as any are left."""
+    def send_each(self, seconds: float, due: float) -> None:
+        """Send a token that is *due*, and one every *seconds* after it, as long as any are left."""
         if self in self._triton.streams:
             self.send()
         # Not after the last one: the connection's next request has a timer of its own.
         if self in self._triton.streams:
-            asyncio.get_running_loop().call_later(seconds, self.send_each, seconds)
+            # Not counted from now: streams whose tokens were late together would stay in step.
+            due += seconds
+            asyncio.get_running_loop().call_at(due, self.send_each, seconds, due)
 
 
 class FakeTriton:
@@ -188,7 +190,7 @@ class FakeTriton:
                 other.left = 1
         self.streams.add(stream)
         if self._seconds:
-            stream.send_each(self._seconds)
+            stream.send_each(self._seconds, asyncio.get_running_loop().time())
         elif self._seconds is not None or stream.left == 1:
             stream.send(stream.left)
 

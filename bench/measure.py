@@ -33,6 +33,7 @@ def measure(plan: Plan, subject: Subject, triton: int, control: Target, cores: C
         warm=plan.warm,
         seconds=plan.seconds,
         answers=plan.answers,
+        settled=plan.settled,
         control=control,
         relay=subject.relay,
         triton=(triton,),

@@ -39,6 +39,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     # Not a window of time, but this many answers in all, counted and timed from the first request on.
     answers: int | None = None
+    # Whether first tokens count inside the window only.
+    settled: bool = False
     # Where the model is told to end all streams when the window has closed. Without it they are dropped.
     control: Target | None = None
     # Processes whose CPU time and memory are read at both ends of the window.

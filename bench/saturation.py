@@ -44,7 +44,7 @@ LOADS: Mapping[str, tuple[Plan, float, str]] = MappingProxyType(
     }
 )
 #: About half of what one process does: streams, not in step, that begin anew after 100 tokens.
-HALF = Plan("paced", PACED, 224, 100, ramp=2.0)
+HALF = Plan("paced", PACED, 224, 100, ramp=2.0, settled=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

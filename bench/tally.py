@@ -34,7 +34,8 @@ class Tally:
 
     def first(self, waited: float, *, of_stream: bool) -> None:
         """Note a request's first token; *of_stream*: it was also the first of its stream."""
-        self.outcome.first.append(waited)
+        if self._open or not self._load.settled:
+            self.outcome.first.append(waited)
         if of_stream:
             self._begun += 1
             if self._begun == self._load.streams:
