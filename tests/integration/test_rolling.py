@@ -14,9 +14,10 @@ from tests.clients.service import Service, serving, steered
 from tests.triton_fixture import TestTriton
 
 _CLIENTS = 64
+# A stream takes a second: the load is that of many at once, and not of many that begin.
 _BODY = {
-    "model": "ensemble",
-    "prompt": steered(text="one two three four", repeat=5, delay_ms=25),
+    "model": "vllm_model",
+    "prompt": steered(text="one two three four", repeat=5, delay_ms=50),
     "max_tokens": 64,
     "stream": True,
 }
