@@ -229,8 +229,9 @@ def test_models_can_be_loaded_on_demand(repository):
     server = EmbeddedTriton(model_repository=repository, environment=os.environ, model_control_mode="explicit")
     with started(server):
         ready = f"{server.http_url}/v2/models/text_embedding/ready"
-        with pytest.raises(urllib.error.HTTPError):
+        with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(ready)
+        refused.value.close()
         load = f"{server.http_url}/v2/repository/models/text_embedding/load"
         urllib.request.urlopen(urllib.request.Request(load, data=b"{}")).close()
         urllib.request.urlopen(ready).close()
