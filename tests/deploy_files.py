@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm" / "triton-openai"
 FORMS = ("standalone", "sidecar", "everything", "relays")
+# The same in C, where PyYAML was built with it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The two stages of the Dockerfile that are images, by the names under which everything else knows them.
 IMAGES = {"triton-openai": "sidecar", "triton-openai:triton": "triton"}
 
@@ -42,7 +44,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
 
 def load(path: Path) -> Any:
     """Return the only document of a YAML file."""
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    return yaml.load(path.read_text(encoding="utf-8"), _LOADER)
 
 
 class Instruction(msgspec.Struct, frozen=True):
@@ -122,7 +124,7 @@ def render_all(cases: Sequence[Mapping[str, Any]], *, name: str = "demo", namesp
 
 def documents(text: str) -> list[Any]:
     """Return the documents of a YAML text, without empty ones."""
-    return [one for one in yaml.safe_load_all(text) if one]
+    return [one for one in yaml.load_all(text, _LOADER) if one]
 
 
 def chart_documents(form: str) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 
 from aiohttp import web
@@ -141,16 +142,20 @@ def test_paths(document: str) -> None:
     assert [] == unknown({name.rstrip(".") for name in named if not name.startswith("/v2/health")}, known)
 
 
+@cache
+def _source() -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in (ROOT / "triton_openai").rglob("*.py"))
+
+
 @every_case("document", TEXTS)
 def test_error_codes(document: str) -> None:
     """A code behind a status, or with one of the words that codes have, is one that the service gives."""
-    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "triton_openai").rglob("*.py"))
     named = re.findall(r"\b[45]\d\d `([a-z_]+)`", TEXTS[document])
     named += re.findall(
         r"`(\w+_(?:exceeded|parameter|unavailable|silent|disconnected|type|value|stopping))`", TEXTS[document]
     )
     for code in set(named) - {"finish_type", "error_type"}:
-        assert f'"{code}"' in source, code
+        assert f'"{code}"' in _source(), code
 
 
 @every_case("document", TEXTS)
