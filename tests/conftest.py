@@ -24,7 +24,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 _FIRST = ("integration", "faults")
-_LAST = ("unit",)
 # Folders whose files share processes, which one of several workers starts for all of them.
 _TOGETHER = ("tests/clients/", "tests/faults/")
 
@@ -44,14 +43,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Scheduling:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
-    Put the folders whose files take longest first and the short ones last.
+    Put the folders whose files take longest first and those of the unit tests, whose files are short, last.
 
     With several processes, a file goes to one of them as a whole: a long one at the end would have it work alone.
     """
 
     def rank(item: pytest.Item) -> int:
         folder = item.path.parent.name
-        return 0 if folder in _FIRST else 2 if folder in _LAST else 1
+        if not item.nodeid.startswith("tests/unit/"):
+            return 0 if folder in _FIRST else 1
+        return 2 if folder == "unit" else 3
 
     items.sort(key=rank)
 
