@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.clients.service import until
-from tests.faults.surroundings import PATIENT, TRANSPORTS, Own, Watched, assert_works, left, watched
+from tests.faults.surroundings import COMPLETIONS, PATIENT, TRANSPORTS, Own, Watched, assert_works, body, left, watched
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
@@ -45,29 +46,47 @@ def own(faulty_triton: Own) -> Own:
     return faulty_triton
 
 
-@pytest.fixture(scope="module", params=TRANSPORTS)
-def module_service_transport(request: pytest.FixtureRequest) -> str:
-    """How that service reaches Triton."""
+@pytest.fixture(scope="session")
+def services(faulty_triton: Own, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Watched]]:
+    """The service over each transport, shared by the whole folder."""
+    with contextlib.ExitStack() as opened:
+        running = {}
+        for transport in TRANSPORTS:
+            arguments = ["--triton-url", faulty_triton.url(transport)]
+            arguments += ["--tokenizer", str(faulty_triton.repository.tokenizer)]
+            started = watched(tmp_path_factory.mktemp("service"), *arguments, triton=PATIENT)
+            running[transport] = opened.enter_context(started)
+        for service in running.values():
+            # What stays from now on is there from the first requests.
+            assert_works(service)
+        yield running
+        assert [] == [line for service in running.values() for line in service.complaints()]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    """How a service reaches Triton."""
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def module_service(
-    module_service_transport: str, faulty_triton: Own, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Watched]:
-    """The service over each transport in turn."""
-    arguments = ["--triton-url", faulty_triton.url(module_service_transport)]
-    arguments += ["--tokenizer", str(faulty_triton.repository.tokenizer)]
-    with watched(tmp_path_factory.mktemp("service"), *arguments, triton=PATIENT) as running:
-        # What stays from now on is there from the first requests.
-        assert_works(running)
-        yield running
-        assert [] == running.complaints()
+@pytest.fixture
+def service(own: Own, services: dict[str, Watched], transport: str) -> Iterator[Watched]:
+    """The service over each transport in turn, ready; what a test does to it leaves nothing behind in it."""
+    with _unchanged(services[transport]):
+        yield services[transport]
 
 
 @pytest.fixture
-def service(own: Own, module_service: Watched) -> Iterator[Watched]:
-    """That service, ready; what a test does to it leaves nothing behind in it."""
-    until(lambda: module_service.status("/health/ready") == 200)
-    with module_service.back_to_level():
-        yield module_service
+def both(own: Own, services: dict[str, Watched]) -> Iterator[dict[str, Watched]]:
+    """The same for both at once, where something is done to Triton."""
+    with _unchanged(services["http"]), _unchanged(services["grpc"]):
+        yield services
+
+
+@contextlib.contextmanager
+def _unchanged(service: Watched) -> Iterator[None]:
+    until(lambda: service.status("/health/ready") == 200)
+    # A connection that was closed because it had long been idle is back before anything is counted.
+    assert 200 == service.post(COMPLETIONS, body("vllm_model", "Hello")).status
+    with service.back_to_level():
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import signal
 import socket
@@ -60,12 +61,14 @@ class Own:
         return self.server.http_url if transport == "http" else self.server.grpc_url
 
     def begun(self, model: str, prompt: str) -> Event:
-        """Wait until *model* works on *prompt*, which must be like no other, and return the record's line of it."""
-        marker = json.dumps(prompt)[1:-1]
+        """Wait until *model* works on the steered *prompt*, like no other, and return the record's line of it."""
+
+        def asks(event: Event) -> bool:
+            texts = [tensor["value"] for tensor in event["inputs"].values() if tensor["dtype"] == "BYTES"]
+            return any(f"{prompt} <<" in text for text in itertools.chain(*texts))
 
         def find() -> Event | None:
-            events = self.record.events(model=model, event="request")
-            return next((event for event in events if marker in json.dumps(event["inputs"])), None)
+            return next(filter(asks, reversed(self.record.events(model=model, event="request"))), None)
 
         found: Event = until(find)
         return found

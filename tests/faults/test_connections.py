@@ -19,7 +19,6 @@ from tests.faults.surroundings import (
     COMPLETIONS,
     ENGINES,
     QUICK,
-    TRANSPORTS,
     WORDS,
     Own,
     Stream,
@@ -36,9 +35,12 @@ from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.http import HttpClient
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_half_open(own: Own, transport: str, tmp_path: Path) -> None:
-    """A way that carries nothing any more ends streams as silence does; nothing that idled on it is used again."""
+    """
+    A way that carries nothing any more ends streams as silence does; nothing that idled on it is used again.
+
+    A call that does not stream finds it out by its own timeout, and for all others.
+    """
     with half_open(own, transport, tmp_path) as (relay, service):
         with service.back_to_level():
             with Stream(service, "vllm_model", steered(text=WORDS, eos=False, delay_ms=50)) as stream:
@@ -49,13 +51,6 @@ def test_half_open(own: Own, transport: str, tmp_path: Path) -> None:
             assert_served(service)
             relay.reset()
             assert_works(service)
-        assert [] == service.complaints()
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_half_open_for_a_single_answer(own: Own, transport: str, tmp_path: Path) -> None:
-    """A call that does not stream finds it out by its own timeout, and for all others."""
-    with half_open(own, transport, tmp_path) as (relay, service):
         with service.back_to_level():
             relay.freeze()
             lost = service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"})
@@ -66,7 +61,6 @@ def test_half_open_for_a_single_answer(own: Own, transport: str, tmp_path: Path)
         assert [] == service.complaints()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_half_open_while_nobody_asks(own: Own, transport: str) -> None:
     """The service itself asks Triton for its models, and finds it out for all: once, and not call by call."""
     address = urlsplit(own.url(transport))
@@ -106,7 +100,6 @@ def assert_served(service: Watched) -> None:
         assert (200, WORDS) == (reply.status, reply.json["choices"][0]["text"])
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_descriptors_used_up(own: Own, transport: str, tmp_path: Path) -> None:
     """Who finds no room is not let in, or refused with a 503; who is let in is served to the end, and the next too."""
     arguments = ["--triton-url", own.url(transport), "--tokenizer", str(own.repository.tokenizer)]

@@ -10,14 +10,15 @@ import pytest
 from openai import InternalServerError, NotFoundError, OpenAI
 
 from tests.clients.service import serving, steered
-from tests.triton_fixture import TestTriton
+from tests.faults.surroundings import Own
 
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 
 
-def test_two_services_and_a_kill(triton: TestTriton, tmp_path: Path) -> None:
+def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
     """What one has made is there in the other, for its key alone; what it was making is incomplete, and no more."""
-    options = ("--triton-url", triton.http_url, "--tokenizer", str(triton.tokenizer), "--chat-template", str(TEMPLATE))
+    tokenizer = str(own.repository.tokenizer)
+    options = ("--triton-url", own.url("http"), "--tokenizer", tokenizer, "--chat-template", str(TEMPLATE))
     store = ("--responses-store", f"sqlite:{tmp_path / 'responses'}", "--api-key", "one:sk-1", "--api-key", "two:sk-2")
     folders = [tmp_path / name for name in ("a", "b")]
     for folder in folders:

@@ -12,10 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.clients.service import Service, serving, steered, until
-from tests.faults.surroundings import COMPLETIONS, ENGINES, TRANSPORTS, WORDS, Own, Stream, body, left
+from tests.faults.surroundings import COMPLETIONS, ENGINES, WORDS, Own, Stream, body, left
 from tests.scrape import Scrape
 
 _KEY = "sk-faults"
@@ -70,7 +68,6 @@ class Reading:
                 pass
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_worker_killed_under_load(own: Own, transport: str, tmp_path: Path) -> None:
     """Its streams are cut, and stopped where Triton does that; others go on, and nothing that it counted is left."""
     keys = tmp_path / "keys.yaml"
