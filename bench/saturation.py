@@ -2,7 +2,7 @@
 ``python -m bench.saturation``: how much the service does when it is the limit, in front of the fake Triton.
 
 Triton, the service and the load generator share the machine's cores, so the number of cores that the service got stands
-beside each figure: 0.95 and more per process is saturation. At about half of what one process does, it also measures
+beside each figure: 0.95 and more per process is saturation. At half of the first load, it also measures
 the time to first token, with the service and without it.
 """
 
@@ -43,8 +43,8 @@ LOADS: Mapping[str, tuple[Plan, float, str]] = MappingProxyType(
         "embeddings": (Plan("short", EMBEDDINGS, 16, 1, ramp=0.5, form="embeddings"), 0.0, "requests/s"),
     }
 )
-#: About half of what one process does: streams, not in step, that begin anew after 100 tokens.
-HALF = Plan("paced", PACED, 224, 100, ramp=2.0, settled=True)
+#: Half of the first load, in tokens per second: streams, not in step, that begin anew after 100 tokens.
+HALF = Plan("paced", PACED, 320, 100, ramp=2.0, settled=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
