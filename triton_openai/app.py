@@ -113,13 +113,13 @@ def create_app(
     app[STATE] = ResponseState(open_store(settings.responses))
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, draining, metrics=metrics, limits=shared)
-    add_middleware(app, reports_load=settings.metrics.vllm_names)
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, guard.run])
     app[EXPOSITION] = Exposition(metrics, lambda: _state(models, worker), settings.metrics, settings.triton_metrics_url)
     add_routes(app)
+    add_middleware(app, reports_load=settings.metrics.vllm_names)
     if settings.server.page:
         add_page(app)
     return app

@@ -64,7 +64,7 @@ class Observed:
 
 
 def _middleware(app: web.Application) -> Middleware:
-    draining, guard, cors = app[DRAINING], app[GUARD], app[CORS]
+    draining, guard, cors, groups = app[DRAINING], app[GUARD], app[CORS], app[ROUTE_GROUPS]
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -83,7 +83,7 @@ def _middleware(app: web.Application) -> Middleware:
                 response = cors.preflight(request)
                 if response is None:
                     # None when there is no such path or method.
-                    group = app[ROUTE_GROUPS].get(request.match_info.route)
+                    group = groups.get(request.match_info.route)
                     key = guard.authenticate(request.headers, group)
                     request[KEY] = key or NO_KEY
                     if key is not None:

@@ -351,9 +351,11 @@ class Exposition:
 
     async def figures(self) -> Figures:
         """Return the figures of all workers together."""
-        counted = await asyncio.to_thread(self._counted)
+        return await asyncio.to_thread(self._figures)
+
+    def _figures(self) -> Figures:
         sums: defaultdict[tuple[str, str | None], float] = defaultdict(float)
-        for sample in (sample for metric in counted.values() for sample in metric.samples):
+        for sample in (sample for metric in self._counted().values() for sample in metric.samples):
             sums[sample.name, sample.labels.get("type")] += sample.value
         return Figures(
             running=int(sums[RUNNING.name, None]),

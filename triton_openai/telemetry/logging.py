@@ -88,6 +88,7 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
         logging.getLogger(name).setLevel(logging.ERROR)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
+        # The standard library's handlers write text.
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.ExtraAdder()], processors=[line, lambda *event: event[-1].decode()]
         )
