@@ -30,7 +30,7 @@ from bench.repository import PACED
 from bench.wire import AnswerReader, http_request
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app
-from triton_openai.config import ModelDefaults, ServerSettings, Settings, TritonSettings
+from triton_openai.config.tree import ModelDefaults, ServerSettings, Settings, TritonSettings
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.logging import configure_logging
 

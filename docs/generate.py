@@ -23,8 +23,8 @@ from triton_openai.api import chat, completions
 from triton_openai.api.parameters import SamplingRequest, neutral_values
 from triton_openai.api.routes import OPERATIONS, prose
 from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES
-from triton_openai.config import Option, Settings, options
-from triton_openai.config.options import bare_type
+from triton_openai.config.options import Option, bare_type, options
+from triton_openai.config.tree import Settings
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Sampling
 from triton_openai.telemetry import tracing

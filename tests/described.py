@@ -14,7 +14,7 @@ import msgspec
 
 from tests import openai_types
 from triton_openai.api.routes import describe
-from triton_openai.config import AccessSettings, RestrictedApi, Settings
+from triton_openai.config.tree import AccessSettings, RestrictedApi, Settings
 
 Json = dict[str, Any]
 _ANSWERS = re.compile(r"#/components/schemas/(\w+)")

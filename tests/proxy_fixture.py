@@ -21,7 +21,7 @@ from tests import described
 from tests.triton_fixture import TestTriton
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app
-from triton_openai.config import ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
 from triton_openai.models.served import Models
 from triton_openai.triton.client import TritonClient
 

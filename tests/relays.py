@@ -11,7 +11,7 @@ import grpc
 
 from tests.proxy_fixture import changed
 from triton_openai.access.guard import Guard
-from triton_openai.config import ServerSettings, Settings, TritonSettings
+from triton_openai.config.tree import ServerSettings, Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.models.draining import Draining
 from triton_openai.telemetry.metrics import Metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 from aiohttp import web
 
 from triton_openai.app import create_app
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.telemetry.logging import configure_logging
 

@@ -19,9 +19,8 @@ from triton_openai.api.responses.state import STATE, ResponseState
 from triton_openai.api.responses.store import open_store
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
-from triton_openai.config import Settings
 from triton_openai.config.sources import SDK_REFUSES
-from triton_openai.config.tree import AUTO, NONE
+from triton_openai.config.tree import AUTO, NONE, Settings
 from triton_openai.config.worker import WORKER, Worker
 from triton_openai.errors import ConfigurationError
 from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_public_or_private

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
-from triton_openai.config import ModelDefaults, Settings, TritonSettings
+from triton_openai.config.tree import ModelDefaults, Settings, TritonSettings
 
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 INPUTS = ("text_input BYTES 1", "sampling_parameters? BYTES 1", "stream? BOOL 1", "exclude_input_in_output? BOOL 1")

@@ -22,7 +22,7 @@ from tests.conformance.calls import (
 )
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.prompts.tokenizer import Tokenizer
 
 pytestmark = in_session_loop

@@ -16,7 +16,7 @@ from tests.conformance.calls import in_session_loop, inputs_asked
 from tests.proxy_fixture import Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.cli.inspect import inspect_models, render
-from triton_openai.config import ModelSettings
+from triton_openai.config.tree import ModelSettings
 from triton_openai.demo.repository import CLASSES
 
 pytestmark = in_session_loop

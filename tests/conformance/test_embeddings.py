@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tests.conformance.calls import in_session_loop, recorded
 from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config import ModelSettings
+from triton_openai.config.tree import ModelSettings
 
 pytestmark = in_session_loop
 

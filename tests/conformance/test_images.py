@@ -19,7 +19,7 @@ from tests.conformance.calls import PATHS, id_of, in_session_loop, inputs_of, st
 from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config import MediaSettings, ModelSettings, Settings
+from triton_openai.config.tree import MediaSettings, ModelSettings, Settings
 
 pytestmark = in_session_loop
 

@@ -15,7 +15,7 @@ from tests.lora_files import write_lora
 from tests.proxy_fixture import changed, proxy_settings, serving
 from triton_openai.cli.inspect import render
 from triton_openai.cli.inspect import report as report_of
-from triton_openai.config import LoraSettings, ModelSettings
+from triton_openai.config.tree import LoraSettings, ModelSettings
 
 pytestmark = in_session_loop
 

@@ -30,7 +30,7 @@ from tests.conformance.calls import (
 )
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config import DefaultParameters, ModelDefaults
+from triton_openai.config.tree import DefaultParameters, ModelDefaults
 
 pytestmark = in_session_loop
 

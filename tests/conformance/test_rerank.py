@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tests.conformance.calls import in_session_loop, inputs_asked
 from tests.proxy_fixture import Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config import ModelSettings
+from triton_openai.config.tree import ModelSettings
 
 pytestmark = in_session_loop
 

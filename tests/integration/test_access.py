@@ -28,8 +28,14 @@ from triton_openai.access.rate_limits import RateLimit
 from triton_openai.access.restrictions import ROUTE_GROUPS
 from triton_openai.api.routes import add_routes
 from triton_openai.cli import main
-from triton_openai.config import AccessSettings, LimitSettings, RestrictedApi, Settings, TritonSettings
-from triton_openai.config.tree import GatewaySettings
+from triton_openai.config.tree import (
+    AccessSettings,
+    GatewaySettings,
+    LimitSettings,
+    RestrictedApi,
+    Settings,
+    TritonSettings,
+)
 from triton_openai.errors import InvalidRequest
 from triton_openai.triton.client import Receiver, ResponseStream
 from triton_openai.triton.endpoint import Endpoint

@@ -15,7 +15,7 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, changed, serving
 from tests.triton_fixture import embedded, frozen
 from triton_openai.cli.inspect import inspect_models
-from triton_openai.config import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 

@@ -24,7 +24,7 @@ import pytest
 
 from tests.proxy_fixture import Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config import ModelSettings
+from triton_openai.config.tree import ModelSettings
 
 # Seconds, on a machine that reads the numbers of the yardstick in a third of it; a slower one has so much more.
 LONGEST_TURN = 0.050

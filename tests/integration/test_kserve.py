@@ -29,7 +29,7 @@ from yarl import URL
 from tests.integration.test_discovery import until
 from tests.relays import SERVER, Relays, Upstream, relay_guard, relayed
 from tests.triton_fixture import TestTriton
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.relay.frontends import start_frontends
 

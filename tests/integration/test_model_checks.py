@@ -17,7 +17,14 @@ from tests.proxy_fixture import Proxy, serving
 from tests.scrape import scrape
 from tests.unit.prompts.test_template_support import save
 from triton_openai.cli.banner import banner_of, render_banner
-from triton_openai.config import ApiSettings, MetricsSettings, ModelDefaults, ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import (
+    ApiSettings,
+    MetricsSettings,
+    ModelDefaults,
+    ModelSettings,
+    Settings,
+    TritonSettings,
+)
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts import prompter as prompters
 from triton_openai.prompts.prompter import Prompter

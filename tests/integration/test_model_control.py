@@ -25,7 +25,7 @@ from tests.proxy_fixture import Answer, Proxy, serving
 from tests.triton_fixture import embedded
 from triton_openai.access.guard import GUARD
 from triton_openai.api.service import SERVICE
-from triton_openai.config import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
+from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import InvalidRequest
 from triton_openai.triton.client import check_name

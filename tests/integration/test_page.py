@@ -17,7 +17,14 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.api.page import FILES, HEADERS
-from triton_openai.config import AccessSettings, ModelSettings, RestrictedApi, ServerSettings, Settings, TritonSettings
+from triton_openai.config.tree import (
+    AccessSettings,
+    ModelSettings,
+    RestrictedApi,
+    ServerSettings,
+    Settings,
+    TritonSettings,
+)
 
 KEYS = """
 keys:

@@ -12,7 +12,7 @@ import pytest_asyncio
 from tests.conformance.calls import PATHS, ask, id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import TRANSPORTS, Proxy, changed, proxy_settings, serving
 from tests.triton_fixture import TestTriton
-from triton_openai.config import ModelSettings
+from triton_openai.config.tree import ModelSettings
 from triton_openai.prompts.tokenizer import Tokenizer
 
 pytestmark = in_session_loop

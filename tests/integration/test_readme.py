@@ -16,7 +16,7 @@ from tests import proxy_fixture
 from tests.clients.service import serving
 from tests.triton_fixture import TestTriton
 from triton_openai.cli.arguments import parse
-from triton_openai.config import load_settings
+from triton_openai.config.sources import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests/fixtures"

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from tests.integration.test_slow_clients import BODY, WAIT, Client, connected, listening
 from tests.tls_fixture import Authority
-from triton_openai.config import AccessSettings, LimitSettings, ServerSettings
+from triton_openai.config.tree import AccessSettings, LimitSettings, ServerSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge
 from triton_openai.serving.request_body import decompress
 from triton_openai.telemetry.observation import Observation

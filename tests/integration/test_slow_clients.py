@@ -21,8 +21,8 @@ from tests.scrape import Scrape
 from tests.tls_fixture import Authority
 from triton_openai.api import bodies
 from triton_openai.app import create_app
-from triton_openai.config import AccessSettings, LimitSettings, Settings, TlsSettings, TritonSettings
 from triton_openai.config.tls import server_context
+from triton_openai.config.tree import AccessSettings, LimitSettings, Settings, TlsSettings, TritonSettings
 from triton_openai.serving import server as http_server
 from triton_openai.serving.connections import Connection
 from triton_openai.serving.server import HttpServer

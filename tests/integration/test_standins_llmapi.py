@@ -19,7 +19,7 @@ from tests.pictures import data_url, part, png, seen
 from tests.proxy_fixture import TRANSPORTS, Proxy, proxy_settings, serving
 from tests.triton_fixture import TestTriton, embedded
 from triton_openai.cli.inspect import report
-from triton_openai.config import LoraSettings, ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import LoraSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import DemoRepository, build_repository
 from triton_openai.generation import Generation, Sampling

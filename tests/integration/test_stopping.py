@@ -19,7 +19,7 @@ from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app
 from triton_openai.cli.serve import Stop, listening
-from triton_openai.config import LimitSettings, Settings
+from triton_openai.config.tree import LimitSettings, Settings
 from triton_openai.serving.server import HttpServer
 
 ENDLESS = {"text": "one two three", "eos": False, "delay_ms": 50}

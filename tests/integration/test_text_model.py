@@ -8,7 +8,7 @@ import yaml
 from tests.conformance.calls import in_session_loop
 from tests.proxy_fixture import TRANSPORTS, proxy_settings, serving
 from tests.triton_fixture import EXAMPLES, TestTriton
-from triton_openai.config import ModelSettings
+from triton_openai.config.tree import ModelSettings
 
 pytestmark = in_session_loop
 

@@ -13,7 +13,7 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from triton_openai.adapters._common import registry
 from triton_openai.cli.inspect import inspect_models
-from triton_openai.config import ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
 from triton_openai.errors import ConfigurationError
 
 PACKAGE = Path(__file__).parents[1] / "third_party_adapter"

@@ -23,9 +23,9 @@ from tests.reading import Reading
 from tests.tls_fixture import Authority, relaying
 from tests.triton_fixture import TestTriton
 from triton_openai.app import create_app
-from triton_openai.config import Settings, TlsSettings, TritonAccess, TritonSettings
 from triton_openai.config import files as watched_files
 from triton_openai.config.tls import server_context
+from triton_openai.config.tree import Settings, TlsSettings, TritonAccess, TritonSettings
 from triton_openai.errors import ServiceError, UpstreamError, UpstreamUnavailable
 from triton_openai.triton.endpoint import Endpoint
 from triton_openai.triton.tensors import InferRequest, Tensor

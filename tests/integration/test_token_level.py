@@ -31,7 +31,7 @@ from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.generate import Task, runs_of
 from triton_openai.api.service import SERVICE, RequestContext, Service, new_id
 from triton_openai.cli.inspect import ModelReport, inspect_models
-from triton_openai.config import ModelSettings, Settings
+from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.generation import Sampling
 from triton_openai.models.served import ServedModel

@@ -15,7 +15,7 @@ from deploy import generate
 from docs import generate as docs_generate
 from tests import deploy_files as files
 from tests.deploy_files import CHART, DEPLOY, FORMS
-from triton_openai.config import options
+from triton_openai.config.options import options
 from triton_openai.telemetry.exposition import LOOKED_UP_RENAMED, RENAMED
 
 VALUES: dict[str, Any] = files.load(CHART / "values.yaml")

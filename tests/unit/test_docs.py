@@ -19,7 +19,8 @@ from tests.engine.reasons import REASONS
 from tests.proxy_fixture import serving
 from triton_openai.access.keys import read_keys
 from triton_openai.adapters._common import registry
-from triton_openai.config import AccessSettings, ModelSettings, Settings, TritonSettings, load_settings
+from triton_openai.config.sources import load_settings
+from triton_openai.config.tree import AccessSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import prompter
 

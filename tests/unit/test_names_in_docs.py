@@ -16,8 +16,8 @@ from tests.cases import every_case
 from triton_openai.api.routes import add_routes
 from triton_openai.cli.aliases import ALIASES, REFUSED
 from triton_openai.cli.arguments import parse
-from triton_openai.config import ENVIRONMENT_PREFIX, load_settings, options
-from triton_openai.config.sources import closest
+from triton_openai.config.options import ENVIRONMENT_PREFIX, options
+from triton_openai.config.sources import closest, load_settings
 from triton_openai.telemetry.exposition import LOOKED_UP
 from triton_openai.telemetry.metrics import INSTRUMENTS
 

@@ -11,7 +11,7 @@ import re
 
 from aiohttp import hdrs, web
 
-from triton_openai.config import AccessSettings
+from triton_openai.config.tree import AccessSettings
 from triton_openai.errors import OriginNotAllowed
 
 #: What scripts may read beside the few headers that they always may.

@@ -17,8 +17,8 @@ from msgspec import Meta
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.config import AccessSettings
 from triton_openai.config.files import LOOK_SECONDS, FileWatch
+from triton_openai.config.tree import AccessSettings
 from triton_openai.errors import ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
 
 _log = structlog.get_logger(__name__)

@@ -16,7 +16,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.keys import sha256
-from triton_openai.config import Group, RestrictedApi
+from triton_openai.config.tree import Group, RestrictedApi
 from triton_openai.errors import ApiRestricted
 
 #: Groups whose requests count against what a key may use.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from triton_openai.config import TritonSettings
+from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest
 
 _Limit = TypeVar("_Limit", float, float | None)

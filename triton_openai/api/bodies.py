@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from triton_openai.config import LimitSettings
+from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 from triton_openai.prompts import offload
 from triton_openai.prompts.messages import AssistantMessage

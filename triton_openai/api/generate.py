@@ -35,7 +35,7 @@ from triton_openai.api.prompts import (
     too_many_tokens,
 )
 from triton_openai.api.service import RequestContext, Service
-from triton_openai.config import DefaultParameters
+from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
 from triton_openai.models.served import ServedModel

@@ -17,7 +17,7 @@ from msgspec import Meta
 from triton_openai.adapters._common.base import Adapter, BoundParameter, Rule, check_range, refused
 from triton_openai.answer.logprobs import PromptScoring
 from triton_openai.api.bodies import ModelRequest, explain
-from triton_openai.config import DefaultParameters
+from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
 from triton_openai.prompts.offload import decoder

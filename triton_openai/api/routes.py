@@ -33,7 +33,7 @@ from triton_openai.api.responses import handlers as responses
 from triton_openai.api.responses import types as response_types
 from triton_openai.api.service import service_of
 from triton_openai.api.tools import ToolDefinition
-from triton_openai.config import Group, Settings
+from triton_openai.config.tree import Group, Settings
 from triton_openai.serving.middleware import ERROR_BODY
 
 

@@ -15,7 +15,7 @@ from triton_openai.answer.run import Background
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import ModelRequest, read_json
 from triton_openai.api.parameters import refuse_unused
-from triton_openai.config import Settings
+from triton_openai.config.tree import Settings
 from triton_openai.errors import PromptRefused, UnsupportedParameter
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.control import ModelControl

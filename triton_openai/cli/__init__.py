@@ -11,8 +11,8 @@ import structlog
 
 from triton_openai.cli.aliases import translate
 from triton_openai.cli.arguments import DEFAULTS, parse
-from triton_openai.config import config_file, load_settings
 from triton_openai.config.reload import Source
+from triton_openai.config.sources import config_file, load_settings
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.telemetry.logging import configure_logging
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from triton_openai.config import ENVIRONMENT_PREFIX
+from triton_openai.config.options import ENVIRONMENT_PREFIX
 from triton_openai.errors import ConfigurationError
 
 

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from triton_openai import __version__
-from triton_openai.config import Option, Settings, options
-from triton_openai.config.options import bare_type
+from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.sources import closest, refuse_if_file_only
+from triton_openai.config.tree import Settings
 from triton_openai.errors import ConfigurationError
 
 _COMMANDS = {

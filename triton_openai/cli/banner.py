@@ -16,7 +16,7 @@ from aiohttp import web
 from triton_openai import __version__
 from triton_openai.api.service import SERVICE
 from triton_openai.cli.table import problems, table
-from triton_openai.config import Settings
+from triton_openai.config.tree import Settings
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.telemetry.logging import timestamp
 from triton_openai.triton.relay.frontends import FRONTENDS

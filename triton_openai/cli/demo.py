@@ -18,7 +18,7 @@ import msgspec
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
 from triton_openai.cli.serve import serve_demo
-from triton_openai.config import AccessSettings, ModelDefaults, Settings, TlsSettings, TritonAccess
+from triton_openai.config.tree import AccessSettings, ModelDefaults, Settings, TlsSettings, TritonAccess
 from triton_openai.demo.engine import PASSIVE, Engine, missing
 from triton_openai.demo.repository import CONTEXT_LENGTH, build_repository
 from triton_openai.demo.weights import find_model

@@ -29,9 +29,9 @@ from triton_openai.access.guard import GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
-from triton_openai.config import ServerSettings, Settings
 from triton_openai.config.reload import Reloader, Source, TakeOver
 from triton_openai.config.tls import server_context
+from triton_openai.config.tree import ServerSettings, Settings
 from triton_openai.config.worker import WORKER, Worker, private_directory
 from triton_openai.models.draining import DRAINING, first_of
 from triton_openai.serving.server import HttpServer, address_of, listening_sockets, relay_ports

@@ -21,7 +21,7 @@ from aiohttp import web
 from triton_openai.app import take_over
 from triton_openai.cli.banner import banner_of, render_banner
 from triton_openai.cli.serve import Stop, listening, run_loop, stopped_by_signals
-from triton_openai.config import Settings
+from triton_openai.config.tree import Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.workers.channel import Channel, encode
 from triton_openai.serving.workers.pool import Start

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from triton_openai.config import AccessSettings, ModelSettings, Settings, options
 from triton_openai.config.files import LOOK_SECONDS, FileWatch
+from triton_openai.config.options import options
+from triton_openai.config.tree import AccessSettings, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)

@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from triton_openai.adapters._common.registry import users_of
-from triton_openai.config import Settings
+from triton_openai.config.tree import Settings
 from triton_openai.errors import (
     ConfigurationError,
     InvalidRequest,

@@ -15,8 +15,8 @@ import structlog
 
 from triton_openai.adapters._common.base import Adapter, Hints, ModelFiles
 from triton_openai.adapters._common.registry import Registry, helper_role
-from triton_openai.config import DefaultParameters, ModelSettings, Settings
 from triton_openai.config.sources import closest
+from triton_openai.config.tree import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import (
     ConfigurationError,
     InvalidRequest,

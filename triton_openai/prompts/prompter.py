@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import structlog
 
-from triton_openai.config import ModelSettings, Settings
+from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.parsers.detect import Parsers, choose
 from triton_openai.prompts import history, offload

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from triton_openai.config import ServerSettings
+from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ModelUnloading, ServiceOverloaded
 from triton_openai.models.draining import Draining, ModelDraining

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from triton_openai.config import LimitSettings
+from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import HeadersTooLarge, InvalidRequest, ServiceError
 from triton_openai.telemetry.observation import Observation, Observer
 from triton_openai.telemetry.process import DESCRIPTORS

@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import StreamReader, web
 from aiohttp.http import RawRequestMessage
 
-from triton_openai.config import LimitSettings, ServerSettings, Settings
+from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.serving.connections import Connection, ErrorBody
 from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations

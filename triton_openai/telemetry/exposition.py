@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from triton_openai import __version__
-from triton_openai.config import MetricsSettings
+from triton_openai.config.tree import MetricsSettings
 from triton_openai.telemetry.metrics import (
     DURATION,
     FINISHED,

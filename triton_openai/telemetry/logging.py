@@ -24,7 +24,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from structlog.dev import plain_traceback
 from structlog.typing import EventDict, FilteringBoundLogger, WrappedLogger
 
-from triton_openai.config import ServerSettings
+from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
 
 # Fields that could hold a client's text or a credential: their values are not shown.

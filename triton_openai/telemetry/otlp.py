@@ -19,8 +19,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Tracer
 
 from triton_openai import __version__
-from triton_openai.config import TracesSettings
 from triton_openai.config.sources import SDK_REFUSES
+from triton_openai.config.tree import TracesSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.telemetry.tracing import SCHEMA_URL
 

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from triton_openai.config import TritonAccess
 from triton_openai.config.files import FromFiles, read_file, read_secret
 from triton_openai.config.tls import ReloadingContext, load_authorities, load_identity
+from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import ConfigurationError
 
 _log = structlog.get_logger(__name__)

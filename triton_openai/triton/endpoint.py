@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import structlog
 
-from triton_openai.config import TritonAccess
+from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings

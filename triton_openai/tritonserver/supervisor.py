@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from triton_openai.config import Settings, TracesSettings
+from triton_openai.config.tree import Settings, TracesSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 

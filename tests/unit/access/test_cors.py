@@ -8,7 +8,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from tests.cases import every_case
 from triton_openai.access.cors import Cors
-from triton_openai.config import AccessSettings
+from triton_openai.config.tree import AccessSettings
 from triton_openai.errors import OriginNotAllowed
 
 ALLOWED = ("http://localhost:*", "http://[::1]:*", "https://chat.example")

@@ -15,7 +15,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from triton_openai.access.keys import Keyring, Keys, identify, read_keys, sha256
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.config import AccessSettings, Settings, load_settings
+from triton_openai.config.sources import load_settings
+from triton_openai.config.tree import AccessSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidApiKey
 
 SECRET = "sk-a-secret"

@@ -11,7 +11,7 @@ import pytest
 from tests.cases import every_case
 from tests.unit.adapters.test_profiles import MINIMAL, check, generation, profiles, registry
 from triton_openai.adapters._common.base import Adapter
-from triton_openai.config import LoraSettings, ModelSettings
+from triton_openai.config.tree import LoraSettings, ModelSettings
 from triton_openai.errors import ConfigurationError, PromptRefused
 from triton_openai.generation import Lora
 from triton_openai.models.lora.files import find_loras

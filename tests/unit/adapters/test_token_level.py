@@ -15,7 +15,7 @@ from triton_openai.adapters._common.registry import Registry, helper_role
 from triton_openai.adapters.trtllm import dense_bias, word_list
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
 from triton_openai.api.generate import Task, generation_of
-from triton_openai.config import ModelSettings
+from triton_openai.config.tree import ModelSettings
 from triton_openai.demo.configs import contracts
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, Generation, Guide, Sampling, Vocabulary

@@ -18,7 +18,7 @@ from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.logprobs import INLINE_NUMBERS
 from triton_openai.answer.run import Background, Progress, Run
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.config import TritonSettings
+from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
 from triton_openai.generation import Delta, Generation, Logits, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from triton_openai.api.bodies import explain, parse_json
 from triton_openai.api.parameters import is_neutral
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import InvalidRequest
 from triton_openai.prompts import offload
 

@@ -26,7 +26,7 @@ from triton_openai.api.chat import ChatRequest
 from triton_openai.api.embeddings import SIDES, ScoreRequest
 from triton_openai.api.prompts import separated
 from triton_openai.api.tools import plan_tools
-from triton_openai.config import LimitSettings
+from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
 
 SMALL = LimitSettings(max_token_ids=20, max_text_size=400)

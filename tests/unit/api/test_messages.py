@@ -20,7 +20,7 @@ from triton_openai.api.messages.events import MessageEvents, stop_of
 from triton_openai.api.messages.reader import Reading, read
 from triton_openai.api.messages.types import Block, CountTokensRequest, MessagesRequest
 from triton_openai.app import create_app
-from triton_openai.config import AccessSettings, LimitSettings, ServerSettings, Settings
+from triton_openai.config.tree import AccessSettings, LimitSettings, ServerSettings, Settings
 from triton_openai.errors import (
     ContextLengthExceeded,
     InvalidRequest,

@@ -16,7 +16,7 @@ from triton_openai import __version__
 from triton_openai.api.parameters import neutral_values
 from triton_openai.api.routes import OPERATIONS, describe, prose
 from triton_openai.app import create_app, take_over
-from triton_openai.config import AccessSettings, ApiSettings, RestrictedApi, ServerSettings, Settings
+from triton_openai.config.tree import AccessSettings, ApiSettings, RestrictedApi, ServerSettings, Settings
 
 Json = dict[str, Any]
 

@@ -34,7 +34,7 @@ from triton_openai.api.parameters import (
     stream_options,
     truncation,
 )
-from triton_openai.config import DefaultParameters
+from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
 from triton_openai.prompts.truncation import Truncation

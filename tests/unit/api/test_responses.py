@@ -18,7 +18,7 @@ from triton_openai.api.bodies import read_within
 from triton_openai.api.responses.events import ResponseEvents
 from triton_openai.api.responses.reader import Reading, ToolName, input_items, read
 from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
-from triton_openai.config import LimitSettings
+from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded
 from triton_openai.generation import Delta, FinishReason, TokenLogprob, Usage
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart

@@ -24,7 +24,7 @@ from tests.proxy_fixture import Answer, Proxy, serving
 from triton_openai.api.responses.state import STATE, Conversation, Record, ResponseState
 from triton_openai.api.responses.store import SqliteStore, Store, open_store
 from triton_openai.api.responses.types import OutputMessage, OutputText, ResponseObject
-from triton_openai.config import ModelDefaults, ResponsesSettings, Settings, TritonSettings
+from triton_openai.config.tree import ModelDefaults, ResponsesSettings, Settings, TritonSettings
 from triton_openai.errors import ConversationBusy, InvalidRequest, ObjectNotFound, StoreUnavailable
 
 

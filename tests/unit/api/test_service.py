@@ -12,7 +12,7 @@ from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api import embeddings
 from triton_openai.api.classify import classify
 from triton_openai.api.service import RequestContext
-from triton_openai.config import ModelSettings, ServerSettings
+from triton_openai.config.tree import ModelSettings, ServerSettings
 from triton_openai.errors import UnsupportedParameter
 from triton_openai.generation import ClassificationResult, EmbeddingJob, EmbeddingResult, ScoreResult
 from triton_openai.models.served import ServedModel

@@ -21,7 +21,7 @@ from triton_openai.api.chat_response import ChatChunks
 from triton_openai.api.generate import Task
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import ToolPlan
-from triton_openai.config import LimitSettings, ServerSettings, Settings
+from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Sampling
 from triton_openai.models.draining import DRAINING, Draining

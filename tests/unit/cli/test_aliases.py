@@ -10,7 +10,8 @@ from tests.cases import every_case
 from triton_openai.cli import main
 from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES, translate
 from triton_openai.cli.arguments import parse
-from triton_openai.config import load_settings, options
+from triton_openai.config.options import options
+from triton_openai.config.sources import load_settings
 from triton_openai.errors import ConfigurationError
 
 # One value of each kind that the flags take, as other servers write it and as it is in the settings.

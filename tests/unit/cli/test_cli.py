@@ -18,7 +18,8 @@ from triton_openai.cli.arguments import Parsed, parse
 from triton_openai.cli.demo import _headers, _with_own_key, demo
 from triton_openai.cli.inspect import ModelReport, render
 from triton_openai.cli.table import problems, table
-from triton_openai.config import AccessSettings, RestrictedApi, ServerSettings, Settings, options
+from triton_openai.config.options import options
+from triton_openai.config.tree import AccessSettings, RestrictedApi, ServerSettings, Settings
 from triton_openai.errors import ConfigurationError
 
 
@@ -162,7 +163,7 @@ def test_the_demo_opens_its_own_door() -> None:
 def test_a_banner_that_cannot_be_printed_costs_nothing_but_itself(encoding: str, stdout: str) -> None:
     """A full disk behind stdout, or a name without letters there, is no reason not to serve; the exit status is 0."""
     program = (
-        "from triton_openai.cli.banner import show; from triton_openai.config import ServerSettings; "
+        "from triton_openai.cli.banner import show; from triton_openai.config.tree import ServerSettings; "
         "from triton_openai.telemetry.logging import configure_logging; "
         "configure_logging(ServerSettings()); show('пример'); show('b')"
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from triton_openai.config import (
+from triton_openai.config.options import options
+from triton_openai.config.reload import changes_between
+from triton_openai.config.tree import (
     ApiSettings,
     DefaultParameters,
     ModelDefaults,
@@ -12,9 +14,7 @@ from triton_openai.config import (
     ServerSettings,
     Settings,
     TritonSettings,
-    options,
 )
-from triton_openai.config.reload import changes_between
 
 
 def test_the_same_settings() -> None:

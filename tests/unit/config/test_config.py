@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from tests.cases import every_case
-from triton_openai.config import DefaultParameters, Settings, load_settings, options
+from triton_openai.config.options import options
+from triton_openai.config.sources import load_settings
+from triton_openai.config.tree import DefaultParameters, Settings
 from triton_openai.errors import ConfigurationError
 
 

@@ -14,9 +14,10 @@ from structlog.testing import capture_logs
 from triton_openai.access.guard import GUARD
 from triton_openai.access.keys import Keys, sha256
 from triton_openai.app import create_app, take_over
-from triton_openai.config import AccessSettings, ApiSettings, RestrictedApi, Settings, load_settings
 from triton_openai.config.files import FileWatch
 from triton_openai.config.reload import Reloader, Source
+from triton_openai.config.sources import load_settings
+from triton_openai.config.tree import AccessSettings, ApiSettings, RestrictedApi, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import Models
 

@@ -20,10 +20,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from tests.tls_fixture import Authority
-from triton_openai.config import TlsSettings
 from triton_openai.config import files as watched_files
 from triton_openai.config.files import FromFiles
 from triton_openai.config.tls import server_context
+from triton_openai.config.tree import TlsSettings
 from triton_openai.errors import ConfigurationError
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from triton_openai.config import TracesSettings, load_settings
+from triton_openai.config.sources import load_settings
+from triton_openai.config.tree import TracesSettings
 from triton_openai.errors import ConfigurationError
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.demo import demo
-from triton_openai.config import Settings
+from triton_openai.config.tree import Settings
 from triton_openai.demo.weights import DemoModel, find_model, write_tokenizer
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts.tokenizer import Tokenizer

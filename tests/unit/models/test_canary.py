@@ -15,7 +15,7 @@ import pytest
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.scrape import scrape
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import UpstreamError
 from triton_openai.models import canary as canary_module
 from triton_openai.models.canary import CANARY, FAILURES, Canary

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cases import every_case
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import (
     ConfigurationError,
     ManagementDisabled,

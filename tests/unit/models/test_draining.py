@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.serving.test_shared import Workers, settled
-from triton_openai.config import ServerSettings
+from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError
 from triton_openai.models.draining import Draining, ModelDraining
 from triton_openai.serving.admission import Admission

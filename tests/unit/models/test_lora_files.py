@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.lora_files import write_lora
-from triton_openai.config import LoraSettings, ModelSettings
+from triton_openai.config.tree import LoraSettings, ModelSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import LoraFormat
 from triton_openai.models.lora.files import (

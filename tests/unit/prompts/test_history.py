@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.app import create_app
-from triton_openai.config import ModelSettings, Settings
+from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
 from triton_openai.prompts.history import load
 from triton_openai.prompts.messages import (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.unit.prompts.test_template_support import make_backend, save
 from triton_openai.app import create_app
-from triton_openai.config import ModelSettings, Settings
+from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.prompts.infill import FORMS, fill, fim_form, known_fim_form, parse, tokens_of
 from triton_openai.prompts.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from tests.unit.prompts.test_template_support import LLAMA3_TOKENS, make_backend, save
-from triton_openai.config import ModelDefaults, ModelSettings, Settings
+from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.prompts import prompter as builtin
 from triton_openai.prompts.messages import Message, Rendering, UserMessage

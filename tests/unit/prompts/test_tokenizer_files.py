@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from triton_openai.adapters._common.base import Adapter, BoundParameter, Rule
-from triton_openai.config import DefaultParameters, ModelSettings, Settings
+from triton_openai.config.tree import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.prompter import LazyPrompter

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triton_openai.config import ServerSettings
+from triton_openai.config.tree import ServerSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.serving.admission import Admission

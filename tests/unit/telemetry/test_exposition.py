@@ -18,7 +18,7 @@ from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
-from triton_openai.config import MetricsSettings, Settings, TritonSettings
+from triton_openai.config.tree import MetricsSettings, Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.telemetry import exposition
 from triton_openai.telemetry.exposition import Exposition, ServedName, State, cache_blocks, parse

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from triton_openai.config import ServerSettings
+from triton_openai.config.tree import ServerSettings
 from triton_openai.telemetry.logging import LOG_FIELDS, configure_logging
 
 

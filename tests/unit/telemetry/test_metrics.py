@@ -18,7 +18,7 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
 from tests.scrape import Scrape, scrape
 from tests.unit.telemetry.fake_answer import FakeAnswer
-from triton_openai.config import MetricsSettings, ModelSettings, Settings, TritonSettings
+from triton_openai.config.tree import MetricsSettings, ModelSettings, Settings, TritonSettings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import (
     ConfigurationError,

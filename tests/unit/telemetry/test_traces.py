@@ -36,7 +36,7 @@ from triton_openai.api.parameters import (
     TextFormat,
 )
 from triton_openai.app import create_app
-from triton_openai.config import ServerSettings, Settings, TracesSettings
+from triton_openai.config.tree import ServerSettings, Settings, TracesSettings
 from triton_openai.errors import ConfigurationError, InvalidRequest, UpstreamError
 from triton_openai.generation import FinishReason, Usage
 from triton_openai.telemetry import otlp
@@ -496,8 +496,8 @@ async def test_what_the_sdk_does_not_take_is_said_and_no_traceback(
 def test_what_the_sdk_does_not_take_when_it_is_imported_is_said() -> None:
     """It reads its limits then."""
     program = (
-        "from triton_openai.app import create_app; from triton_openai.config import Settings; "
-        "from triton_openai.config import TracesSettings; "
+        "from triton_openai.app import create_app; from triton_openai.config.tree import Settings; "
+        "from triton_openai.config.tree import TracesSettings; "
         "from triton_openai.errors import ConfigurationError\n"
         "try: create_app(Settings(traces=TracesSettings(otlp_endpoint='http://127.0.0.1:4318')))\n"
         "except ConfigurationError as error: print(error.message)"

@@ -9,7 +9,7 @@ from tests.proxy_fixture import serving
 from tests.scrape import scrape
 from triton_openai.api.bodies import parse_json
 from triton_openai.api.completions import CompletionRequest
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.telemetry.access_log import UnknownFields
 from triton_openai.telemetry.observation import Observation
 

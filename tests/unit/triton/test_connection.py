@@ -15,8 +15,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.cases import every_case
 from tests.reading import Reading
 from tests.tls_fixture import Authority
-from triton_openai.config import Settings, TritonAccess, load_settings
 from triton_openai.config import files as watched_files
+from triton_openai.config.sources import load_settings
+from triton_openai.config.tree import Settings, TritonAccess
 from triton_openai.errors import ConfigurationError
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.endpoint import Endpoint

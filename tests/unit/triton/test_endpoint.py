@@ -19,7 +19,7 @@ from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.tls_fixture import Authority
 from triton_openai.app import create_app
-from triton_openai.config import Settings, TritonSettings
+from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import ServiceError
 from triton_openai.triton.endpoint import Endpoint, explain
 from triton_openai.triton.tensors import InferRequest

@@ -24,9 +24,8 @@ from yarl import URL
 
 from tests.relays import Relays, Upstream, relayed
 from tests.tls_fixture import Authority
-from triton_openai.config import RestrictedApi, TlsSettings
 from triton_openai.config import files as watched_files
-from triton_openai.config.tree import GatewaySettings
+from triton_openai.config.tree import GatewaySettings, RestrictedApi, TlsSettings
 from triton_openai.triton.relay.rules import operation_of_path
 
 SERVICE = "/inference.GRPCInferenceService/"

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from tests.cases import every_case
-from triton_openai.config import ServerSettings
+from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.server import relay_ports
 

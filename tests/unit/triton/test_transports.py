@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tests.cases import every_case
 from tests.reading import Reading
 from tests.tls_fixture import Authority, relaying
-from triton_openai.config import TritonAccess
+from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import (
     ContextLengthExceeded,
     ModelNotFound,

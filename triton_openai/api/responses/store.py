@@ -21,8 +21,8 @@ from typing import Any
 
 import structlog
 
-from triton_openai.config import ResponsesSettings
 from triton_openai.config.files import state_folder
+from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError, ServiceError, StoreUnavailable
 
 _log = structlog.get_logger(__name__)

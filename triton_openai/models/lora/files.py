@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from triton_openai.config import LoraSettings, ModelSettings
+from triton_openai.config.tree import LoraSettings, ModelSettings
 from triton_openai.errors import ConfigurationError
 from triton_openai.generation import Lora, LoraFormat, Matrix
 

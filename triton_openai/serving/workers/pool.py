@@ -16,7 +16,7 @@ from subprocess import PIPE
 import msgspec
 import structlog
 
-from triton_openai.config import Settings
+from triton_openai.config.tree import Settings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.models.draining import first_of

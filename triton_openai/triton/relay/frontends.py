@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from triton_openai.access.guard import Guard
-from triton_openai.config import Settings
 from triton_openai.config.tls import server_context
+from triton_openai.config.tree import Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.serving.server import bound_sockets
 

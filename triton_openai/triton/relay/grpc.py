@@ -16,9 +16,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from tritonclient.grpc import service_pb2
 
 from triton_openai.access.guard import Guard, RelayedRequest
-from triton_openai.config import TlsSettings
 from triton_openai.config.files import FromFiles, read_file
 from triton_openai.config.tls import server_context
+from triton_openai.config.tree import TlsSettings
 from triton_openai.errors import ConfigurationError, EndpointNotFound, InvalidRequest, ServiceError
 from triton_openai.triton.client import check_name
 from triton_openai.triton.grpc import GrpcClient

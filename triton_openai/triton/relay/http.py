@@ -16,7 +16,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from triton_openai.access.guard import Guard, RelayedRequest
-from triton_openai.config import LimitSettings
+from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError, printable
 from triton_openai.models.draining import Draining
 from triton_openai.serving.request_body import ask_for_body

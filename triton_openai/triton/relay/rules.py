@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from triton_openai.config import Group
+from triton_openai.config.tree import Group
 from triton_openai.errors import EndpointNotFound, InvalidRequest, InvalidValue, ManagementDisabled
 from triton_openai.triton.client import check_name
 
