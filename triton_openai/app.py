@@ -27,13 +27,14 @@ from triton_openai.media.fetch import AllowedHosts, Fetcher, is_public, is_publi
 from triton_openai.media.images import ImageLoader
 from triton_openai.models.canary import CANARY, PATIENCE, Canary
 from triton_openai.models.control import ModelControl
-from triton_openai.models.draining import DRAINING, Draining, ModelDraining, first_of
+from triton_openai.models.draining import DRAINING, Draining, ModelDraining
 from triton_openai.models.served import Models, ServedModel, keep_loaded
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from triton_openai.prompts import history, infill
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.tasks import cancel, first_of
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition, ServedName, State
 from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, NOT_ANSWERING, UNKNOWN_FIELDS, Metrics
@@ -243,11 +244,9 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
     work = (models.catalog.run(), keep_loaded(models), app[LOOP_LAG].run())
     tasks = [asyncio.create_task(one) for one in work]
     # A request before that finds no models, though other workers may know them all.
-    await first_of([models.catalog.first], timeout=_FIRST_LOOK_SECONDS)
+    await first_of(models.catalog.first, timeout=_FIRST_LOOK_SECONDS)
     yield
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel(*tasks)
     await service.control.close()
     await app[CANARY].close()
     await models.catalog.close()

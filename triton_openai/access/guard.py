@@ -35,6 +35,7 @@ from triton_openai.errors import (
     printable,
 )
 from triton_openai.models.draining import Draining
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.metrics import RELAYED, RELAYING, Metrics
 from triton_openai.telemetry.observation import request_id
@@ -124,8 +125,7 @@ class Guard:
         """Watch the file of keys while *app* runs."""
         watching = asyncio.create_task(self.keys.watch())
         yield
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+        await cancel(watching)
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)

@@ -16,6 +16,7 @@ from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Generation,
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.offload import run as offloaded
 from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.observation import UPSTREAM
 from triton_openai.triton.client import TritonClient, gather
 from triton_openai.triton.tensors import InferResponse
@@ -210,9 +211,7 @@ async def score_prompts(
         error.param = error.param or scoring.param
         raise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def _ask(model: ServedModel, generation: Generation, param: str, client: TritonClient) -> Logits:

@@ -25,6 +25,7 @@ from triton_openai.generation import Delta, FinishReason, Generation, Lora, Toke
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.observation import UPSTREAM, Upstream
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.status import failed_midway, no_answer
@@ -52,9 +53,7 @@ class Background:
         """Wait up to *timeout* seconds for the tasks, then cancel them."""
         if self._tasks:
             _, pending = await asyncio.wait(self._tasks, timeout=timeout)
-            for task in pending:
-                task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await cancel(*pending)
 
     @staticmethod
     async def _guarded(work: Coroutine[Any, Any, Any], timeout: float) -> None:

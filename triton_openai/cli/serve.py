@@ -33,10 +33,11 @@ from triton_openai.config.reload import Reloader, Source, TakeOver
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import ServerSettings, Settings
 from triton_openai.config.worker import WORKER, Worker, private_directory
-from triton_openai.models.draining import DRAINING, first_of
+from triton_openai.models.draining import DRAINING
 from triton_openai.serving.server import HttpServer, address_of, listening_sockets, relay_ports
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
+from triton_openai.tasks import cancel, first_of
 from triton_openai.telemetry.metrics import forget_worker, metrics_folder
 from triton_openai.triton.relay.frontends import FRONTENDS, start_frontends
 from triton_openai.tritonserver.embedded import EmbeddedTriton
@@ -225,9 +226,7 @@ async def _serve(
                     results = {task: task.result() for task in done}
                     return int(results.get(tasks[0], 0))
                 finally:
-                    for task in tasks:
-                        task.cancel()
-                    await asyncio.gather(*tasks, return_exceptions=True)
+                    await cancel(*tasks)
 
 
 @contextlib.asynccontextmanager
@@ -247,9 +246,7 @@ async def _supervised(
     try:
         yield tasks[:1], supervisor.started
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 async def _show_start(started: asyncio.Event) -> None:
@@ -257,9 +254,7 @@ async def _show_start(started: asyncio.Event) -> None:
     line, terminal, begin = "Starting Triton ...", sys.stderr.isatty(), time.monotonic()
     print(line, end="" if terminal else "\n", file=sys.stderr, flush=True)
     while terminal and not started.is_set():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):
-                await started.wait()
+        await first_of(started, timeout=1)
         end = "\n" if started.is_set() else ""
         print(f"\r{line} {time.monotonic() - begin:.0f} s", end=end, file=sys.stderr, flush=True)
 
@@ -320,12 +315,12 @@ async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None
     server, draining = app[SERVICE].settings.server, app[DRAINING]
     draining.begin()
     if stop.notice:
-        await first_of([stop.hurried], timeout=server.shutdown_delay)
+        await first_of(stop.hurried, timeout=server.shutdown_delay)
     await http.stop_listening()
     # Clients that have just connected get a moment to send their request.
     deadline = time.monotonic() + _LAST_REQUESTS_SECONDS
     while http.awaits_requests and not stop.hurried.is_set() and time.monotonic() < deadline:
-        await first_of([stop.hurried], timeout=_POLL_SECONDS)
+        await first_of(stop.hurried, timeout=_POLL_SECONDS)
     http.close_idle()
     grace = server.shutdown_grace
     frontends = [frontend.close(grace, stop.hurried) for frontend in app[FRONTENDS]]

@@ -26,6 +26,7 @@ from triton_openai.errors import ConfigurationError
 from triton_openai.serving.workers.channel import Channel, encode
 from triton_openai.serving.workers.pool import Start
 from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import configure_logging
 
 log = structlog.get_logger(__name__)
@@ -64,8 +65,7 @@ async def _serve(start: Start, sockets: list[socket.socket], connection: socket.
             control = asyncio.create_task(_controlled(start, app, stop, channel))
             await stop.asked.wait()
     orphaned = control.done()
-    control.cancel()
-    await asyncio.gather(control, return_exceptions=True)
+    await cancel(control)
     if orphaned and start.worker.directory is not None:
         # The parent, which would do it, is gone.
         shutil.rmtree(start.worker.directory, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from triton_openai.config.files import LOOK_SECONDS, FileWatch
 from triton_openai.config.options import options
 from triton_openai.config.tree import AccessSettings, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
+from triton_openai.tasks import first_of
 
 log = structlog.get_logger(__name__)
 
@@ -102,9 +102,7 @@ class Reloader:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._interval):
-                    await self._requested.wait()
+            await first_of(self._requested, timeout=self._interval)
             renew = self._requested.is_set()
             self._requested.clear()
             if await self._source.watch.look(settled=not renew) or renew:

@@ -18,6 +18,7 @@ import msgspec
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Image
 from triton_openai.media.fetch import Fetcher, too_large
+from triton_openai.tasks import cancel
 
 # The four formats of the OpenAI API, and two that Pillow, with which backends read files, opens as well.
 _FORMATS = ("JPEG", "PNG", "GIF", "WebP", "BMP", "TIFF")
@@ -158,9 +159,7 @@ class ImageLoader:
         try:
             images = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
             raise
         total = 0
         for image, reference in zip(images, references, strict=True):

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError
 from triton_openai.models.served import Models, ServedModel
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.observation import Observation, Observer
 
 _log = structlog.get_logger(__name__)
@@ -82,10 +83,7 @@ class Canary(Observer):
 
     async def close(self) -> None:
         """Stop asking."""
-        tasks = list(self._asking.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._asking.values())
 
     async def _watch(self, name: str) -> None:
         """Ask the Triton model *name* until it answers or is gone."""

@@ -28,6 +28,7 @@ from triton_openai.errors import (
 )
 from triton_openai.models.draining import ModelDraining
 from triton_openai.models.served import Models
+from triton_openai.tasks import cancel
 from triton_openai.telemetry.logging import warn
 from triton_openai.triton.client import IndexEntry, TritonClient, check_name
 from triton_openai.triton.tensors import ModelConfig
@@ -90,9 +91,7 @@ class ModelControl:
 
     async def close(self) -> None:
         """Stop waiting for what is going on; Triton goes on with it."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
 
     def _resolve(self, name: str) -> str:
         """Return the Triton model that *name* means."""

@@ -8,13 +8,14 @@ requests, and makes changes in the others through :class:`Peers`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
 from aiohttp import web
 
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
+from triton_openai.tasks import first_of
 
 # Longest time that cancelled requests may take to answer their clients, and other processes to make a change.
 _ANSWER_SECONDS = 1.0
@@ -64,21 +65,11 @@ class Draining:
         self.begin()
         if self._tasks:
             self._none.clear()
-            await first_of([self._none, *([hurried] if hurried is not None else [])], timeout=grace)
+            await first_of(self._none, *([] if hurried is None else [hurried]), timeout=grace)
         for task in self._tasks:
             self.cancel(task, UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1))
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ANSWER_SECONDS)
-
-
-async def first_of(events: Sequence[asyncio.Event], *, timeout: float) -> None:
-    """Wait until one of *events* is set, for *timeout* seconds at most."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 DRAINING: web.AppKey[Draining] = web.AppKey("draining", Draining)

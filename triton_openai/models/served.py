@@ -30,6 +30,7 @@ from triton_openai.models.lora.delivery import LoraDelivery
 from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
 from triton_openai.prompts.messages import marks
 from triton_openai.prompts.prompter import LazyPrompter, Prompter, Prompters, may_have_tokenizer
+from triton_openai.tasks import first_of
 from triton_openai.triton.catalog import Catalog, Snapshot
 from triton_openai.triton.client import TritonClient
 from triton_openai.triton.tensors import ModelConfig
@@ -496,9 +497,7 @@ async def keep_loaded(models: Models) -> None:
         models.changed.clear()
         owners = {model.owner: model for model in models.served.values() if model.lora is None}
         await asyncio.gather(*(model.check() for model in owners.values() if not model.lazy_prompter.settled))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_RECHECK_SECONDS):
-                await models.changed.wait()
+        await first_of(models.changed, timeout=_RECHECK_SECONDS)
 
 
 def _warn_of_names(

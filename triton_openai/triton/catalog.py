@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from triton_openai.errors import ServiceError, UpstreamUnavailable
+from triton_openai.tasks import cancel
 from triton_openai.triton.client import IndexEntry, ServerInfo, TritonClient
 from triton_openai.triton.tensors import ModelConfig
 
@@ -157,8 +158,7 @@ class Catalog:
     async def close(self) -> None:
         """Stop a refresh in flight."""
         if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.gather(self._refreshing, return_exceptions=True)
+            await cancel(self._refreshing)
 
     async def _refresh(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -18,6 +18,7 @@ import structlog
 
 from triton_openai.config.tree import TritonAccess
 from triton_openai.errors import ConfigurationError, ServiceError, UnsupportedParameter
+from triton_openai.tasks import cancel
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo, TritonClient
 from triton_openai.triton.connection import OPEN_ACCESS, ConnectionSettings
 from triton_openai.triton.http import HttpClient
@@ -128,8 +129,7 @@ class Endpoint:
 
     async def close(self) -> None:
         if self._checking is not None:
-            self._checking.cancel()
-            await asyncio.gather(self._checking, return_exceptions=True)
+            await cancel(self._checking)
         for client in self._addresses:
             await client.close()
 

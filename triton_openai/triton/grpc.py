@@ -28,6 +28,7 @@ from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
 from triton_openai.errors import ServiceError, UpstreamError
+from triton_openai.tasks import cancel
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles, Header
 from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel
@@ -464,9 +465,7 @@ class GrpcClient:
 
     async def close(self) -> None:
         """Close every connection; calls in flight are cancelled."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         if self._streams is not None:
             await self._streams.close()
         if self._channel is not None:

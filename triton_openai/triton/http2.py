@@ -24,6 +24,7 @@ import hpack
 
 from triton_openai import __version__
 from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
+from triton_openai.tasks import cancel
 from triton_openai.triton.connection import ConnectionSettings, Header, detect_dead_peer
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -609,8 +610,7 @@ class Channel:
     async def close(self) -> None:
         """Close every connection; calls are cut off."""
         if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.gather(self._connecting, return_exceptions=True)
+            await cancel(self._connecting)
         for connection in self._connections:
             connection.close("the service stopped")
         self._fail_waiting(LOST, "the service stopped")

@@ -19,8 +19,8 @@ import structlog
 from triton_openai.config.tree import Settings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.models.draining import first_of
 from triton_openai.serving.workers.channel import Channel
+from triton_openai.tasks import first_of
 from triton_openai.tritonserver.supervisor import Pauses
 
 log = structlog.get_logger(__name__)
@@ -255,10 +255,10 @@ class Pool:
             server = self.settings.server
             self._notify("end", notice)
             seconds = (server.shutdown_delay if notice else 0) + server.shutdown_grace + _END_SECONDS
-            await first_of([self._all_ended, hurried], timeout=seconds)
+            await first_of(self._all_ended, hurried, timeout=seconds)
             if not self._all_ended.is_set():
                 self._notify("hurry")
-                await first_of([self._all_ended], timeout=_END_SECONDS)
+                await first_of(self._all_ended, timeout=_END_SECONDS)
         finally:
             for index, member in self._members.items():
                 log.warning("worker is killed, it did not end in time", worker=index, pid=member.pid)
@@ -287,7 +287,7 @@ class Pool:
                 await self._supervise(index, member)
                 pause = self._pauses[index].after(time.monotonic() - began)
             if not self._ending.is_set():
-                await first_of([self._ending], timeout=pause)
+                await first_of(self._ending, timeout=pause)
 
     async def _supervise(self, index: int, member: WorkerProcess) -> None:
         """Supervise *member* until it has ended."""
