@@ -35,11 +35,11 @@ from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, 
 from triton_openai.api.usage import usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
-from triton_openai.parsers.answer_parser import AnswerParser, ForcedCall, HeldCalls
+from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.detect import Parsers
 from triton_openai.parsers.tools.base import ToolParser
-from triton_openai.parsers.tools.guided import GuidedCalls
-from triton_openai.parsers.tools.llama3_json import Llama3Json
+from triton_openai.parsers.tools.guided import ForcedCall, GuidedCalls, HeldCalls
+from triton_openai.parsers.tools.json_calls import Llama3Json
 from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT, Prompter

@@ -3,73 +3,8 @@
 from __future__ import annotations
 
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
-from triton_openai.parsers.output import Output
 from triton_openai.parsers.reasoning.base import ReasoningParser
-from triton_openai.parsers.tools.base import NewId, ToolParser
-
-
-class ForcedCall(ToolParser):
-    """
-    The stage for an answer that is the arguments of one known tool, because the backend was held to their schema.
-
-    Arguments are an object: another answer is content.
-    """
-
-    def __init__(self, name: str, *, new_id: NewId) -> None:
-        super().__init__(new_id=new_id)
-        self._name = name
-        self._output = Output()
-        self._is_call: bool | None = None
-
-    def feed(self, text: str) -> list[Event]:
-        """Return *text* as arguments."""
-        if self._is_call is None:
-            text = text.lstrip()
-            if text:
-                self._is_call = text.startswith("{")
-                if self._is_call:
-                    self._output.start(self._new_id(), self._name)
-        if not text:
-            return []
-        if not self._is_call:
-            return [Content(text)]
-        self._output.arguments(text)
-        return self._output.take()
-
-
-class HeldCalls(ToolParser):
-    """
-    The stage for an answer that the backend was to be held to calls: *held* reads it.
-
-    A backend may not do that, and some do it behind the thinking only. What *held* takes for content goes to *own*,
-    which reads the model's own form of calls, until the first call.
-    """
-
-    def __init__(self, held: ToolParser, own: ToolParser) -> None:
-        super().__init__()
-        self._held = held
-        self._own = own
-        self._found = False
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the text ended in the middle of a call; known after the flush."""
-        return self._held.unfinished or self._own.unfinished
-
-    def feed(self, text: str) -> list[Event]:
-        """Return what *text* adds."""
-        return self._pass_on(self._held.feed(text))
-
-    def flush(self) -> list[Event]:
-        """Return what was held back: the text has ended."""
-        return self._pass_on(self._held.flush()) + self._own.flush()
-
-    def _pass_on(self, events: list[Event]) -> list[Event]:
-        passed: list[Event] = []
-        for event in events:
-            self._found = self._found or isinstance(event, ToolCallStart)
-            passed += self._own.feed(event.text) if isinstance(event, Content) and not self._found else [event]
-        return passed
+from triton_openai.parsers.tools.base import ToolParser
 
 
 class AnswerParser:

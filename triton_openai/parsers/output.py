@@ -86,9 +86,7 @@ class Output:
         text = "".join(self._parts)
         if self._kind is ToolCallArguments:
             self._events.append(ToolCallArguments(self.calls - 1, text))
-        elif self._kind is Reasoning:
-            self._events.append(Reasoning(text))
         else:
-            self._events.append(Content(text))
+            self._events.append(Reasoning(text) if self._kind is Reasoning else Content(text))
         self._kind = None
         self._parts = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
@@ -18,17 +17,16 @@ class Registry(Generic[_Parser]):
     """
     The parsers of one *kind* ("tool parser").
 
-    *built_in* is name → "module:Class"; *aliases* are the names that other servers have for built-in ones. Names of
-    built-in parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from
-    *base*; *make* makes a parser of it.
+    *built_in* has for each name the class, as "module:Class" in this package, and then aliases. Names of built-in
+    parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from *base*;
+    *make* makes a parser of it.
     """
 
     def __init__(
         self,
         kind: str,
         group: str,
-        built_in: Mapping[str, str],
-        aliases: Mapping[str, Sequence[str]],
+        built_in: Mapping[str, Sequence[str]],
         *,
         base: type,
         make: Callable[[type[_Parser]], _Parser],
@@ -37,8 +35,10 @@ class Registry(Generic[_Parser]):
         self._base = base
         self._make = make
         self._group = group
-        self.built_in = built_in
-        self.aliases = {alias: name for name, others in aliases.items() for alias in others}
+        self.built_in = {
+            name: EntryPoint(name, f"triton_openai.parsers.{place}", group) for name, (place, *_) in built_in.items()
+        }
+        self.aliases = {alias: name for name, (_, *others) in built_in.items() for alias in others}
 
     def names(self) -> list[str]:
         """Return the names of all parsers, built-in ones first, without their aliases."""
@@ -52,8 +52,7 @@ class Registry(Generic[_Parser]):
         """
         built_in = self._resolve(name)
         if built_in is not None:
-            module, _, attribute = self.built_in[built_in].partition(":")
-            found: type[_Parser] = getattr(importlib.import_module(module), attribute)
+            found: type[_Parser] = self.built_in[built_in].load()
             return found
         point = self._third_party().get(name)
         if point is None:
@@ -93,91 +92,59 @@ class Registry(Generic[_Parser]):
         return found
 
 
-_TOOLS: Mapping[str, str] = {
-    "hermes": "triton_openai.parsers.tools.hermes:Hermes",
-    "llama3_json": "triton_openai.parsers.tools.llama3_json:Llama3Json",
-    "mistral": "triton_openai.parsers.tools.mistral:Mistral",
-    "qwen3_coder": "triton_openai.parsers.tools.qwen3_coder:Qwen3Coder",
-    "openai": "triton_openai.parsers.tools.harmony:Harmony",
-    "deepseek_v3": "triton_openai.parsers.tools.deepseek_v3:DeepSeekV3",
-    "deepseek_v32": "triton_openai.parsers.tools.deepseek_v32:DeepSeekV32",
-    "glm45": "triton_openai.parsers.tools.glm45:Glm45",
-    "kimi_k2": "triton_openai.parsers.tools.kimi_k2:KimiK2",
-    "minimax_m2": "triton_openai.parsers.tools.minimax_m2:MiniMaxM2",
-    "pythonic": "triton_openai.parsers.tools.pythonic:Pythonic",
-    "lfm2": "triton_openai.parsers.tools.pythonic:Lfm2",
-    "olmo3": "triton_openai.parsers.tools.pythonic:Olmo3",
-    "nemotron_json": "triton_openai.parsers.tools.nemotron:Nemotron",
-    "granite": "triton_openai.parsers.tools.granite:Granite",
-    "granite4": "triton_openai.parsers.tools.granite:Granite4",
-    "granite_20b_fc": "triton_openai.parsers.tools.granite:Granite20bFunctionCalling",
-    "phi4_mini_json": "triton_openai.parsers.tools.phi4_mini:Phi4Mini",
-    "gemma4": "triton_openai.parsers.tools.gemma4:Gemma4",
-    "functiongemma": "triton_openai.parsers.tools.gemma4:FunctionGemma",
-    "seed_oss": "triton_openai.parsers.tools.seed_oss:SeedOss",
-    "cohere_command3": "triton_openai.parsers.tools.cohere:Cohere",
-    "jamba": "triton_openai.parsers.tools.jamba:Jamba",
-    "step3": "triton_openai.parsers.tools.step3:Step3",
-    "internlm": "triton_openai.parsers.tools.internlm:InternLM",
-    "longcat": "triton_openai.parsers.tools.longcat:LongCat",
-    "xlam": "triton_openai.parsers.tools.xlam:Xlam",
+# Each with its class and the names that other servers have for the same format.
+_TOOLS: Mapping[str, Sequence[str]] = {
+    "hermes": ("tools.json_calls:Hermes", "qwen", "qwen25", "qwen3", "qwen3_json", "ernie45"),
+    "llama3_json": ("tools.json_calls:Llama3Json", "llama", "llama3", "llama4_json"),
+    "mistral": ("tools.json_calls:Mistral",),
+    "qwen3_coder": ("tools.tagged_calls:Qwen3Coder", "qwen3_xml", "qwen_xml", "step3p5", "nemotron_nano"),
+    "openai": ("tools.harmony:Harmony", "gpt_oss", "harmony"),
+    "deepseek_v3": ("tools.sections:DeepSeekV3", "deepseekv3", "deepseek_v31", "deepseekv31", "deepseek_v3_1"),
+    "deepseek_v32": ("tools.invokes:DeepSeekV32", "deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
+    "glm45": ("tools.tagged_calls:Glm45", "glm", "glm4", "glm47"),
+    "kimi_k2": ("tools.sections:KimiK2", "kimik2"),
+    "minimax_m2": ("tools.invokes:MiniMaxM2",),
+    "pythonic": ("tools.pythonic:Pythonic", "llama4_pythonic"),
+    "lfm2": ("tools.pythonic:Lfm2",),
+    "olmo3": ("tools.pythonic:Olmo3",),
+    "nemotron_json": ("tools.json_calls:Nemotron", "nemotron", "nemotron_deci"),
+    "granite": ("tools.json_calls:Granite",),
+    "granite4": ("tools.json_calls:Granite4",),
+    "granite_20b_fc": ("tools.json_calls:Granite20bFunctionCalling",),
+    "phi4_mini_json": ("tools.json_calls:Phi4Mini", "phi4", "phi4_mini"),
+    "gemma4": ("tools.gemma4:Gemma4",),
+    "functiongemma": ("tools.gemma4:FunctionGemma",),
+    "seed_oss": ("tools.tagged_calls:SeedOss",),
+    "cohere_command3": ("tools.json_calls:Cohere", "cohere"),
+    "jamba": ("tools.json_calls:Jamba", "hunyuan", "hunyuan_a13b", "minimax", "minimax_m1"),
+    "step3": ("tools.invokes:Step3",),
+    "internlm": ("tools.json_calls:InternLM",),
+    "longcat": ("tools.json_calls:LongCat",),
+    "xlam": ("tools.json_calls:Xlam",),
 }
-
-# The names under which other servers know the same formats.
-_TOOL_ALIASES: Mapping[str, Sequence[str]] = {
-    "hermes": ("qwen", "qwen25", "qwen3", "qwen3_json", "ernie45"),
-    "llama3_json": ("llama", "llama3", "llama4_json"),
-    "qwen3_coder": ("qwen3_xml", "qwen_xml", "step3p5", "nemotron_nano"),
-    "openai": ("gpt_oss", "harmony"),
-    "deepseek_v3": ("deepseekv3", "deepseek_v31", "deepseekv31", "deepseek_v3_1"),
-    "deepseek_v32": ("deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
-    "glm45": ("glm", "glm4", "glm47"),
-    "kimi_k2": ("kimik2",),
-    "pythonic": ("llama4_pythonic",),
-    "nemotron_json": ("nemotron", "nemotron_deci"),
-    "cohere_command3": ("cohere",),
-    "jamba": ("hunyuan", "hunyuan_a13b", "minimax", "minimax_m1"),
-    "phi4_mini_json": ("phi4", "phi4_mini"),
-}
-
-_REASONING: Mapping[str, str] = {
-    "qwen3": "triton_openai.parsers.reasoning.think:Think",
-    "deepseek_r1": "triton_openai.parsers.reasoning.think:DeepSeekR1",
-    "deepseek_v3": "triton_openai.parsers.reasoning.think:Think",
-    "openai_gptoss": "triton_openai.parsers.reasoning.harmony:HarmonyReasoning",
-    "mistral": "triton_openai.parsers.reasoning.think:Mistral",
-    "glm45": "triton_openai.parsers.reasoning.think:Think",
-    "granite": "triton_openai.parsers.reasoning.think:Granite",
-    "nemotron_v3": "triton_openai.parsers.reasoning.think:Think",
-    "kimi_k2": "triton_openai.parsers.reasoning.think:KimiK2",
-    "kimi": "triton_openai.parsers.reasoning.think:Kimi",
-    "minimax_m2": "triton_openai.parsers.reasoning.think:MiniMaxM2",
-    "seed_oss": "triton_openai.parsers.reasoning.think:SeedOss",
-    "gemma4": "triton_openai.parsers.reasoning.think:Gemma4",
-    "cohere_command3": "triton_openai.parsers.reasoning.think:Cohere",
-    "hunyuan_a13b": "triton_openai.parsers.reasoning.think:Hunyuan",
-    "ernie45": "triton_openai.parsers.reasoning.think:Ernie45",
-}
-
-_REASONING_ALIASES: Mapping[str, Sequence[str]] = {
-    "qwen3": ("think", "basic", "mimo", "step3p5", "olmo3"),
-    "deepseek_r1": ("qwen3_thinking", "qwq", "step3"),
-    "deepseek_v3": ("deepseek_v31", "deepseek_v32", "deepseek_v4"),
-    "openai_gptoss": ("openai", "gpt_oss", "harmony"),
-    "glm45": ("glm47", "glm"),
-    "nemotron_v3": ("nemotron", "nemotron3", "nemotron_3", "nemotron_nano", "nemotron_deci"),
-    "kimi_k2": ("kimi_k25",),
-    "minimax_m2": ("minimax",),
-    "granite": ("granite_thinking_parser",),
-    "cohere_command3": ("cohere",),
-    "hunyuan_a13b": ("hunyuan",),
+_REASONING: Mapping[str, Sequence[str]] = {
+    "qwen3": ("reasoning.think:Think", "think", "basic", "mimo", "step3p5", "olmo3"),
+    "deepseek_r1": ("reasoning.think:DeepSeekR1", "qwen3_thinking", "qwq", "step3"),
+    "deepseek_v3": ("reasoning.think:Think", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    "openai_gptoss": ("reasoning.harmony:HarmonyReasoning", "openai", "gpt_oss", "harmony"),
+    "mistral": ("reasoning.think:Mistral",),
+    "glm45": ("reasoning.think:Think", "glm47", "glm"),
+    "granite": ("reasoning.think:Granite", "granite_thinking_parser"),
+    "nemotron_v3": ("reasoning.think:Think", "nemotron", "nemotron3", "nemotron_3", "nemotron_nano", "nemotron_deci"),
+    "kimi_k2": ("reasoning.think:KimiK2", "kimi_k25"),
+    "kimi": ("reasoning.think:Kimi",),
+    "minimax_m2": ("reasoning.think:MiniMaxM2", "minimax"),
+    "seed_oss": ("reasoning.think:SeedOss",),
+    "gemma4": ("reasoning.think:Gemma4",),
+    "cohere_command3": ("reasoning.think:Cohere", "cohere"),
+    "hunyuan_a13b": ("reasoning.think:Hunyuan", "hunyuan"),
+    "ernie45": ("reasoning.think:Ernie45",),
 }
 
 TOOL_PARSERS: Registry[ToolParser] = Registry(
     "tool parser",
     "triton_openai.tool_parsers",
     _TOOLS,
-    _TOOL_ALIASES,
     base=ToolParser,
     make=lambda parser: parser({}, new_id=ToolParser.new_id),
 )
@@ -185,7 +152,6 @@ REASONING_PARSERS: Registry[ReasoningParser] = Registry(
     "reasoning parser",
     "triton_openai.reasoning_parsers",
     _REASONING,
-    _REASONING_ALIASES,
     base=ReasoningParser,
     make=lambda parser: parser(inside=None),
 )

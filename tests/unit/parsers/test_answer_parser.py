@@ -17,9 +17,7 @@ from triton_openai.parsers.detect import Parsers
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.reasoning.think import Think
 from triton_openai.parsers.tools.base import ToolParser
-from triton_openai.parsers.tools.hermes import Hermes
-from triton_openai.parsers.tools.llama3_json import Llama3Json
-from triton_openai.parsers.tools.mistral import Mistral
+from triton_openai.parsers.tools.json_calls import Hermes, Llama3Json, Mistral
 from triton_openai.parsers.tools.pythonic import Pythonic
 
 TOOLS = [{"type": "function", "function": {"name": "now"}}]

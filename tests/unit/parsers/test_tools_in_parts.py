@@ -22,7 +22,7 @@ from triton_openai.parsers.reader import Ended, Malformed, Reader
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry
 from triton_openai.parsers.tools import json_text, python_text
 from triton_openai.parsers.tools.base import ToolParser, Tools
-from triton_openai.parsers.tools.hermes import Hermes
+from triton_openai.parsers.tools.json_calls import Hermes
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.prompts import prompter
 
@@ -60,7 +60,7 @@ def _points(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 
 def test_a_third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry point's class loads as a built-in one does."""
-    _points(monkeypatch, mine="triton_openai.parsers.tools.hermes:Hermes")
+    _points(monkeypatch, mine="triton_openai.parsers.tools.json_calls:Hermes")
 
     assert Hermes is TOOL_PARSERS.load("mine")
     assert TOOL_PARSERS.names()[-1] == "mine"

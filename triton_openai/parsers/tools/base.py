@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from triton_openai.parsers.events import Event
-from triton_openai.parsers.grammar import Grammar
+from triton_openai.parsers.grammar import Grammar, TextParser
 from triton_openai.parsers.markers import Markers
-from triton_openai.parsers.reader import SPACE, Ended, Malformed, Step
+from triton_openai.parsers.reader import SPACE, Ended, Malformed, Step, discard
+from triton_openai.parsers.tools import json_text
 
 #: The tools of a request: name → JSON schema of the parameters (empty where the tool has none).
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -25,16 +25,12 @@ NAME = re.compile(r"""[^\s<>(){}\[\]"'`,;=|\uff5c]*""")
 LONGEST_NAME = 256
 
 
-class ToolParser(ABC):
+class ToolParser(TextParser):
     """
-    A text stage: text in pieces goes in, events come out. Made per choice; holds that choice's state.
+    A text stage of which content and tool calls come out.
 
-    Base of the classes that the entry-point group ``triton_openai.tool_parsers`` takes. Neither :meth:`feed` nor
-    :meth:`flush` ever raises for what a model wrote.
+    Base of the classes that the entry-point group ``triton_openai.tool_parsers`` takes.
     """
-
-    #: Whether the markup is made of tokens that tokenizers count as special: they must then not be skipped.
-    special_tokens: ClassVar[bool] = False
 
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
         """Begin an answer to a request with *tools*; *new_id* makes the ids of its calls."""
@@ -54,14 +50,6 @@ class ToolParser(ABC):
     def unfinished(self) -> bool:
         """Whether a call has begun and not ended: after the flush, whether the text ended in the middle of one."""
         return False
-
-    @abstractmethod
-    def feed(self, text: str) -> list[Event]:
-        """Return what *text*, following on all text before, adds."""
-
-    def flush(self) -> list[Event]:
-        """Return what was held back: the text has ended."""
-        return []
 
 
 class CallGrammar(Grammar, ToolParser):
@@ -83,7 +71,6 @@ class CallGrammar(Grammar, ToolParser):
 
     @property
     def unfinished(self) -> bool:
-        """Whether a call has begun and not ended: after the flush, whether the text ended in the middle of one."""
         return self._in_call
 
     def _attempt(self, block: Step[None], already: str) -> Step[None]:
@@ -123,6 +110,15 @@ class CallGrammar(Grammar, ToolParser):
     def _close(self, marker: str) -> Step[None]:
         """Read the *marker* behind a call. Raises :class:`Malformed` or :class:`Ended`."""
         yield from self._reader.literal(marker)
+        self._behind_call()
+
+    def _json_call(self, name: str, id: str | None = None) -> Step[None]:
+        """Read a call's arguments, a JSON object behind white space. Raises :class:`Malformed` or :class:`Ended`."""
+        yield from self._reader.space()
+        if (yield from self._reader.next()) != "{":
+            raise Malformed
+        self._start_call(name, id)
+        yield from json_text.value(self._reader, self._output.arguments)
         self._behind_call()
 
     def _name(self) -> Step[str]:
@@ -169,28 +165,48 @@ class MarkedCalls(CallGrammar):
         super()._start_call(name, id)
 
 
-class SectionCalls(MarkedCalls):
-    """A section of calls, each behind a marker of its own; white space between them is markup."""
+class ListedCalls(MarkedCalls):
+    """Calls behind each marker, in brackets with commas between them or one behind the other, then :attr:`closing`."""
 
-    #: What opens a call. Where it is one of the :attr:`markers`, a call may stand without a section.
-    call: ClassVar[str]
-    #: What closes a section.
-    closings: ClassVar[tuple[str, ...]]
+    #: The marker behind the calls; nothing where there is none.
+    closing: ClassVar[str] = ""
+    #: What may stand between calls without brackets, and what begins a call that is not the first.
+    separators: ClassVar[re.Pattern[str]] = SPACE
+    begins: ClassVar[re.Pattern[str]]
 
     def _block(self, marker: str) -> Step[None]:
         reader = self._reader
-        if marker != self.call:
+        yield from reader.space()
+        if (yield from reader.optional("[")):
+            yield from self._list()
+        else:
+            yield from self._call()
+            yield from reader.run(self.separators, discard)
+            while self.begins.match((yield from reader.peek())):
+                self._before_call()
+                yield from self._call()
+                yield from reader.run(self.separators, discard)
+        if marker and self.closing:
             yield from reader.space()
-            yield from reader.literal(self.call)
-        while True:
+            yield from self._close(self.closing)
+
+    def _list(self) -> Step[None]:
+        """Read calls up to a bracket, in front of which a comma may stand."""
+        reader = self._reader
+        yield from reader.space()
+        yield from self._call()
+        yield from reader.space()
+        while (yield from reader.one_of((",", "]"))) == ",":
+            yield from reader.space()
+            if (yield from reader.optional("]")):
+                break
+            if not self.begins.match((yield from reader.next())):
+                raise Malformed
+            self._before_call()
             yield from self._call()
             yield from reader.space()
-            tag = yield from reader.one_of((self.call, *self.closings))
-            if tag != self.call:
-                self._behind_call()
-                return
-            self._before_call(tag)
+        self._behind_call()
 
     @abstractmethod
     def _call(self) -> Step[None]:
-        """Read a call behind its opening marker."""
+        """Read one call."""

@@ -1,10 +1,12 @@
-"""Calls that the backend was held to by a schema: ``[{"name": "f", "parameters": {…}}, …]`` and nothing else."""
+"""Calls that the backend was held to by a schema."""
 
 from __future__ import annotations
 
 import re
 
+from triton_openai.parsers.events import Content, Event, ToolCallStart
 from triton_openai.parsers.reader import SPACE, Step
+from triton_openai.parsers.tools.base import CallGrammar, NewId, ToolParser
 from triton_openai.parsers.tools.json_calls import JsonCalls
 
 _REST = re.compile(r".*", re.DOTALL)
@@ -12,7 +14,8 @@ _REST = re.compile(r".*", re.DOTALL)
 
 class GuidedCalls(JsonCalls):
     """
-    The answer to ``tool_choice: required``; its schema is made in ``triton_openai.api.tools``.
+    The answer to ``tool_choice: required``: ``[{"name": "f", "parameters": {…}}, …]`` and nothing else; its schema is
+    made in ``triton_openai.api.tools``.
 
     The array is recognised at the start of the text alone. An answer that is none is content.
     """
@@ -23,3 +26,54 @@ class GuidedCalls(JsonCalls):
             self._is_bare = True
             yield from self._attempt(self._block(""), "")
         yield from self._reader.run(_REST, self._output.content)
+
+
+class ForcedCall(CallGrammar):
+    """An answer that is the arguments of one known tool. Arguments are an object: another answer is content."""
+
+    def __init__(self, name: str, *, new_id: NewId) -> None:
+        super().__init__(new_id=new_id)
+        self._function = name
+
+    def _text(self) -> Step[None]:
+        yield from self._reader.space()
+        if (yield from self._reader.peek()) == "{":
+            self._output.start(self._new_id(), self._function)
+            yield from self._reader.run(_REST, self._output.arguments)
+        else:
+            yield from self._reader.run(_REST, self._output.content)
+
+
+class HeldCalls(ToolParser):
+    """
+    The stage for an answer that the backend was to be held to calls: *held* reads it.
+
+    A backend may not do that, and some do it behind the thinking only. What *held* takes for content goes to *own*,
+    which reads the model's own form of calls, until the first call.
+    """
+
+    def __init__(self, held: ToolParser, own: ToolParser) -> None:
+        super().__init__()
+        self._held = held
+        self._own = own
+        self._found = False
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the text ended in the middle of a call; known after the flush."""
+        return self._held.unfinished or self._own.unfinished
+
+    def feed(self, text: str) -> list[Event]:
+        """Return what *text* adds."""
+        return self._pass_on(self._held.feed(text))
+
+    def flush(self) -> list[Event]:
+        """Return what was held back: the text has ended."""
+        return self._pass_on(self._held.flush()) + self._own.flush()
+
+    def _pass_on(self, events: list[Event]) -> list[Event]:
+        passed: list[Event] = []
+        for event in events:
+            self._found = self._found or isinstance(event, ToolCallStart)
+            passed += self._own.feed(event.text) if isinstance(event, Content) and not self._found else [event]
+        return passed

@@ -1,13 +1,14 @@
-"""Calls written as ``<invoke name="f">`` with ``<parameter name="k">`` in it, in the dialects of two families."""
+# ruff: noqa: RUF001, RUF002 - the markers of DeepSeek and StepFun are made of full-width bars
+"""Calls written as ``<invoke name="f">`` with ``<parameter name="k">`` in it, in the dialects of three families."""
 
 from __future__ import annotations
 
 import re
 from typing import ClassVar
 
-from triton_openai.parsers.markers import markers
+from triton_openai.parsers.markers import Markers, markers
 from triton_openai.parsers.reader import SPACE, Malformed, Step, discard
-from triton_openai.parsers.tools.base import SectionCalls
+from triton_openai.parsers.tools.sections import SectionCalls
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
 
 _ATTRIBUTE_NAME = re.compile(r"[a-z]*")
@@ -52,3 +53,77 @@ class Invokes(SectionCalls, TaggedCalls):
             yield from reader.literal('="')
             attributes[name] = yield from reader.collect(_ATTRIBUTE, _LONGEST)
             yield from reader.literal('"')
+
+
+class MiniMaxM2(Invokes):
+    """
+    As MiniMax's chat template for M2 asks for calls::
+
+        <minimax:tool_call>
+        <invoke name="f">
+        <parameter name="k">value</parameter>
+        </invoke>
+        </minimax:tool_call>
+
+    Parameters carry no type: the tool's schema has it.
+    """
+
+    markers = Markers("<minimax:tool_call>")
+    closings = ("</minimax:tool_call>",)
+    call = "<invoke"
+    call_end = "</invoke>"
+    parameter = ("<parameter", "</parameter>")
+    # The template puts values between the tags as they are; the model at times on lines of their own.
+    trims_lines = True
+
+
+class DeepSeekV32(Invokes):
+    """
+    As DeepSeek's encoding of V3.2 ("DSML") writes calls: ``string`` says whether a value is a string or JSON::
+
+        <｜DSML｜function_calls>
+        <｜DSML｜invoke name="f">
+        <｜DSML｜parameter name="k" string="true">value</｜DSML｜parameter>
+        </｜DSML｜invoke>
+        </｜DSML｜function_calls>
+
+    V4 calls the outer tag ``tool_calls``.
+    """
+
+    special_tokens = True
+    markers = Markers("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
+    closings = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
+    call = "<｜DSML｜invoke"
+    call_end = "</｜DSML｜invoke>"
+    parameter = ("<｜DSML｜parameter", "</｜DSML｜parameter>")
+
+
+class Step3(Invokes):
+    """
+    As StepFun's Step 3 writes calls::
+
+        <｜tool_calls_begin｜>
+        <｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">
+        <steptml:parameter name="k">value</steptml:parameter>
+        </steptml:invoke><｜tool_call_end｜>
+        <｜tool_calls_end｜>
+
+    Parameters carry no type: the tool's schema has it.
+    """
+
+    special_tokens = True
+    call = "<｜tool_call_begin｜>"
+    markers = Markers("<｜tool_calls_begin｜>", call)
+    call_end = "</steptml:invoke>"
+    closings = ("<｜tool_calls_end｜>",)
+    parameter = ("<steptml:parameter", "</steptml:parameter>")
+
+    def _call(self) -> Step[None]:
+        reader = self._reader
+        yield from reader.space()
+        yield from reader.literal("function<｜tool_sep｜>")
+        yield from reader.space()
+        yield from reader.literal("<steptml:invoke")
+        yield from super()._call()
+        yield from reader.space()
+        yield from self._close("<｜tool_call_end｜>")

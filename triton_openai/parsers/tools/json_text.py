@@ -17,7 +17,8 @@ from triton_openai.parsers.reader import Malformed, Reader, Sink, Step
 _SPACE = re.compile(r"[ \t\n\r]*")
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]*")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+#: A number, as JSON writes it.
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _WORD_CHARACTERS = re.compile(r"[a-z]*")
 _WORDS = frozenset({"true", "false", "null"})
 _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
@@ -114,6 +115,11 @@ def decoded_string(reader: Reader) -> Step[str]:
         raise Malformed from error
 
 
+def is_scalar(text: str) -> bool:
+    """Say whether *text* is a number or a word of JSON."""
+    return text in _WORDS or NUMBER.fullmatch(text) is not None
+
+
 def is_object(text: str) -> bool:
     """Say whether *text* is a JSON object."""
     try:
@@ -146,13 +152,11 @@ def _escape(reader: Reader, sink: Sink) -> Step[None]:
 def _scalar(reader: Reader, sink: Sink, first: str) -> Step[None]:
     if first == "-" or "0" <= first <= "9":
         text = yield from reader.collect(_NUMBER_CHARACTERS, _LONGEST_NUMBER)
-        valid = _NUMBER.fullmatch(text) is not None
     else:
         text = yield from reader.collect(_WORD_CHARACTERS, 5)
-        valid = text in _WORDS
     # What is wrong goes on too: where it can be given back, it will be; where not, it must not be lost.
     sink(text)
-    if not valid:
+    if not is_scalar(text):
         # A number or a word that the end of the text cuts is an end and no fault.
         yield from reader.next()
         raise Malformed

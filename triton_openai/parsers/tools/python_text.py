@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from typing import ClassVar
 
 from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
-from triton_openai.parsers.tools.json_text import escape, quote
+from triton_openai.parsers.tools.json_text import escape
+from triton_openai.parsers.tools.literals import Literals
 
 _WORD = re.compile(r"[A-Za-z0-9_.+-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -20,11 +23,7 @@ _PLAIN = re.compile(r"""[^'"\\]*""")
 _ESCAPES = {"\n": "", "\\": "\\", "'": "'", '"': '"', "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _ESCAPES["v"] = "\v"
 _CODES = {"x": 2, "u": 4, "U": 8}
-_DIGITS = frozenset("0123456789abcdefABCDEF")
-
 _LONGEST_WORD = 1_000
-#: Each level is a generator within a generator.
-_DEEPEST = 50
 
 
 def to_json(text: str) -> str | None:
@@ -35,72 +34,33 @@ def to_json(text: str) -> str | None:
     reader.end()
     parts: list[str] = []
     try:
-        for _ in value(reader, parts.append):
+        for _ in PythonLiterals(reader).value(parts.append):
             pass
     except (Malformed, Ended):
         return None
     return None if reader.rest().strip() else "".join(parts)
 
 
-def value(reader: Reader, sink: Sink, depth: int = 0) -> Step[None]:
-    """Read one literal and write it into *sink* as JSON. Raises Malformed or Ended."""
-    if depth > _DEEPEST:
-        raise Malformed
-    yield from reader.space()
-    first = yield from reader.next()
-    if first in "'\"":
-        yield from _string(reader, sink)
-    elif first in "[(":
-        yield from _items(reader, sink, depth, "]" if first == "[" else ")")
-    elif first == "{":
-        yield from _entries(reader, sink, depth)
-    else:
-        sink((yield from _word(reader)))
+class PythonLiterals(Literals):
+    """Python's literals; a tuple is an array."""
 
+    arrays: ClassVar[Mapping[str, str]] = {"[": "]", "(": ")"}
 
-def _items(reader: Reader, sink: Sink, depth: int, closing: str) -> Step[None]:
-    reader.take()
-    sink("[")
-    separator = ""
-    while not (yield from _closes(reader, closing, separator)):
-        sink(separator)
-        yield from value(reader, sink, depth + 1)
-        separator = ", "
-    sink("]")
-
-
-def _entries(reader: Reader, sink: Sink, depth: int) -> Step[None]:
-    reader.take()
-    sink("{")
-    separator = ""
-    while not (yield from _closes(reader, "}", separator)):
-        sink(separator)
-        first = yield from reader.next()
-        if first in "'\"":
-            yield from _string(reader, sink)
-        else:
+    def _key(self) -> Step[str]:
+        if (yield from self._reader.next()) not in "'\"":
             # As json.dumps writes such keys.
-            sink(quote((yield from _word(reader))))
-        yield from reader.space()
-        yield from reader.literal(":")
-        sink(": ")
-        yield from value(reader, sink, depth + 1)
-        separator = ", "
-    sink("}")
+            return (yield from _word(self._reader))
+        parts: list[str] = []
+        yield from _string(self._reader, parts.append)
+        return "".join(parts)
 
-
-def _closes(reader: Reader, closing: str, separator: str) -> Step[bool]:
-    """Read up to the next item, or past *closing*; a comma may stand in front of that. Say whether it was closed."""
-    yield from reader.space()
-    if (yield from reader.optional(closing)):
-        return True
-    if not separator:
-        yield from reader.next()
-        return False
-    yield from reader.literal(",")
-    yield from reader.space()
-    yield from reader.next()
-    return (yield from reader.optional(closing))
+    def _simple(self, first: str, sink: Sink) -> Step[None]:
+        if first not in "'\"":
+            sink((yield from _word(self._reader)))
+            return
+        sink('"')
+        yield from _string(self._reader, lambda text: sink(escape(text)))
+        sink('"')
 
 
 def _word(reader: Reader) -> Step[str]:
@@ -126,31 +86,20 @@ def _number(word: str) -> str:
 
 
 def _string(reader: Reader, sink: Sink) -> Step[None]:
+    """Give what a string means to *sink*."""
     quote_mark = yield from reader.next()
     reader.take()
-    sink('"')
     quotes = 1
     if (yield from reader.next()) == quote_mark:
         reader.take()
         if (yield from reader.next()) != quote_mark:
-            sink('"')
             return
         reader.take()
         quotes = 3
-    yield from _body(reader, sink, quote_mark, quotes)
-    sink('"')
-
-
-def _body(reader: Reader, sink: Sink, quote_mark: str, quotes: int) -> Step[None]:
-    """Read a string up to and with its *quotes* closing quote marks."""
-
-    def write(text: str) -> None:
-        sink(escape(text))
-
     seen = 0
     while True:
         if not seen:
-            yield from reader.run(_PLAIN, write)
+            yield from reader.run(_PLAIN, sink)
         character = yield from reader.next()
         if character == quote_mark:
             reader.take()
@@ -158,40 +107,37 @@ def _body(reader: Reader, sink: Sink, quote_mark: str, quotes: int) -> Step[None
             if seen == quotes:
                 return
             continue
-        write(quote_mark * seen)
+        sink(quote_mark * seen)
         seen = 0
         if character == "\\":
             reader.take()
-            write((yield from _escape(reader)))
+            sink((yield from _escape(reader)))
         elif character in "'\"":
-            write(reader.take())
+            sink(reader.take())
 
 
 def _escape(reader: Reader) -> Step[str]:
     """Return what the escape means whose backslash was read."""
     character = yield from reader.next()
     if character in "01234567":
-        digits = yield from _octal(reader)
-        return chr(int(digits, 8))
+        return chr(int((yield from _digits(reader, "01234567", 3)), 8))
     reader.take()
     if character in _ESCAPES:
         return _ESCAPES[character]
     if character not in _CODES:
         # Python keeps the backslash of what is no escape.
         return "\\" + character
-    digits = ""
-    for _ in range(_CODES[character]):
-        if (yield from reader.next()) not in _DIGITS:
-            raise Malformed
-        digits += reader.take()
+    digits = yield from _digits(reader, "0123456789abcdefABCDEF", _CODES[character])
+    if len(digits) < _CODES[character]:
+        raise Malformed
     code = int(digits, 16)
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
         raise Malformed
     return chr(code)
 
 
-def _octal(reader: Reader) -> Step[str]:
+def _digits(reader: Reader, allowed: str, most: int) -> Step[str]:
     digits = ""
-    while len(digits) < 3 and (yield from reader.next()) in "01234567":
+    while len(digits) < most and (yield from reader.next()) in allowed:
         digits += reader.take()
     return digits

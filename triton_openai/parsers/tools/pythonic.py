@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.reader import Malformed, Step
-from triton_openai.parsers.tools import python_text
-from triton_openai.parsers.tools.base import MarkedCalls
+from triton_openai.parsers.tools.base import ListedCalls
 from triton_openai.parsers.tools.json_text import quote
+from triton_openai.parsers.tools.python_text import PythonLiterals
 
 _KEY = re.compile(r"\w*")
 _LONGEST_KEY = 256
 
 
-class Pythonic(MarkedCalls):
+class Pythonic(ListedCalls):
     """
     As ToolACE, Llama 3.2 and Llama 4 (which may put ``<|python_start|>`` and ``<|python_end|>`` round it) write calls:
     a list at the beginning of the answer. Arguments are keywords and literals, and become JSON.
@@ -24,74 +23,29 @@ class Pythonic(MarkedCalls):
     special_tokens = True
     markers = Markers("<|python_start|>")
     bare = "["
-    #: What closes the calls behind each marker.
-    closings: ClassVar[dict[str, str]] = {"<|python_start|>": "<|python_end|>"}
-
-    def _block(self, marker: str) -> Step[None]:
-        reader = self._reader
-        yield from reader.space()
-        if (yield from reader.next()) == "[":
-            reader.take()
-            yield from self._list()
-        else:
-            yield from self._lines()
-        if marker:
-            yield from reader.space()
-            yield from self._close(self.closings[marker])
-
-    def _list(self) -> Step[None]:
-        yield from self._reader.space()
-        yield from self._call()
-        while True:
-            yield from self._reader.space()
-            if (yield from self._reader.one_of((",", "]"))) == ",":
-                yield from self._reader.space()
-                if (yield from self._reader.next()) != "]":
-                    self._before_call()
-                    yield from self._call()
-                    continue
-                self._reader.take()
-            self._behind_call()
-            return
-
-    def _lines(self) -> Step[None]:
-        """Read calls that no list holds, one a line."""
-        yield from self._call()
-        while True:
-            yield from self._reader.space()
-            following = yield from self._reader.next()
-            if not (following.isalpha() or following == "_"):
-                return
-            self._before_call()
-            yield from self._call()
+    begins = re.compile(r"[\w-]")
+    closing = "<|python_end|>"
 
     def _call(self) -> Step[None]:
         reader = self._reader
         name = yield from self._name()
         yield from reader.literal("(")
-        yield from reader.space()
-        separator = "{"
-        while (yield from reader.next()) != ")":
-            if separator != "{":
-                yield from reader.literal(",")
-                yield from reader.space()
-                if (yield from reader.next()) == ")":
-                    break
+        literals = PythonLiterals(reader)
+        separator = ""
+        while not (yield from literals.closes(")", separator)):
             key = yield from reader.collect(_KEY, _LONGEST_KEY)
             yield from reader.space()
             yield from reader.literal("=")
             if not key:
                 raise Malformed
-            if separator == "{":
+            if not separator:
                 self._start_call(name)
-            self._output.arguments(f"{separator}{quote(key)}: ")
-            yield from python_text.value(reader, self._output.arguments)
+            self._output.arguments(f"{separator or '{'}{quote(key)}: ")
+            yield from literals.value(self._output.arguments)
             separator = ", "
-            yield from reader.space()
-        reader.take()
-        if separator == "{":
+        if not separator:
             self._start_call(name)
-        self._output.arguments("}" if separator != "{" else "{}")
+        self._output.arguments("}" if separator else "{}")
         self._behind_call()
 
 
@@ -100,7 +54,7 @@ class Lfm2(Pythonic):
 
     markers = Markers("<|tool_call_start|>")
     bare = ""
-    closings: ClassVar[dict[str, str]] = {"<|tool_call_start|>": "<|tool_call_end|>"}
+    closing = "<|tool_call_end|>"
 
 
 class Olmo3(Pythonic):
@@ -109,4 +63,4 @@ class Olmo3(Pythonic):
     special_tokens = False
     markers = Markers("<function_calls>")
     bare = ""
-    closings: ClassVar[dict[str, str]] = {"<function_calls>": "</function_calls>"}
+    closing = "</function_calls>"

@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from triton_openai.parsers.tools import python_text
-from triton_openai.parsers.tools.json_text import quote
+from triton_openai.parsers.tools.json_text import NUMBER, quote
 
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
-_BOOLEANS = {"true": "true", "false": "false"}
 _STRING = frozenset({"string"})
+_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null", list: "array"}
 #: Schemas refer to each other, and to themselves.
 _DEEPEST = 8
 #: Alternatives of alternatives multiply; a schema that needs more looks than this leaves the type open.
@@ -59,23 +58,16 @@ class Parameters:
             return "null"
         if (not types or "integer" in types) and _INTEGER.fullmatch(bare):
             return bare
-        if not types or "number" in types or "integer" in types:
-            number = _number(bare)
-            if number is not None:
-                return number
-        if lower in _BOOLEANS and (not types or "boolean" in types):
-            return _BOOLEANS[lower]
+        # JSON has no infinity.
+        if (not types or types & {"number", "integer"}) and NUMBER.fullmatch(bare) and math.isfinite(float(bare)):
+            return bare
+        if lower in {"true", "false"} and (not types or "boolean" in types):
+            return lower
         if bare[:1] in {"{", "["} and (not types or types & {"object", "array"}):
             structure = _structure(bare)
             if structure is not None:
                 return structure
         return quote(text)
-
-
-def _number(text: str) -> str | None:
-    if not _NUMBER.fullmatch(text):
-        return None
-    return text if math.isfinite(float(text)) else None
 
 
 def _structure(text: str) -> str | None:
@@ -107,21 +99,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int
             # One alternative of open type leaves the type of the whole open.
             return frozenset().union(*found) if all(found) else frozenset()
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[w] for w in ("const",) if w in schema]
-    return frozenset(map(_type_of, values))
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer"
-    if isinstance(value, float):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object"
+    return frozenset(_TYPES.get(type(value), "object") for value in values)
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:

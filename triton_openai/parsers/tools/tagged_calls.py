@@ -1,17 +1,25 @@
-"""Calls written as tags: the arguments' JSON is built while the parameters come."""
+"""Calls written as tags, of which the arguments' JSON is built while they come: the families that do so."""
 
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
-from triton_openai.parsers.markers import Markers
-from triton_openai.parsers.reader import Ended, Malformed, Sink, Step
+from triton_openai.parsers.markers import Markers, markers
+from triton_openai.parsers.reader import Ended, Malformed, Sink, Step, discard
 from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import escape, quote
 from triton_openai.parsers.tools.schema import Parameters
 
 #: A parameter's name is held back until its end.
 _LONGEST_KEY = 1_000
+
+_GLM_KEY = re.compile(r"[^<]*")
+_GLM_VALUE_END = Markers("</arg_value>")
+_QWEN_KEY = re.compile(r"[^<>\n]*")
+#: The template puts each value on lines of its own. The model at times forgets to close a parameter: a tag that begins
+#: a line then ends it.
+_QWEN_VALUE_ENDS = Markers("\n</parameter>", "</parameter>", "\n<parameter=", "\n</function>")
 
 
 class TaggedCalls(MarkedCalls):
@@ -65,3 +73,103 @@ class TaggedCalls(MarkedCalls):
         if not end:
             raise Ended
         return end
+
+
+class Glm45(TaggedCalls):
+    """
+    As the chat templates of Z.ai's GLM 4.5, 4.6 and, without the line breaks, 4.7 and 5 ask for calls::
+
+        <tool_call>f
+        <arg_key>k</arg_key>
+        <arg_value>value</arg_value>
+        </tool_call>
+
+    Strings stand as they are, all else as JSON.
+    """
+
+    markers = Markers("<tool_call>")
+
+    def _block(self, marker: str) -> Step[None]:
+        reader = self._reader
+        yield from reader.space()
+        name = yield from self._name()
+        yield from reader.space()
+        part = yield from reader.one_of(("<arg_key>", "</tool_call>"))
+        self._open(name)
+        while part == "<arg_key>":
+            key = yield from self._key(_GLM_KEY)
+            yield from reader.literal("</arg_key>")
+            yield from reader.space()
+            yield from reader.literal("<arg_value>")
+            yield from self._value(key, _GLM_VALUE_END)
+            yield from reader.space()
+            part = yield from reader.one_of(("<arg_key>", "</tool_call>"))
+        self._finish()
+
+
+class Qwen3Coder(TaggedCalls):
+    """
+    As the chat template of Qwen 3 Coder, Qwen 3 Next and later, Nemotron 3 and Step 3.5 ask for calls::
+
+        <tool_call>
+        <function=f>
+        <parameter=k>
+        value
+        </parameter>
+        </function>
+        </tool_call>
+
+    Parameters carry no type: the tool's schema has it. The model at times leaves out ``<tool_call>``, so ``<function=``
+    opens a call too.
+    """
+
+    #: The markers around one call or several.
+    opening: ClassVar[str] = "<tool_call>"
+    closing: ClassVar[str] = "</tool_call>"
+    markers = Markers("<tool_call>", "<function=")
+
+    def _block(self, marker: str) -> Step[None]:
+        if marker == self.opening:
+            yield from self._reader.space()
+            yield from self._reader.literal("<function=")
+        end = yield from self._function()
+        while end != self.closing:
+            yield from self._reader.space()
+            end = yield from self._reader.one_of((self.closing, "<function="))
+            if end == "<function=":
+                self._before_call(end)
+                end = yield from self._function()
+            else:
+                self._behind_call()
+
+    def _function(self) -> Step[str]:
+        """Read a function behind ``<function=``; return the tag that ended it."""
+        name = yield from self._name()
+        yield from self._reader.literal(">")
+        self._open(name)
+        part = yield from self._next_part()
+        while part == "<parameter=":
+            part = yield from self._parameter()
+        self._finish()
+        return part
+
+    def _parameter(self) -> Step[str]:
+        """Read a parameter behind ``<parameter=``; return the next part of the function."""
+        key = yield from self._key(_QWEN_KEY)
+        yield from self._reader.literal(">")
+        yield from self._reader.optional("\n")
+        end = yield from self._value(key, _QWEN_VALUE_ENDS)
+        if end.endswith("</parameter>"):
+            return (yield from self._next_part())
+        return end.lstrip()
+
+    def _next_part(self) -> Step[str]:
+        return (yield from self._marker(markers("<parameter=", "</function>", self.closing), discard))
+
+
+class SeedOss(Qwen3Coder):
+    """As the chat template of ByteDance's Seed OSS asks for calls."""
+
+    opening = "<seed:tool_call>"
+    closing = "</seed:tool_call>"
+    markers = Markers(opening, "<function=")
