@@ -8,18 +8,11 @@ BYTES, and a floating output with one vector per text. The operator describes an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from triton_openai.adapters._common import interface as tensors
 from triton_openai.adapters._common.base import Capabilities
-from triton_openai.adapters._common.interface import (
-    FLOATS,
-    DescribedAdapter,
-    constant_tensors,
-    constants,
-    named_tensors,
-    text_input,
-    text_tensor,
-)
 from triton_openai.errors import ConfigurationError, InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, Interface
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, TensorSpec
@@ -33,16 +26,15 @@ _PREFERRED = (
 
 def _vector_output(config: ModelConfig) -> TensorSpec | None:
     rank = 1 if config.batching else 2
-    candidates = {
-        spec.name: spec for spec in config.outputs.values() if spec.datatype in FLOATS and len(spec.dims) in (rank, 1)
-    }
+    floats = [spec for spec in config.outputs.values() if spec.datatype in tensors.FLOATS]
+    candidates = {spec.name: spec for spec in floats if len(spec.dims) in (rank, 1)}
     for name in _PREFERRED:
         if name in candidates:
             return candidates[name]
     return next(iter(candidates.values())) if len(candidates) == 1 else None
 
 
-class Embeddings(DescribedAdapter):
+class Embeddings(tensors.DescribedAdapter):
     """
     Sends as many texts at a time as the model batches.
 
@@ -54,24 +46,24 @@ class Embeddings(DescribedAdapter):
 
     def _bind(self, interface: Interface | None) -> None:
         config = self.config
-        text, vector = text_input(config), _vector_output(config)
+        text, vector = tensors.text_input(config), _vector_output(config)
         if interface is not None:
-            text = named_tensors(config, interface, "inputs", {"text": "text"}, required="text")["text"]
-            outputs = named_tensors(config, interface, "outputs", {"embedding": "number"}, required="embedding")
-            vector = outputs["embedding"]
+            named = partial(tensors.named_tensors, config, interface)
+            text = named("inputs", {"text": "text"}, required="text")["text"]
+            vector = named("outputs", {"embedding": "number"}, required="embedding")["embedding"]
         if text is None or vector is None:
             raise ConfigurationError(
                 f"The model '{config.name}' has no single BYTES input and floating output, which the adapter "
                 "'embeddings' needs: describe its tensors with 'inputs', 'constants' and 'outputs' in its settings."
             )
         self._input, self._output = text, vector
-        self._constants = constants(config, interface, filled=[text.name])
+        self._constants = tensors.constants(config, interface, filled=[text.name])
         self._batch = config.batch_size(text) if config.batching or len(vector.dims) == 2 else 1
 
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with one required BYTES input and a floating output of one vector per text."""
-        text, vector = text_input(config), _vector_output(config)
+        text, vector = tensors.text_input(config), _vector_output(config)
         if text is None or vector is None or "text_output" in config.outputs:
             return None
         return f"one required BYTES input ({text.name}) and a vector per text out ({vector.name})"
@@ -90,8 +82,8 @@ class Embeddings(DescribedAdapter):
         requests = []
         for number, start in enumerate(range(0, len(job.inputs), self._batch)):
             texts: Sequence[Any] = job.inputs[start : start + self._batch]
-            constant = constant_tensors(self.config, self._constants, len(texts))
-            inputs = [text_tensor(self.config, self._input, texts), *constant]
+            constant = tensors.constant_tensors(self.config, self._constants, len(texts))
+            inputs = [tensors.text_tensor(self.config, self._input, texts), *constant]
             requests.append(self.request(f"{job.id}-{number}", inputs, [self._output.name]))
         return requests
 

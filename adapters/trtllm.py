@@ -14,25 +14,16 @@ from itertools import accumulate
 
 import msgspec
 
+from triton_openai.adapters._common import trtllm as common
 from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused, requires_only
 from triton_openai.adapters._common.decoding import Reader
 from triton_openai.adapters._common.registry import users_of
-from triton_openai.adapters._common.trtllm import (
-    CUMULATIVE,
-    ENGINE_INPUTS,
-    LOGPROBS,
-    SHARED_PARAMETERS,
-    TrtllmAdapter,
-    newest,
-    stop_request,
-    tokenizing_hints,
-)
 from triton_openai.errors import ConfigurationError, InvalidValue, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, Generation, Logits, Sampling, TokenLogprob, Vocabulary
 from triton_openai.triton.tensors import INTEGER_RANGES, InferRequest, InferResponse, ModelConfig, Tensor
 
 PARAMETERS: tuple[Parameter, ...] = (
-    *SHARED_PARAMETERS,
+    *common.SHARED_PARAMETERS,
     Parameter("bad_words", ("bad_words_list",), note="as token ids", special=True),
     Parameter("logit_bias", ("embedding_bias",), note="one value per token of the vocabulary", special=True),
     Parameter("logprobs", ("return_log_probs",), note="alternatives by return_generation_logits", special=True),
@@ -41,7 +32,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("skip_special_tokens", otherwise=Rule.SERVICE),
 )
 
-_SUPPLIED = frozenset({*ENGINE_INPUTS, "end_id", "pad_id", "streaming"})
+_SUPPLIED = frozenset({*common.ENGINE_INPUTS, "end_id", "pad_id", "streaming"})
 # The C++ flavour refuses a choice of outputs without the first two.
 _OUTPUTS = ("output_ids", "sequence_length")
 GENERATION, _CONTEXT = "generation_logits", "context_logits"
@@ -52,7 +43,7 @@ _MOST_BYTES = 2**30
 _SIZES = {"FP32": 4, "FP16": 2, "BF16": 2}
 
 
-class Trtllm(TrtllmAdapter):
+class Trtllm(common.TrtllmAdapter):
     """Token ids; the engine sees a cancellation itself, so closing the stream stops it."""
 
     name = "trtllm"
@@ -65,10 +56,11 @@ class Trtllm(TrtllmAdapter):
         # Special tokens are added as the preprocessing for this engine does it. The engine itself names a tokenizer for
         # its guides (0.19 and later).
         steps = [step.model for user in users_of(config, repository) for step in user.steps]
-        found = tokenizing_hints(repository.get(name) for name in (*steps, "preprocessing")) or Hints(adds_bos=True)
+        tokenizing = (repository.get(name) for name in (*steps, "preprocessing"))
+        found = common.tokenizing_hints(tokenizing) or Hints(adds_bos=True)
         own = config.parameter("tokenizer_dir")
         self.hints = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
-        logprobs = "return_log_probs" in config.inputs and LOGPROBS in config.outputs
+        logprobs = "return_log_probs" in config.inputs and common.LOGPROBS in config.outputs
         self.parameters = bind(PARAMETERS, config, *([] if logprobs else [refused("logprobs")]))
         self._alternatives = logprobs and _sends(config, GENERATION)
         self.capabilities = self.capabilities_with(
@@ -76,7 +68,7 @@ class Trtllm(TrtllmAdapter):
             tokens=True,
             logprobs=logprobs,
             top_logprobs=_MOST_ALTERNATIVES if self._alternatives else 0,
-            cumulative_logprob=logprobs and CUMULATIVE in config.outputs,
+            cumulative_logprob=logprobs and common.CUMULATIVE in config.outputs,
             prompt_logprobs=_sends(config, _CONTEXT),
             token_ids=True,
         )
@@ -84,7 +76,7 @@ class Trtllm(TrtllmAdapter):
     @classmethod
     def matches(cls, config: ModelConfig) -> str | None:
         """Claim models with the engine's tensors that require nothing else, and no second prompt for a decoder."""
-        claimed = config.inputs.keys() >= ENGINE_INPUTS and "output_ids" in config.outputs
+        claimed = config.inputs.keys() >= common.ENGINE_INPUTS and "output_ids" in config.outputs
         if not claimed or not requires_only(config, _SUPPLIED) or config.parameter("encoder_model_path") is not None:
             return None
         kind = "disaggregated, " if config.parameter("generation_model_name") is not None else ""
@@ -126,7 +118,7 @@ class Trtllm(TrtllmAdapter):
             needed_for = "logprobs"
         if sampling.logprobs == 0 or generation.cumulative_logprob:
             inputs.append(self.tensor("return_log_probs", True))
-            outputs += (LOGPROBS, CUMULATIVE)
+            outputs += (common.LOGPROBS, common.CUMULATIVE)
         request = self.generation_request(generation, inputs, outputs)
         if needed_for is None:
             return request
@@ -178,7 +170,7 @@ class Trtllm(TrtllmAdapter):
 
     def cancel(self, generation: Generation) -> InferRequest | None:
         """Return the engine's stop request for answers that come at once: Triton does not see such a client leave."""
-        return None if self.config.decoupled else stop_request(self.config, generation.id)
+        return None if self.config.decoupled else common.stop_request(self.config, generation.id)
 
 
 class TokenDecoder:
@@ -194,7 +186,7 @@ class TokenDecoder:
             # Without lengths (0.5) the ids are filled up behind the end.
             self._padding = {*vocabulary.end_ids[:1], vocabulary.pad_id, -1}
         # From which log probabilities are made: those of the chosen tokens, or the logits of all
-        self._logprobs = None if logprobs is None else GENERATION if logprobs else LOGPROBS
+        self._logprobs = None if logprobs is None else GENERATION if logprobs else common.LOGPROBS
         self._readers = readers
         # The tokens so far, None before the first response.
         self._count: int | None = None
@@ -215,8 +207,8 @@ class TokenDecoder:
         self._count += len(ids)
         if self._logprobs == GENERATION and len(ids):
             delta.logits = read_logits(response, GENERATION, count=len(ids), total=self._count)
-        elif self._logprobs == LOGPROBS and len(ids):
-            values = newest(response.numbers(LOGPROBS), count=len(ids), total=self._count)
+        elif self._logprobs == common.LOGPROBS and len(ids):
+            values = common.newest(response.numbers(common.LOGPROBS), count=len(ids), total=self._count)
             # Names are added where the tokenizer is.
             delta.logprobs = [TokenLogprob("", value, id=number) for number, value in zip(ids, values, strict=True)]
         for read in self._readers:

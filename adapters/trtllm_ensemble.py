@@ -8,19 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from triton_openai.adapters._common import trtllm as common
 from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused, requires_only
 from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
-from triton_openai.adapters._common.trtllm import (
-    CUMULATIVE,
-    ENGINE_INPUTS,
-    LOGPROBS,
-    SHARED_PARAMETERS,
-    TrtllmAdapter,
-    newest,
-    stop_request,
-    tokenizing_hints,
-    truthy,
-)
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Generation, Image, TokenLogprob
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
@@ -28,7 +18,7 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfi
 # What a client whose request is refused can do.
 _TOKEN_BY_TOKEN = "its engine can do it, answered token by token with --prefer-token-level always"
 PARAMETERS: tuple[Parameter, ...] = (
-    *SHARED_PARAMETERS,
+    *common.SHARED_PARAMETERS,
     Parameter("bad_words", ("bad_words",)),
     Parameter("logprobs", ("return_log_probs",), note="of the chosen tokens, where it streams", special=True),
     Parameter("logit_bias", ("embedding_bias_words",), note="as texts, with embedding_bias_weights", special=True),
@@ -54,7 +44,7 @@ _IMAGE_PREFIX = "data:image/jpeg;base64,"
 _STAGES = ("QUERY", "request_output_len", "TOKENS_BATCH")
 
 
-class TrtllmText(TrtllmAdapter):
+class TrtllmText(common.TrtllmAdapter):
     """Base of the ensemble and BLS adapters, which set *engine*, *steps* and *unread* before this is initialized."""
 
     is_ensemble = True
@@ -67,18 +57,18 @@ class TrtllmText(TrtllmAdapter):
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
-        self.hints = tokenizing_hints(self.steps) or Hints()
+        self.hints = common.tokenizing_hints(self.steps) or Hints()
         inputs, outputs = config.inputs, config.outputs
         logprobs = "return_log_probs" in inputs
         # An answer that comes at once does not say which text is which token's.
-        steps = logprobs and LOGPROBS in outputs and config.decoupled
+        steps = logprobs and common.LOGPROBS in outputs and config.decoupled
         biases = {"embedding_bias_words", "embedding_bias_weights"} <= inputs.keys()
         missing = {name: _TOKEN_BY_TOKEN for name, there in (("logprobs", steps), ("logit_bias", biases)) if not there}
         missing |= self.unread
         lacking = (refused(name, why, neutral=_NEUTRAL.get(name, ())) for name, why in missing.items())
         self.parameters = bind(PARAMETERS, config, *lacking)
         self._counts = all(name in inputs and name.removeprefix("return_") in outputs for name in _COUNTS)
-        excludes = self.engine is not None and truthy(self.engine.parameter("exclude_input_in_output"))
+        excludes = self.engine is not None and common.truthy(self.engine.parameter("exclude_input_in_output"))
         image = inputs.get(_IMAGE)
         self.capabilities = self.capabilities_with(
             echoes="exclude_input_in_output" not in inputs and not excludes,
@@ -87,7 +77,7 @@ class TrtllmText(TrtllmAdapter):
             images=image is not None and (config.platform == "ensemble" or config.parameter(_ENCODERS) is not None),
             max_images=1 if image is not None and image.dims == (1,) else None,
             logprobs=steps,
-            cumulative_logprob=logprobs and CUMULATIVE in outputs,
+            cumulative_logprob=logprobs and common.CUMULATIVE in outputs,
             bias_words=biases,
         )
 
@@ -141,9 +131,9 @@ class TrtllmText(TrtllmAdapter):
         ]
         outputs: tuple[str, ...] = _OUTPUTS
         if sampling.logprobs is not None:
-            outputs += (LOGPROBS,)
+            outputs += (common.LOGPROBS,)
         if generation.cumulative_logprob:
-            outputs += (CUMULATIVE,)
+            outputs += (common.CUMULATIVE,)
         if outputs != _OUTPUTS:
             inputs.append(self.tensor("return_log_probs", True))
         if generation.bias_words:
@@ -173,7 +163,7 @@ class TrtllmText(TrtllmAdapter):
         if not images:
             return []
         tensors = [self.tensor(_IMAGE, *(_IMAGE_PREFIX + image.base64 for image in images))]
-        if self.engine is not None and truthy(self.engine.parameter("enable_kv_cache_reuse")):
+        if self.engine is not None and common.truthy(self.engine.parameter("enable_kv_cache_reuse")):
             digest = 0
             for image in images:
                 # One id for the row: the order of the images counts.
@@ -204,7 +194,7 @@ class TrtllmEnsemble(TrtllmText):
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         self.steps = [repository.get(step.model) for step in config.steps]
         # The step that takes stop requests.
-        engines = [step for step in self.steps if step is not None and step.inputs.keys() >= ENGINE_INPUTS]
+        engines = [step for step in self.steps if step is not None and step.inputs.keys() >= common.ENGINE_INPUTS]
         self.engine = engines[0] if engines else None
         maps = [step.input_map for step in config.steps]
         if any("request_output_len" in each and "bad_words_list" not in each for each in maps):
@@ -225,7 +215,7 @@ class TrtllmEnsemble(TrtllmText):
         Triton does not tell a running step that the ensemble was cancelled, but it gives every step the ensemble's
         request id, and the engine ends the request whose id comes with ``stop`` set.
         """
-        return None if self.engine is None else stop_request(self.engine, generation.id)
+        return None if self.engine is None else common.stop_request(self.engine, generation.id)
 
 
 class StepLogprobs:
@@ -240,7 +230,7 @@ class StepLogprobs:
 
     def __call__(self, response: InferResponse, delta: Delta) -> None:
         """Set the entry of *delta*'s token. Raises :class:`UpstreamError` for a step of several."""
-        new = self._new(response.numbers(LOGPROBS), delta)
+        new = self._new(response.numbers(common.LOGPROBS), delta)
         if not len(new):
             return
         if len(new) > 1:
@@ -256,7 +246,7 @@ class StepLogprobs:
     def _new(self, values: Sequence[float], delta: Delta) -> Sequence[float]:
         if delta.tokens is not None:
             self._total += delta.tokens
-            return newest(values, count=delta.tokens, total=self._total) if delta.tokens else ()
+            return common.newest(values, count=delta.tokens, total=self._total) if delta.tokens else ()
         # A release that does not count tokens: the list grows, or shows that it does not.
         if not self._only_new and len(values) > self._total:
             new, self._total = values[self._total :], len(values)

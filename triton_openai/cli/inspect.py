@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,6 @@ from triton_openai.config.sources import closest
 from triton_openai.config.tree import DefaultParameters, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import Models, ServedModel
-from triton_openai.parsers.detect import Parsers
 from triton_openai.prompts.infill import fim_form, known_fim_form
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -147,20 +147,25 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     problem = model.lazy_prompter.problem
     lora_problems = models.lora_problems.get(model.owner, ())
     capabilities = model.adapter.capabilities
-    tokenizer = template = suffix = classes = None
-    parsers = Parsers()
-    images, sampling = "none", ""
+    found: dict[str, Any] = {"images": "none"}
     try:
         prompter = await model.lazy_prompter.get()
-        provenance = prompter.provenance
-        tokenizer, template, notes = provenance.tokenizer, provenance.chat_template, list(provenance.notes)
-        images = _images(model, prompter)
-        sampling = _sampling(model, model.default_parameters(prompter), provenance.generation_config)
-        parsers = prompter.parsers
-        suffix = _suffix(model, prompter.tokenizer)
-        classes = _classes(model, prompter.tokenizer) if capabilities.classify else None
+        origins, parsers, notes = prompter.provenance, prompter.parsers, list(prompter.provenance.notes)
+        found = {
+            "tokenizer": origins.tokenizer,
+            "tool_calls": parsers.tools and parsers.tools.__name__,
+            "reasoning": parsers.reasoning and parsers.reasoning.__name__,
+            "images": _images(model, prompter),
+            "sampling": _sampling(model, model.default_parameters(prompter), origins.generation_config),
+        }
+        if capabilities.generate:
+            found["chat_template"] = origins.chat_template
+            found["suffix"] = _suffix(model, prompter.tokenizer)
+        if capabilities.classify:
+            found["classes"] = _classes(model, prompter.tokenizer)
     except ConfigurationError as error:
         notes = [error.message]
+    tokenizer = found.get("tokenizer")
     if capabilities.splits_characters:
         notes.append(_LOSES)
     notes += model.adapter.notes
@@ -190,21 +195,14 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
             for row in model.adapter.parameters
         ],
         refused=sorted(refused),
-        tokenizer=tokenizer,
-        chat_template=template if capabilities.generate else None,
-        tool_calls=parsers.tools.__name__ if parsers.tools is not None else None,
-        reasoning=parsers.reasoning.__name__ if parsers.reasoning is not None else None,
-        suffix=suffix if capabilities.generate else None,
         scores=scores if capabilities.score else None,
-        classes=classes,
         guides=sorted(capabilities.guides),
         loras=sorted({each.lora.name for each in names.values() if each.lora is not None}),
-        images=images,
         logprobs=_logprobs(capabilities),
-        sampling=sampling,
         notes=[*notes, *lora_problems],
         chat=model.can_chat,
         problems=[*([problem.message] if problem is not None else ()), *lora_problems],
+        **found,
     )
 
 
@@ -266,18 +264,15 @@ def overview(reports: Sequence[ModelReport]) -> str:
     if not reports:
         return "Triton has no models."
     chat = {None: "", True: "yes", False: "no"}
+    # A tokenizer without the reason why it is this one.
+    tokenizers = [(one.tokenizer or "").partition(" (")[0] for one in reports]
     rows = [
-        [one.name, one.adapter or "", ", ".join(one.tasks), chat[one.chat], _tokenizer(one), _state(one)]
-        for one in reports
+        [one.name, one.adapter or "", ", ".join(one.tasks), chat[one.chat], tokenizer, _state(one)]
+        for one, tokenizer in zip(reports, tokenizers, strict=True)
     ]
     lines = table(["MODEL", "ADAPTER", "TASKS", "CHAT", "TOKENIZER", "STATE"], rows)
     lines += problems([f"{one.name}: {text}" for one in reports for text in one.problems])
     return "\n".join([*lines, "", "For details: triton-openai inspect MODEL."])
-
-
-def _tokenizer(one: ModelReport) -> str:
-    # Without the reason why it is this one.
-    return (one.tokenizer or "").partition(" (")[0]
 
 
 def _state(one: ModelReport) -> str:

@@ -99,19 +99,13 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
     with contextlib.ExitStack() as opened:
         sockets = opened.enter_context(listening_sockets(settings.server))
         triton = triton_for(settings, environ) if settings.triton.model_repository else None
-        service: Runner = partial(_one_process, sockets=sockets, launched=triton is not None)
+        given: Mapping[str, Any] = {"sockets": sockets, "launched": triton is not None}
+        service: Runner = partial(_one_process, **given)
         if settings.server.workers > 1:
             ports = opened.enter_context(relay_ports(settings.server))
             directory = opened.enter_context(private_directory(environ))
             environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
-            service = partial(
-                _workers,
-                sockets=sockets,
-                launched=triton is not None,
-                ports=ports,
-                directory=directory,
-                environ=environ,
-            )
+            service = partial(_workers, **given, ports=ports, directory=directory, environ=environ)
         return run_loop(_serve(settings, service, triton, source))
 
 

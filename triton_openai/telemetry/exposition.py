@@ -21,21 +21,8 @@ from prometheus_client.registry import Collector
 
 from triton_openai import __version__
 from triton_openai.config.tree import MetricsSettings
-from triton_openai.telemetry.metrics import (
-    DURATION,
-    FINISHED,
-    FIRST_TOKEN,
-    INPUT_TOKENS,
-    INTER_TOKEN_LATENCY,
-    OUTPUT_TOKENS,
-    PER_TOKEN,
-    QUEUE,
-    QUEUED,
-    RUNNING,
-    TOKENS,
-    Instrument,
-    Metrics,
-)  # fmt: skip
+from triton_openai.telemetry import metrics
+from triton_openai.telemetry.metrics import Instrument, Metrics
 
 _log = structlog.get_logger(__name__)
 
@@ -65,19 +52,19 @@ LOOKED_UP = (BUILD, WORKERS, UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METR
 
 #: vLLM's names: the metric that each shows, and which of its series.
 RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
-    "vllm:num_requests_running": (RUNNING, {}),
-    "vllm:num_requests_waiting": (QUEUED, {}),
-    "vllm:prompt_tokens_total": (TOKENS, {"type": "input"}),
-    "vllm:generation_tokens_total": (TOKENS, {"type": "output"}),
-    "vllm:request_success_total": (FINISHED, {}),
-    "vllm:time_to_first_token_seconds": (FIRST_TOKEN, {}),
-    "vllm:inter_token_latency_seconds": (INTER_TOKEN_LATENCY, {}),
-    "vllm:time_per_output_token_seconds": (PER_TOKEN, {}),
-    "vllm:request_time_per_output_token_seconds": (PER_TOKEN, {}),
-    "vllm:e2e_request_latency_seconds": (DURATION, {"error_type": ""}),
-    "vllm:request_queue_time_seconds": (QUEUE, {}),
-    "vllm:request_prompt_tokens": (INPUT_TOKENS, {}),
-    "vllm:request_generation_tokens": (OUTPUT_TOKENS, {}),
+    "vllm:num_requests_running": (metrics.RUNNING, {}),
+    "vllm:num_requests_waiting": (metrics.QUEUED, {}),
+    "vllm:prompt_tokens_total": (metrics.TOKENS, {"type": "input"}),
+    "vllm:generation_tokens_total": (metrics.TOKENS, {"type": "output"}),
+    "vllm:request_success_total": (metrics.FINISHED, {}),
+    "vllm:time_to_first_token_seconds": (metrics.FIRST_TOKEN, {}),
+    "vllm:inter_token_latency_seconds": (metrics.INTER_TOKEN_LATENCY, {}),
+    "vllm:time_per_output_token_seconds": (metrics.PER_TOKEN, {}),
+    "vllm:request_time_per_output_token_seconds": (metrics.PER_TOKEN, {}),
+    "vllm:e2e_request_latency_seconds": (metrics.DURATION, {"error_type": ""}),
+    "vllm:request_queue_time_seconds": (metrics.QUEUE, {}),
+    "vllm:request_prompt_tokens": (metrics.INPUT_TOKENS, {}),
+    "vllm:request_generation_tokens": (metrics.OUTPUT_TOKENS, {}),
 }
 #: Our labels under vLLM's names; sums are taken over the others.
 RENAMED_LABELS = {"model": "model_name", "gen_ai_request_model": "model_name", "reason": "finished_reason", "le": "le"}
@@ -278,9 +265,9 @@ class Exposition:
     """Renders ``/metrics``. *state* returns what this process knows of Triton, whose metrics are at *triton_url*."""
 
     def __init__(
-        self, metrics: Metrics, state: Callable[[], State], settings: MetricsSettings, triton_url: str
+        self, counted: Metrics, state: Callable[[], State], settings: MetricsSettings, triton_url: str
     ) -> None:
-        self._metrics = metrics
+        self._metrics = counted
         self._state = state
         self._relay, self._vllm_names = settings.relay_triton, settings.vllm_names
         self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
@@ -358,12 +345,12 @@ class Exposition:
         for sample in (sample for metric in self._counted().values() for sample in metric.samples):
             sums[sample.name, sample.labels.get("type")] += sample.value
         return Figures(
-            running=int(sums[RUNNING.name, None]),
-            queued=int(sums[QUEUED.name, None]),
-            input_tokens=int(sums[TOKENS.name, "input"]),
-            output_tokens=int(sums[TOKENS.name, "output"]),
-            first_tokens=int(sums[f"{FIRST_TOKEN.name}_count", None]),
-            first_token_seconds=sums[f"{FIRST_TOKEN.name}_sum", None],
+            running=int(sums[metrics.RUNNING.name, None]),
+            queued=int(sums[metrics.QUEUED.name, None]),
+            input_tokens=int(sums[metrics.TOKENS.name, "input"]),
+            output_tokens=int(sums[metrics.TOKENS.name, "output"]),
+            first_tokens=int(sums[f"{metrics.FIRST_TOKEN.name}_count", None]),
+            first_token_seconds=sums[f"{metrics.FIRST_TOKEN.name}_sum", None],
         )
 
     def _text(
@@ -411,10 +398,8 @@ def _lora_requests(served: Iterable[ServedName], counted: Mapping[str, Metric]) 
         models = {sample.labels["model"] for sample in metric.samples if sample.value} if metric is not None else ()
         return ",".join(name for name in names if name in models)
 
-    return _gauge(
-        LORA_REQUESTS,
-        {
-            (model, "" if most is None else str(most), busy(RUNNING, loras), busy(QUEUED, loras)): time.time()
-            for (model, most), loras in names.items()
-        },
-    )
+    series: dict[tuple[str, ...], float] = {}
+    for (model, most), loras in names.items():
+        running, queued = busy(metrics.RUNNING, loras), busy(metrics.QUEUED, loras)
+        series[model, "" if most is None else str(most), running, queued] = time.time()
+    return _gauge(LORA_REQUESTS, series)
