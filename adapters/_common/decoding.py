@@ -58,7 +58,9 @@ class TextDecoder:
             text = ""
         if self._stage is not None:
             text = self._stage.feed(text)
-        delta = Delta(text, tokens if tokens is None else int(tokens))
+        if tokens is not None and type(tokens) is not int:
+            tokens = int(tokens)
+        delta = Delta(text, tokens)
         if self._prompt_count is not None and (counts := response.numbers(self._prompt_count)):
             delta.prompt_tokens = int(counts[0])
             self._prompt_count = None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import msgspec
 
-from triton_openai.answer.run import Run
+from triton_openai.answer.run import Push, Run
 from triton_openai.errors import UpstreamTimeout
 from triton_openai.generation import Delta, TokenLogprob
 
@@ -24,7 +23,7 @@ class RunGroup:
     Must be closed; :meth:`close` closes every run.
     """
 
-    def __init__(self, runs: Sequence[Run], push: Callable[[int, Sequence[Delta]], None]) -> None:
+    def __init__(self, runs: Sequence[Run], push: Push) -> None:
         self.runs = runs
         #: The number of runs that :meth:`ended` has not returned.
         self.left = len(runs)
@@ -46,7 +45,7 @@ class RunGroup:
 
     def _send_next(self) -> None:
         choice, run = self._unsent.popleft()
-        run.start(partial(self._push, choice), partial(self._end, choice))
+        run.start(choice, self._push, self._end)
 
     def _end(self, choice: int) -> None:
         self._over.append(choice)
@@ -131,9 +130,7 @@ class Collected(msgspec.Struct):
         return [number for delta in self.deltas for number in delta.token_ids]
 
 
-async def collect(
-    runs: Sequence[Run], *, timeout: float | None, push: Callable[[int, Sequence[Delta]], None] | None = None
-) -> list[Collected]:
+async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | None = None) -> list[Collected]:
     """
     Return the whole answer of each run; with *push*, it gets the pieces as they come, and they are not returned.
 

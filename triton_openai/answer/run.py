@@ -33,8 +33,8 @@ from triton_openai.triton.tensors import InferRequest, InferResponse
 
 _log = structlog.get_logger(__name__)
 
-#: Takes the next deltas of a run, all with something to show.
-Push = Callable[[Sequence[Delta]], None]
+#: Takes the number of a run and its next deltas, all with something to show.
+Push = Callable[[int, Sequence[Delta]], None]
 
 
 class Background:
@@ -187,16 +187,17 @@ class Run:
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(model, generation, tokenizer, self.progress)
         self._pauses = 0
+        self._number = 0
         self._push: Push | None = None
-        self._done: Callable[[], None] | None = None
+        self._done: Callable[[int], None] | None = None
 
-    def start(self, push: Push, done: Callable[[], None]) -> None:
+    def start(self, number: int, push: Push, done: Callable[[int], None]) -> None:
         """
-        Send the request, unless no tokens are wanted. Call *push* with its deltas, and *done* when the run is over.
+        Send the request, unless no tokens are wanted. *push* gets the deltas, and *done* the end, of run *number*.
 
         Raises :class:`ServiceError`.
         """
-        self._push, self._done = push, done
+        self._number, self._push, self._done = number, push, done
         if not self.generation.sampling.max_tokens:
             self._finish(None)
             return
@@ -228,8 +229,7 @@ class Run:
         try:
             for response in responses:
                 delta = self._decoder.feed(response)
-                for stage in pipeline.stages:
-                    stage(delta)
+                pipeline.feed(delta)
                 if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
                     shown.append(delta)
                 if pipeline.ends and pipeline.ended:
@@ -238,7 +238,7 @@ class Run:
                     pipeline.flush(self._decoder, shown)
                     break
             if shown and self._push is not None:
-                self._push(shown)
+                self._push(self._number, shown)
         except Exception as error:  # noqa: BLE001 - the waiting task raises any error
             self._fail(error)
         else:
@@ -256,7 +256,7 @@ class Run:
                     raise no_answer(self.model.name)
                 self._pipeline.flush(self._decoder, shown)
                 if shown and self._push is not None:
-                    self._push(shown)
+                    self._push(self._number, shown)
             except Exception as failure:  # noqa: BLE001 - the waiting task raises any error
                 error = failure
         elif isinstance(error, InvalidRequest) and self.progress.steps:
@@ -348,7 +348,7 @@ class Run:
         if self._logits is not None:
             self._logits.close()
         if self._done is not None:
-            self._done()
+            self._done(self._number)
 
     async def conclude(self) -> None:
         """Set usage and finish reason: the backend's if it sends them, else counted ones if possible."""

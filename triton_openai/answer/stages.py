@@ -296,9 +296,17 @@ class StopStage:
             self._progress.behind = self.stops.behind
 
 
+def _in_order(stages: Sequence[Callable[[Delta], None]]) -> Callable[[Delta], None]:
+    def feed(delta: Delta) -> None:
+        for stage in stages:
+            stage(delta)
+
+    return feed
+
+
 class Pipeline:
     """
-    The stages that one answer needs, created at its start. Each of ``stages`` is called with each delta, in order.
+    The stages that one answer needs, created at its start. ``feed`` passes a delta through all of them, in order.
 
     ``ends`` is whether a stage may end the answer, ``token_ids`` whether the answer shows ids, and ``reads_logits``
     whether log probabilities may have to be computed from logits.
@@ -339,7 +347,8 @@ class Pipeline:
             if sampling.stop:
                 self._held = LogprobsStage(sampling.stop, include=include)
                 stages.append(self._held.feed)
-        self.stages = tuple(stages)
+        #: Most answers only have to be counted.
+        self.feed = _in_order(stages) if len(stages) > 1 else progress.add
         self.ends = self._token_text is not None or self._stop is not None
         self.token_ids = generation.token_ids
         self.reads_logits = capabilities.tokens and sampling.logprobs is not None

@@ -40,8 +40,8 @@ MAX_IDLE = 512
 # the request may have been processed, and may have crashed the server, so it is not sent again.
 STALE_SECONDS = 1.0
 EVENT_END = b"\n\n"
-# Precedes the JSON of an event of Triton; the space is optional in the format.
-_PREFIX = len(b"data: ")
+# The JSON of an event of Triton; the space before it is optional in the format.
+_JSON = slice(len(b"data: "), None)
 
 
 class Event(JsonOutputs, msgspec.Struct, gc=False):
@@ -58,30 +58,28 @@ class Event(JsonOutputs, msgspec.Struct, gc=False):
     def value(self, name: str) -> Any:
         return getattr(self, self.fields.get(name, "absent"))
 
-    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
-        values: Sequence[Any] = _getter(type(self), names)(self)
-        for value in values:
-            if value.__class__ is list:
-                return [(value[0] if value else None) if isinstance(value, list) else value for value in values]
-        return values
-
-
-@lru_cache(256)
-def _getter(kind: type[Event], names: Sequence[str]) -> Callable[[Event], Sequence[Any]]:
-    return attrgetter(*[kind.fields.get(name, "absent") for name in names])
-
 
 @lru_cache(256)
 def _decoder(outputs: Sequence[str]) -> Callable[[bytes], Event]:
     """Return what decodes events with these *outputs*."""
     own = ("error", "model_name")
     fields = {name: name if name in own else f"output_{number}" for number, name in enumerate(outputs)}
+    getters: dict[tuple[str, ...], Callable[[Event], Sequence[Any]]] = {}
+
+    def first(event: Event, names: tuple[str, ...]) -> Sequence[Any]:
+        getter = getters.get(names)
+        if getter is None:
+            getter = getters[names] = attrgetter(*[fields.get(name, "absent") for name in names])
+        values = getter(event)
+        # All have as many elements.
+        return JsonOutputs.first(event, names) if type(values[0]) is list else values
+
     kind = msgspec.defstruct(
         "Event",
         [(field, Any, None) for field in fields.values() if field not in own],
         bases=(Event,),
         rename={field: name for name, field in fields.items()},
-        namespace={"fields": fields},
+        namespace={"fields": fields, "first": first},
         gc=False,
     )
     return cast(Callable[[bytes], Event], msgspec.json.Decoder(kind).decode)
@@ -418,7 +416,7 @@ class HttpStream:
         if self.events and not self._parts:
             # Usually the data is exactly one event.
             try:
-                event = self._decode(data[_PREFIX:])
+                event = self._decode(data[_JSON])
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 pass
             else:
@@ -463,7 +461,7 @@ class HttpStream:
     def _response(self, text: bytes) -> InferResponse | None:
         """Return the response in the event *text*, if it is one. Raises :class:`ServiceError` for an error in it."""
         try:
-            event = self._decode(text[_PREFIX:])
+            event = self._decode(text[_JSON])
         except (msgspec.MsgspecError, UnicodeDecodeError):
             pass
         else:

@@ -234,6 +234,9 @@ class JsonOutputs:
         values = self.numbers(name)
         return [array("f", values).tobytes()] if values else []
 
+    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
+        return [next(iter(self.texts(name)), None) for name in names]
+
     def tensor(self, name: str) -> OutputTensor | None:
         return None
 
@@ -245,9 +248,6 @@ class JsonResponse(JsonOutputs, msgspec.Struct, frozen=True):
 
     def value(self, name: str) -> Any:
         return self.values.get(name)
-
-    def first(self, names: tuple[str, ...]) -> Sequence[Any]:
-        return [next(iter(self.texts(name)), None) for name in names]
 
 
 class OutputTensor(msgspec.Struct, frozen=True):

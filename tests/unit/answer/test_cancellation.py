@@ -103,7 +103,7 @@ async def test_a_whole_answer() -> None:
 
     def work() -> Coroutine[Any, Any, Any]:
         run = Mock(failure=None, conclude=soon)
-        run.start = lambda push, tell: asyncio.get_running_loop().call_soon(tell)
+        run.start = lambda number, push, tell: asyncio.get_running_loop().call_soon(tell, number)
         runs.append(run)
         return collect([run], timeout=60)
 

@@ -98,9 +98,9 @@ class Answer:
             background=self.background,
             tokenizer=tokenizer,
         )
-        self.run.start(self.deltas.extend, self.tell)
+        self.run.start(0, lambda _, deltas: self.deltas.extend(deltas), self.tell)
 
-    def tell(self) -> None:
+    def tell(self, _: int) -> None:
         self.told += 1
         self.over.set()
 

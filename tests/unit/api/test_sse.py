@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from triton_openai.answer.run import Push
 from triton_openai.api.chat_response import ChatChunks
 from triton_openai.api.generate import Task
 from triton_openai.api.sse import Chunks, stream
@@ -45,8 +47,8 @@ class ScriptedRun:
         self.generation = self.model = self
         self.token_ids, self.name = False, "m"
 
-    def start(self, push: Callable[[Sequence[Delta]], None], tell: Callable[[], None]) -> None:
-        self.push, self.tell = push, tell
+    def start(self, number: int, push: Push, tell: Callable[[int], None]) -> None:
+        self.push, self.tell = partial(push, number), partial(tell, number)
         self.changed.set()
 
     def end(self, error: Exception | None = None) -> None:
