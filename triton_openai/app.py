@@ -30,7 +30,8 @@ from triton_openai.models.control import ModelControl
 from triton_openai.models.draining import DRAINING, Draining, ModelDraining
 from triton_openai.models.served import Models, ServedModel, keep_loaded
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
-from triton_openai.prompts import history, infill
+from triton_openai.prompts import infill
+from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.workers.shared import SharedClient
@@ -72,7 +73,7 @@ def create_app(
     metrics = Metrics(worker)
     tracing, send_spans = _traces(settings, connection)
     characters = settings.server.log_content
-    lag = LoopLag(report=metrics.child(EVENT_LOOP_LAG).observe)
+    lag = LoopLag(metrics.child(EVENT_LOOP_LAG).observe)
     draining = Draining()
     model_draining = ModelDraining(draining, shared)
     if shared is not None:
@@ -204,7 +205,8 @@ def _check_names(settings: Settings) -> None:
     for entry in (settings.defaults, *settings.models.values()):
         if entry.adapter is not None:
             adapters.named(entry.adapter)
-        history.load(entry.history_template)
+        if entry.history_template is not None:
+            HistoryTemplate(entry.history_template)
         if entry.fim_template is not None:
             infill.parse(entry.fim_template)
         if entry.tool_call_parser not in (None, AUTO, NONE):

@@ -155,7 +155,7 @@ class ImageLoader:
 
         Raises :class:`InvalidRequest` with the place of the image. The first image that fails cancels all others.
         """
-        tasks = [asyncio.ensure_future(self._load(reference)) for reference in references]
+        tasks = [asyncio.create_task(self._load(reference)) for reference in references]
         try:
             images = await asyncio.gather(*tasks)
         except BaseException:

@@ -74,11 +74,6 @@ class HistoryTemplate(PromptTemplate):
             ) from error
 
 
-def load(text: str | None) -> HistoryTemplate | None:
-    """Return the template of ``history_template``. Raises :class:`ConfigurationError`."""
-    return None if text is None else HistoryTemplate(text)
-
-
 def _item(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if message.get("tool_calls"):
         raise UnsupportedParameter(

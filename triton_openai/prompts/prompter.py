@@ -22,7 +22,8 @@ import structlog
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.parsers.detect import Parsers, choose
-from triton_openai.prompts import history, offload
+from triton_openai.prompts import offload
+from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
 from triton_openai.prompts.template import ChatTemplate
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -252,9 +253,8 @@ def _find_templates(
     settings: ModelSettings, tokenizer: Tokenizer | None, notes: list[str]
 ) -> tuple[Templates, str | None]:
     """Return the templates and their origin."""
-    liquid = history.load(settings.history_template)
-    if liquid is not None:
-        return {"default": liquid}, f"Liquid ({liquid.name})"
+    if settings.history_template is not None:
+        return {"default": HistoryTemplate(settings.history_template)}, "Liquid (history_template)"
     tokens = {} if tokenizer is None else tokenizer.special_tokens
     spec = _given(settings.chat_template)
     if spec is not None:

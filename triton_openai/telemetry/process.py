@@ -11,21 +11,20 @@ import structlog
 from aiohttp import web
 
 _log = structlog.get_logger(__name__)
+# Seconds between two measurements of the lag.
+_INTERVAL = 0.1
 
 
 class LoopLag:
     """
     Measures by how many seconds the event loop's timers are late, while :meth:`run` runs. *report* gets each number.
 
-    One late timer is a pause of the garbage collector; *samples* late ones in a row are an overloaded process.
+    One late timer is a pause of the garbage collector; five in a row are an overloaded process.
     """
 
-    def __init__(
-        self, *, interval: float = 0.1, samples: int = 5, report: Callable[[float], None] | None = None
-    ) -> None:
-        self._interval = interval
+    def __init__(self, report: Callable[[float], None]) -> None:
         self._report = report
-        self._latest: deque[float] = deque(maxlen=samples)
+        self._latest: deque[float] = deque(maxlen=5)
         #: The lag, in seconds, that the last measurements agree on: it rises only when all are above it and falls only
         #: when all are below, so one short lag does not end the overload. 0 before there are enough.
         self.sustained = 0.0
@@ -36,15 +35,14 @@ class LoopLag:
         self._latest.append(late)
         if len(self._latest) == self._latest.maxlen:
             self.sustained = min(max(self.sustained, min(self._latest)), max(self._latest))
-        if self._report is not None:
-            self._report(late)
+        self._report(late)
 
     async def run(self) -> None:
         """Measure until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + self._interval
-            await asyncio.sleep(self._interval)
+            due = loop.time() + _INTERVAL
+            await asyncio.sleep(_INTERVAL)
             self.note(loop.time() - due)
 
 

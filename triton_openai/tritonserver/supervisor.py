@@ -19,6 +19,8 @@ log = structlog.get_logger(__name__)
 
 # A model may take many minutes to load; a Triton that ends while it loads is noticed at once all the same.
 _START_SECONDS = 3600.0
+#: Between two looks at the process; and the pauses before a new start.
+POLL_SECONDS, FIRST_PAUSE, LONGEST_PAUSE = 0.5, 1.0, 30.0
 
 
 class Pauses:
@@ -47,21 +49,13 @@ class Supervisor:
     """
     Runs one server for as long as ``run`` does.
 
-    A server that ends by itself is started again on the same ports, after a pause that doubles from *first_pause* up to
-    *longest_pause*. Its methods block, and run in threads.
+    A server that ends by itself is started again on the same ports, after a pause that doubles each time. Its methods
+    block, and run in threads.
     """
 
-    def __init__(
-        self,
-        server: EmbeddedTriton,
-        *,
-        poll_interval: float = 0.5,
-        first_pause: float = 1.0,
-        longest_pause: float = 30.0,
-    ) -> None:
+    def __init__(self, server: EmbeddedTriton) -> None:
         self._server = server
-        self._poll_interval = poll_interval
-        self._pauses = Pauses(first=first_pause, longest=longest_pause, stable_after=60.0)
+        self._pauses = Pauses(first=FIRST_PAUSE, longest=LONGEST_PAUSE, stable_after=60.0)
         self.started = asyncio.Event()
 
     async def run(self) -> None:
@@ -100,7 +94,7 @@ class Supervisor:
     async def _ended(self) -> int:
         # A thread that waits could not be cancelled.
         while (status := self._server.poll()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(self._poll_interval)
+            await asyncio.sleep(POLL_SECONDS)
         return status
 
     async def _start(self) -> None:

@@ -14,7 +14,7 @@ from tests.cases import every_case
 from triton_openai.app import create_app
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, UnsupportedParameter
-from triton_openai.prompts.history import load
+from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import (
     AssistantMessage,
     ContentPart,
@@ -187,4 +187,4 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.raises(ConfigurationError, match=r"history_template needs .* 'triton-openai\[liquid\]'"):
-        load("A")
+        HistoryTemplate("A")

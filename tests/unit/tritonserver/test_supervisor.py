@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from triton_openai.errors import ConfigurationError
+from triton_openai.tritonserver import supervisor
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 from triton_openai.tritonserver.supervisor import Pauses, Supervisor
 
@@ -51,8 +52,10 @@ class Server(EmbeddedTriton):
         return Path("/somewhere/its.log")
 
 
-def _supervisor(server: Server) -> Supervisor:
-    return Supervisor(server, poll_interval=0.005, first_pause=0.005, longest_pause=0.02)
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("POLL_SECONDS", 0.005), ("FIRST_PAUSE", 0.005), ("LONGEST_PAUSE", 0.02)):
+        monkeypatch.setattr(supervisor, name, seconds)
 
 
 async def _until(condition) -> None:
@@ -79,9 +82,9 @@ async def test_it_is_said_where_its_log_is(monkeypatch: pytest.MonkeyPatch) -> N
         "triton_openai.tritonserver.supervisor.log",
         SimpleNamespace(info=lambda event, **fields: said.append((event, fields))),
     )
-    supervisor = _supervisor(Server())
-    async with _running(supervisor):
-        await asyncio.wait_for(supervisor.started.wait(), 30)
+    supervised = Supervisor(Server())
+    async with _running(supervised):
+        await asyncio.wait_for(supervised.started.wait(), 30)
 
     assert [("triton runs", {"its_log": "/somewhere/its.log"})] == said
 
@@ -89,9 +92,9 @@ async def test_it_is_said_where_its_log_is(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_it_is_stopped_with_the_service() -> None:
     """Cancelling ends the server in order."""
     server = Server()
-    supervisor = _supervisor(server)
-    async with _running(supervisor):
-        await asyncio.wait_for(supervisor.started.wait(), 30)
+    supervised = Supervisor(server)
+    async with _running(supervised):
+        await asyncio.wait_for(supervised.started.wait(), 30)
 
     assert ["start", "stop"] == server.calls
 
@@ -99,9 +102,9 @@ async def test_it_is_stopped_with_the_service() -> None:
 async def test_it_is_started_again() -> None:
     """A server that ends is started again, as often as it takes."""
     server = Server(failing_starts=(2, 3))
-    supervisor = _supervisor(server)
-    async with _running(supervisor):
-        await asyncio.wait_for(supervisor.started.wait(), 30)
+    supervised = Supervisor(server)
+    async with _running(supervised):
+        await asyncio.wait_for(supervised.started.wait(), 30)
         server.status = -9
         await _until(lambda: server.status is None)
 
@@ -113,7 +116,7 @@ async def test_a_first_start_that_fails_is_the_operators() -> None:
     server = Server(failing_starts=(1,))
 
     with pytest.raises(ConfigurationError, match="It does not start"):
-        await _supervisor(server).run()
+        await Supervisor(server).run()
 
     assert ["start", "stop"] == server.calls
 
@@ -121,7 +124,7 @@ async def test_a_first_start_that_fails_is_the_operators() -> None:
 async def test_it_can_be_stopped_while_it_starts() -> None:
     """A server that takes its time to start does not hold up the end of the service."""
     server = Server(blocks=True)
-    async with _running(_supervisor(server)):
+    async with _running(Supervisor(server)):
         await _until(lambda: server.calls)
 
     assert ["start", "stop"] == server.calls
