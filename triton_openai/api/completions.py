@@ -7,23 +7,34 @@ Source of the wire format: OpenAI's ``text_completion`` object (openai-openapi 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.answer.fan_out import Collected, collect
+from triton_openai.answer.run import Run
 from triton_openai.api.bodies import json_response, missing
-from triton_openai.api.completion_response import Completion, CompletionChunks, Echo, completion_choice
 from triton_openai.api.generate import Task, runs_of, task_of
+from triton_openai.api.logprobs import (
+    CompletionLogprobs,
+    PromptLogprobs,
+    completion_logprobs,
+    joined,
+    narrowed,
+    prompt_logprobs,
+)
 from triton_openai.api.parameters import SamplingRequest
 from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import RequestContext, begin, new_id, now
-from triton_openai.api.sse import stream
-from triton_openai.api.usage import usage_of
+from triton_openai.api.sse import Chunks, stream
+from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
+from triton_openai.generation import Delta, FinishReason
 from triton_openai.telemetry.observation import RENDER
+
+_encode = msgspec.json.Encoder().encode
 
 
 class CompletionRequest(SamplingRequest, kw_only=True):
@@ -47,6 +58,39 @@ class CompletionRequest(SamplingRequest, kw_only=True):
         return "logprobs", self.logprobs
 
 
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    One answer, or a piece of it. The last four fields are vLLM's: ``stop_reason`` is there once the answer has ended,
+    the others when they were asked for.
+    """
+
+    text: str
+    index: int
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+    token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    The whole answer, or one event of a stream, as in OpenAI's API.
+
+    ``usage`` is left out if the tokens are not known. In a stream it is there on request, and null except in the
+    last event, which has no choices.
+    """
+
+    id: str
+    object: Literal["text_completion"] = msgspec.field(name="object")
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice]
+    usage: UsageObject | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | msgspec.UnsetType = msgspec.UNSET
+
+
 async def handle(request: web.Request) -> web.StreamResponse:
     """Complete one or several prompts; the choices are numbered prompt by prompt."""
     context = await begin(request, CompletionRequest, "text_completion")
@@ -65,26 +109,15 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
         else:
             given = await prompts_of(model, body.prompt, special=special)
     runs = await runs_of(context, given, task)
-    echo = Echo(body.logprobs) if body.echo else None
     if body.stream:
-        return await stream(context, runs, CompletionChunks(context, task, runs, echo))
+        return await stream(context, runs, CompletionChunks(context, task, runs))
     answers = await collect(runs, timeout=context.limits.total)
     completion = Completion(
         id=task.id,
         object="text_completion",
         created=now(),
         model=body.model,
-        choices=[
-            completion_choice(
-                index,
-                echo,
-                answer,
-                logprobs=body.logprobs is not None,
-                prompt_alternatives=body.prompt_logprobs,
-                token_ids=bool(body.return_token_ids),
-            )
-            for index, answer in enumerate(_best(answers, n=body.n or 1, of=task.n))
-        ],
+        choices=[_choice(body, index, answer) for index, answer in enumerate(_best(answers, n=body.n or 1, of=task.n))],
         usage=usage_of([run.progress.usage for run in runs], n=task.n) or msgspec.UNSET,
         system_fingerprint=model.fingerprint,
     )
@@ -133,3 +166,76 @@ def _likelihood(answer: Collected) -> float:
     if found is None:
         raise UpstreamError("'best_of' needs the log probabilities of the answers, which the model did not send.")
     return found
+
+
+def _echoed(body: CompletionRequest, run: Run) -> tuple[str, CompletionLogprobs | None]:
+    """Return what ``echo`` puts before an answer: the prompt, and the log probabilities of its tokens if wanted."""
+    if not body.echo:
+        return "", None
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs, _ = completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)
+    return run.generation.shown_prompt, logprobs
+
+
+def _choice(body: CompletionRequest, index: int, answer: Collected) -> CompletionChoice:
+    """Return a choice of the whole answer."""
+    run = answer.run
+    before, logprobs = _echoed(body, run)
+    if body.logprobs is not None:
+        found, _ = completion_logprobs(answer.logprobs, offset=len(before))
+        logprobs = found if logprobs is None else joined(logprobs, found)
+    return CompletionChoice(
+        text=before + answer.text,
+        index=index,
+        logprobs=logprobs,
+        finish_reason=run.progress.finish_reason,
+        stop_reason=run.progress.stop_reason,
+        prompt_logprobs=msgspec.UNSET
+        if body.prompt_logprobs is None
+        else prompt_logprobs(narrowed(run.prompt_logprobs, body.prompt_logprobs)),
+        prompt_token_ids=(run.generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
+        token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
+    )
+
+
+class CompletionChunks(Chunks):
+    """The chunks of one stream."""
+
+    def __init__(self, context: RequestContext[CompletionRequest], task: Task, runs: Sequence[Run]) -> None:
+        super().__init__("text_completion", context, task, runs)
+        self._text = self._head + b'{"text":'
+        self._body = context.body
+        self._text_tails = [
+            b',"index":%d,"logprobs":null,"finish_reason":null}' % choice + self._tail for choice in range(len(runs))
+        ]
+        # Characters of each choice so far
+        self._offsets = [len(run.generation.shown_prompt) if context.body.echo else 0 for run in runs]
+
+    def first(self, choice: int) -> bytes:
+        """Return the prompt with ``echo``, and its ids; else nothing: a choice begins with its first text."""
+        if not self._body.echo and not self._ids:
+            return b""
+        run = self._runs[choice]
+        text, logprobs = _echoed(self._body, run)
+        ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(run.generation.prompt_ids) if self._ids else b""
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
+        return self._text + _encode(text) + tail + self._tail
+
+    def piece(self, choice: int, delta: Delta) -> bytes:
+        """Return the chunk of a piece of text."""
+        if not delta.logprobs and not self._continuous and not self._ids:
+            return self._text + _encode(delta.text) + self._text_tails[choice]
+        logprobs = None
+        if delta.logprobs:
+            logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, offset=self._offsets[choice])
+        ids = b',"token_ids":%b' % _encode(list(delta.token_ids)) if self._ids else b""
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
+        return self._text + _encode(delta.text) + tail + self._counted(choice)
+
+    def last(self, choice: int) -> bytes:
+        """Return the chunk with the finish reason."""
+        progress = self._runs[choice].progress
+        reasons = (_encode(progress.finish_reason), _encode(progress.stop_reason))
+        end = b'"","index":%d,"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
+        return self._text + end + self._ended(choice)

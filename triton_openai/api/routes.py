@@ -24,7 +24,6 @@ from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS, Restriction
 from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
-from triton_openai.api.completion_response import Completion
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.errors import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
@@ -366,7 +365,7 @@ OPERATIONS = (
     Operation(chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference",
               chat.ChatRequest, ChatCompletion, event=ChatCompletionChunk, infers=True),
     Operation(completions.handle, _openai("POST /completions"), "create_completion", "inference",
-              completions.CompletionRequest, Completion, event=Completion, infers=True),
+              completions.CompletionRequest, completions.Completion, event=completions.Completion, infers=True),
     Operation(responses.handle, _openai("POST /responses"), "create_response", "inference",
               response_types.ResponsesRequest, response_types.ResponseObject,
               event=response_types.ResponseEvent, infers=True, errors=_KEPT),
