@@ -63,9 +63,9 @@ def render_banner(banner: Banner, log_format: str) -> str:
                 for model in banner.models
             ],
         )  # fmt: skip
-        lines += problems(
-            [f"{model.name} cannot {_use(model)}: {model.problem}" for model in banner.models if model.problem]
-        )
+        uses = {True: "chat", False: "be used"}
+        failing = [(model.name, uses["generate" in model.tasks], model.problem) for model in banner.models]
+        lines += problems([f"{name} cannot {use}: {problem}" for name, use, problem in failing if problem])
     elif banner.triton_answers:
         lines.append(
             "  No model that can be served yet; `triton-openai inspect` says why. New ones are found by themselves."
@@ -98,10 +98,6 @@ def _chat(model: ModelLine) -> str:
     if "generate" not in model.tasks:
         return ""
     return "loading" if model.chat is None else "yes" if model.chat else "no"
-
-
-def _use(model: ModelLine) -> str:
-    return "chat" if "generate" in model.tasks else "be used"
 
 
 async def banner_of(settings: Settings, app: web.Application, address: str, *, launched: bool = False) -> Banner:

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import structlog
+import uvloop
 from aiohttp import web
 
 from triton_openai.access.guard import GUARD
@@ -128,15 +129,9 @@ def raise_limit() -> None:
 
 
 def run_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run *main* on uvloop where that is installed, otherwise on asyncio's own loop."""
+    """Run *main* on uvloop and return its exit status."""
     try:
-        import uvloop  # not available on every platform
-    except ImportError:
-        run: Callable[[Coroutine[Any, Any, int]], int] = asyncio.run
-    else:
-        run = uvloop.run
-    try:
-        return run(main)
+        return uvloop.run(main)
     except asyncio.CancelledError:
         # After the third signal.
         return 130

@@ -2,7 +2,7 @@
 Draining of the service, or of a model: running requests may finish for a while, then they are cancelled with a reason.
 
 A model that is to be unloaded takes no new requests first. In a service of several processes each drains its own
-requests, and makes changes in the others through :class:`Peers`.
+requests, and makes changes in the others over its connection to their parent.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiohttp import web
 
 from triton_openai.errors import ModelConflict, ModelUnloading, ServiceError, UpstreamUnavailable
 from triton_openai.tasks import first_of
+
+if TYPE_CHECKING:
+    from triton_openai.serving.workers.shared import SharedClient
 
 # Longest time that cancelled requests may take to answer their clients, and other processes to make a change.
 _ANSWER_SECONDS = 1.0
@@ -79,30 +82,15 @@ DRAINING: web.AppKey[Draining] = web.AppKey("draining", Draining)
 ModelChange = Literal["close", "end", "open", "renew"]
 
 
-class Peers(Protocol):
-    """The other processes of the service."""
-
-    async def claim(self, models: Collection[str]) -> str | None:
-        """Claim *models* among all processes, this one included; return the one that is claimed already, if any is."""
-        ...
-
-    def unclaim(self, models: Collection[str]) -> None:
-        """Give the claim back."""
-        ...
-
-    def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
-        """Have the others :meth:`ModelDraining.apply` this at once; the result is there when all have."""
-        ...
-
-
 class ModelDraining:
     """
-    The requests of one process by model, and the models that take no new ones. *peers* are the other processes.
+    The requests of one process by model, and the models that take no new ones. *peers* is the connection to the other
+    processes.
 
     Models are those that Triton knows, not their aliases.
     """
 
-    def __init__(self, draining: Draining, peers: Peers | None = None) -> None:
+    def __init__(self, draining: Draining, peers: SharedClient | None = None) -> None:
         self._draining = draining
         self._peers = peers
         self._claimed: set[str] = set()

@@ -92,7 +92,7 @@ class SharedState:
 
 
 class SharedClient:
-    """A worker's side, see :class:`triton_openai.access.rate_limits.LimitStore` and ``models.draining.Peers``."""
+    """A worker's side. For :class:`triton_openai.access.rate_limits.LimitStore`, it counts among all workers."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -128,11 +128,14 @@ class SharedClient:
         self._channel.notify("leave", name, tokens)
 
     async def claim(self, models: Collection[str]) -> str | None:
+        """Claim *models* among all workers, this one included; return the one that is claimed already, if any is."""
         taken: str | None = await self._channel.call("claim", tuple(models))
         return taken
 
     def unclaim(self, models: Collection[str]) -> None:
+        """Give the claim back."""
         self._channel.notify("unclaim", tuple(models))
 
     def change(self, action: ModelChange, models: Collection[str]) -> asyncio.Future[Any]:
+        """Have the others make a change at once; the result is there when all have."""
         return self._channel.call("change", action, tuple(models))
