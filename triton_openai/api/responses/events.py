@@ -21,12 +21,12 @@ from triton_openai.parsers.events import Content, Reasoning, ToolCallStart
 from triton_openai.parsers.events import Event as ParserEvent
 
 _encode = msgspec.json.Encoder().encode
-# For each kind of item, the event with a piece of its text, and what has the text. A custom tool's text is sent whole.
-_TEXTS: Mapping[type[types.OutputItem], tuple[str, type[types.OutputText | types.ReasoningText] | None]] = {
-    types.OutputMessage: ("response.output_text.delta", types.OutputText),
-    types.OutputReasoning: ("response.reasoning_text.delta", types.ReasoningText),
-    types.OutputFunctionCall: ("response.function_call_arguments.delta", None),
-    types.OutputCustomCall: ("", None),
+# For each kind of item, what its ids begin with, what the events with its text are called, and what has the text.
+_KINDS: Mapping[type[types.OutputItem], tuple[str, str, type[types.OutputText | types.ReasoningText] | None]] = {
+    types.OutputMessage: ("msg", "output_text", types.OutputText),
+    types.OutputReasoning: ("rs", "reasoning_text", types.ReasoningText),
+    types.OutputFunctionCall: ("fc", "function_call_arguments", None),
+    types.OutputCustomCall: ("ctc", "custom_tool_call_input", None),
 }
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
@@ -110,7 +110,7 @@ class ResponseEvents(Renderer):
         events = b"" if self._parser is None else self._parsed(self._parser.flush(), [])
         if not self._output:
             # An empty answer is a message too.
-            events += self._open(types.OutputMessage(id=self._new_id("msg")))
+            events += self._begin(types.OutputMessage)
         cut = self._run is not None and self._run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, types.OutputFunctionCall | types.OutputCustomCall):
             cut = self._parser is not None and self._parser.cut
@@ -174,10 +174,6 @@ class ResponseEvents(Renderer):
         assert self._item is not None
         return self._event(f"response.{kind}", item_id=self._item.id, output_index=len(self._output) - 1, **fields)
 
-    def _new_id(self, prefix: str) -> str:
-        """Return the id of the next item, which names its response, so that the item can be found by it."""
-        return f"{prefix}_{self.response.id.partition('_')[2]}{len(self._output):04x}"
-
     def _parsed(self, events: Sequence[ParserEvent], entries: list[ContentLogprob]) -> bytes:
         """Return the events for those of the parser; the first text carries the log probabilities *entries*."""
         rendered = b""
@@ -186,38 +182,28 @@ class ResponseEvents(Renderer):
                 rendered += self._content(each.text, entries)
                 entries = []
             elif isinstance(each, ToolCallStart):
-                rendered += self._open(self._call(each))
+                named = self._names.get(each.name, ToolName(each.name))
+                rendered += self._open(
+                    types.OutputCustomCall if named.custom else types.OutputFunctionCall,
+                    call_id=each.id,
+                    name=named.name,
+                    namespace=msgspec.UNSET if named.namespace is None else named.namespace,
+                )
             else:
-                if isinstance(each, Reasoning) and not isinstance(self._item, types.OutputReasoning):
-                    rendered += self._open(types.OutputReasoning(id=self._new_id("rs")))
+                if isinstance(each, Reasoning):
+                    rendered += self._begin(types.OutputReasoning)
                 rendered += self._text(each.text)
         return rendered
 
     def _content(self, text: str, entries: list[ContentLogprob]) -> bytes:
         if not text and not entries:
             return b""
-        rendered = (
-            b""
-            if isinstance(self._item, types.OutputMessage)
-            else self._open(types.OutputMessage(id=self._new_id("msg")))
-        )
+        rendered = self._begin(types.OutputMessage)
         if not entries:
             return rendered + self._text(text)
         self._texts.append(text)
         self._logprobs += entries
         return rendered + self._item_event("output_text.delta", content_index=0, delta=text, logprobs=entries)
-
-    def _call(self, start: ToolCallStart) -> types.OutputItem:
-        named = self._names.get(start.name, ToolName(start.name))
-        kind: type[types.OutputFunctionCall | types.OutputCustomCall] = (
-            types.OutputCustomCall if named.custom else types.OutputFunctionCall
-        )
-        return kind(
-            id=self._new_id("ctc" if named.custom else "fc"),
-            call_id=start.id,
-            name=named.name,
-            namespace=msgspec.UNSET if named.namespace is None else named.namespace,
-        )
 
     def _text(self, text: str) -> bytes:
         """Return the event for more *text* of the open item."""
@@ -229,21 +215,28 @@ class ResponseEvents(Renderer):
         self._next = number + 1
         return self._head + b"%d" % number + self._middle + _encode(text) + self._tail
 
-    def _open(self, item: types.OutputItem) -> bytes:
-        """Return the end of the open item, and the events that begin *item*."""
+    def _begin(self, kind: type[types.OutputMessage | types.OutputReasoning]) -> bytes:
+        """Return the events that begin an item of *kind*, unless one is open."""
+        return b"" if isinstance(self._item, kind) else self._open(kind)
+
+    def _open(self, kind: type[types.OutputItem], **fields: Any) -> bytes:
+        """Return the end of the open item, and the events that begin one of *kind*."""
         rendered = self._close("completed")
+        prefix, name, part = _KINDS[kind]
+        index = len(self._output)
+        # It names its response, so that the item can be found by it.
+        item = self._item = kind(id=f"{prefix}_{self.response.id.partition('_')[2]}{index:04x}", **fields)
         self._output.append(item)
-        self._item = item
-        index = len(self._output) - 1
         rendered += self._event("response.output_item.added", output_index=index, item=item)
-        kind, part = _TEXTS[type(item)]
         content, logprobs = b"", b""
         if part is not None:
             rendered += self._item_event("content_part.added", content_index=0, part=part())
             content, logprobs = b'"content_index":0,', b',"logprobs":[]' if part is types.OutputText else b""
         # All events for pieces of its text are alike.
-        marked = event(kind, b'{"type":"%b","sequence_number":' % kind.encode())
-        self._head = marked.rstrip(b"\n") if kind else b""
+        delta = f"response.{name}.delta"
+        marked = event(delta, b'{"type":"%b","sequence_number":' % delta.encode())
+        # A custom tool's text is sent whole.
+        self._head = b"" if kind is types.OutputCustomCall else marked.rstrip(b"\n")
         self._middle = b',"item_id":"%b","output_index":%d,%b"delta":' % (item.id.encode(), index, content)
         self._tail = logprobs + b"}\n\n"
         return rendered
