@@ -36,7 +36,7 @@ from triton_openai.api.usage import usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.media.images import ImageReference
 from triton_openai.parsers.answer_parser import AnswerParser
-from triton_openai.parsers.detect import Parsers
+from triton_openai.parsers.registry import Parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.guided import ForcedCall, GuidedCalls, HeldCalls
 from triton_openai.parsers.tools.json_calls import Llama3Json

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from triton_openai.parsers.events import Event
-from triton_openai.parsers.output import Output
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.reader import Reader, Step
 
 
@@ -27,6 +26,93 @@ class TextParser(ABC):
     def flush(self) -> list[Event]:
         """Return what was held back: the text has ended."""
         return []
+
+
+class Output:
+    """
+    Collects what a grammar finds as events: the events since the last :meth:`take`.
+
+    White space before, between and behind tool calls is markup and is dropped, unless text both precedes and follows
+    the calls: then what stands between the last call and that text is kept. Hence white space at the end of content is
+    held until it is known what comes next; text without calls passes as it is.
+    """
+
+    def __init__(self) -> None:
+        # Since the last take
+        self._events: list[Event] = []
+        self._kind: type[Content | Reasoning | ToolCallArguments] | None = None
+        self._parts: list[str] = []
+        # Stream state
+        self.calls = 0
+        self._space: list[str] = []
+        self._shown = False
+        self._behind_call = False
+
+    def content(self, text: str) -> None:
+        """Add *text* of the answer."""
+        visible = text.rstrip()
+        tail = text[len(visible) :]
+        if visible:
+            if self._behind_call and not self._shown:
+                self._space.clear()
+                visible = visible.lstrip()
+            self._add(Content, *self._space, visible)
+            self._space.clear()
+            self._shown = True
+            self._behind_call = False
+        if tail:
+            self._space.append(tail)
+
+    def reasoning(self, text: str) -> None:
+        """Add *text* of the thinking."""
+        if text:
+            self._add(Reasoning, text)
+
+    def start(self, id: str, name: str) -> None:
+        """Add the start of the next call."""
+        self._space.clear()
+        self._behind_call = True
+        self._close()
+        self._events.append(ToolCallStart(self.calls, id, name))
+        self.calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Add *text* to the arguments of the latest call."""
+        if text:
+            self._add(ToolCallArguments, text)
+
+    def trim(self) -> None:
+        """Drop white space at the end of the content so far: it is markup."""
+        self._space.clear()
+
+    def finish(self) -> None:
+        """Add what was held back: the text has ended."""
+        if self._space and not self._behind_call:
+            self._add(Content, *self._space)
+        self._space.clear()
+
+    def take(self) -> list[Event]:
+        """Return the events and begin anew."""
+        self._close()
+        events, self._events = self._events, []
+        return events
+
+    def _add(self, kind: type[Content | Reasoning | ToolCallArguments], *parts: str) -> None:
+        if kind is not self._kind:
+            self._close()
+            self._kind = kind
+        self._parts.extend(parts)
+
+    def _close(self) -> None:
+        if self._kind is None:
+            return
+        text = "".join(self._parts)
+        if self._kind is ToolCallArguments:
+            self._events.append(ToolCallArguments(self.calls - 1, text))
+        else:
+            self._events.append(Reasoning(text) if self._kind is Reasoning else Content(text))
+        self._kind = None
+        self._parts = []
 
 
 class Grammar(TextParser):

@@ -1,11 +1,19 @@
-"""The parsers by name: built-in ones in two tables, those of other packages under two entry-point groups."""
+# ruff: noqa: RUF001 - DeepSeek's markers are made of full-width bars
+"""
+The parsers by name: built-in ones in two tables, those of other packages under two entry-point groups.
+
+A model's answers are read by those that the operator names, else by those that its own chat template shows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
+
+from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.tools.base import ToolParser
@@ -17,7 +25,7 @@ class Registry(Generic[_Parser]):
     """
     The parsers of one *kind* ("tool parser").
 
-    *built_in* has for each name the class, as "module:Class" in this package, and then aliases. Names of built-in
+    *built_in* has for each name the class, as "module:Class" in *package*, and then aliases. Names of built-in
     parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from *base*;
     *make* makes a parser of it.
     """
@@ -26,6 +34,7 @@ class Registry(Generic[_Parser]):
         self,
         kind: str,
         group: str,
+        package: str,
         built_in: Mapping[str, Sequence[str]],
         *,
         base: type,
@@ -35,9 +44,7 @@ class Registry(Generic[_Parser]):
         self._base = base
         self._make = make
         self._group = group
-        self.built_in = {
-            name: EntryPoint(name, f"triton_openai.parsers.{place}", group) for name, (place, *_) in built_in.items()
-        }
+        self.built_in = {name: EntryPoint(name, f"{package}.{place}", group) for name, (place, *_) in built_in.items()}
         self.aliases = {alias: name for name, (_, *others) in built_in.items() for alias in others}
 
     def names(self) -> list[str]:
@@ -94,56 +101,64 @@ class Registry(Generic[_Parser]):
 
 # Each with its class and the names that other servers have for the same format.
 _TOOLS: Mapping[str, Sequence[str]] = {
-    "hermes": ("tools.json_calls:Hermes", "qwen", "qwen25", "qwen3", "qwen3_json", "ernie45"),
-    "llama3_json": ("tools.json_calls:Llama3Json", "llama", "llama3", "llama4_json"),
-    "mistral": ("tools.json_calls:Mistral",),
-    "qwen3_coder": ("tools.tagged_calls:Qwen3Coder", "qwen3_xml", "qwen_xml", "step3p5", "nemotron_nano"),
-    "openai": ("tools.harmony:Harmony", "gpt_oss", "harmony"),
-    "deepseek_v3": ("tools.sections:DeepSeekV3", "deepseekv3", "deepseek_v31", "deepseekv31", "deepseek_v3_1"),
-    "deepseek_v32": ("tools.invokes:DeepSeekV32", "deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
-    "glm45": ("tools.tagged_calls:Glm45", "glm", "glm4", "glm47"),
-    "kimi_k2": ("tools.sections:KimiK2", "kimik2"),
-    "minimax_m2": ("tools.invokes:MiniMaxM2",),
-    "pythonic": ("tools.pythonic:Pythonic", "llama4_pythonic"),
-    "lfm2": ("tools.pythonic:Lfm2",),
-    "olmo3": ("tools.pythonic:Olmo3",),
-    "nemotron_json": ("tools.json_calls:Nemotron", "nemotron", "nemotron_deci"),
-    "granite": ("tools.json_calls:Granite",),
-    "granite4": ("tools.json_calls:Granite4",),
-    "granite_20b_fc": ("tools.json_calls:Granite20bFunctionCalling",),
-    "phi4_mini_json": ("tools.json_calls:Phi4Mini", "phi4", "phi4_mini"),
-    "gemma4": ("tools.gemma4:Gemma4",),
-    "functiongemma": ("tools.gemma4:FunctionGemma",),
-    "seed_oss": ("tools.tagged_calls:SeedOss",),
-    "cohere_command3": ("tools.json_calls:Cohere", "cohere"),
-    "jamba": ("tools.json_calls:Jamba", "hunyuan", "hunyuan_a13b", "minimax", "minimax_m1"),
-    "step3": ("tools.invokes:Step3",),
-    "internlm": ("tools.json_calls:InternLM",),
-    "longcat": ("tools.json_calls:LongCat",),
-    "xlam": ("tools.json_calls:Xlam",),
+    "hermes": ("json_calls:Hermes", "qwen", "qwen25", "qwen3", "qwen3_json", "ernie45"),
+    "llama3_json": ("json_calls:Llama3Json", "llama", "llama3", "llama4_json"),
+    "mistral": ("json_calls:Mistral",),
+    "qwen3_coder": ("tagged_calls:Qwen3Coder", "qwen3_xml", "qwen_xml", "step3p5", "nemotron_nano"),
+    "openai": ("harmony:Harmony", "gpt_oss", "harmony"),
+    "deepseek_v3": ("sections:DeepSeekV3", "deepseekv3", "deepseek_v31", "deepseekv31", "deepseek_v3_1"),
+    "deepseek_v32": ("invokes:DeepSeekV32", "deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
+    "glm45": ("tagged_calls:Glm45", "glm", "glm4", "glm47"),
+    "kimi_k2": ("sections:KimiK2", "kimik2"),
+    "minimax_m2": ("invokes:MiniMaxM2",),
+    "pythonic": ("pythonic:Pythonic", "llama4_pythonic"),
+    "lfm2": ("pythonic:Lfm2",),
+    "olmo3": ("pythonic:Olmo3",),
+    "nemotron_json": ("json_calls:Nemotron", "nemotron", "nemotron_deci"),
+    "granite": ("json_calls:Granite",),
+    "granite4": ("json_calls:Granite4",),
+    "granite_20b_fc": ("json_calls:Granite20bFunctionCalling",),
+    "phi4_mini_json": ("json_calls:Phi4Mini", "phi4", "phi4_mini"),
+    "gemma4": ("gemma4:Gemma4",),
+    "functiongemma": ("gemma4:FunctionGemma",),
+    "seed_oss": ("tagged_calls:SeedOss",),
+    "cohere_command3": ("json_calls:Cohere", "cohere"),
+    "jamba": ("json_calls:Jamba", "hunyuan", "hunyuan_a13b", "minimax", "minimax_m1"),
+    "step3": ("invokes:Step3",),
+    "internlm": ("json_calls:InternLM",),
+    "longcat": ("json_calls:LongCat",),
+    "xlam": ("json_calls:Xlam",),
 }
 _REASONING: Mapping[str, Sequence[str]] = {
-    "qwen3": ("reasoning.think:Think", "think", "basic", "mimo", "step3p5", "olmo3"),
-    "deepseek_r1": ("reasoning.think:DeepSeekR1", "qwen3_thinking", "qwq", "step3"),
-    "deepseek_v3": ("reasoning.think:Think", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
-    "openai_gptoss": ("reasoning.harmony:HarmonyReasoning", "openai", "gpt_oss", "harmony"),
-    "mistral": ("reasoning.think:Mistral",),
-    "glm45": ("reasoning.think:Think", "glm47", "glm"),
-    "granite": ("reasoning.think:Granite", "granite_thinking_parser"),
-    "nemotron_v3": ("reasoning.think:Think", "nemotron", "nemotron3", "nemotron_3", "nemotron_nano", "nemotron_deci"),
-    "kimi_k2": ("reasoning.think:KimiK2", "kimi_k25"),
-    "kimi": ("reasoning.think:Kimi",),
-    "minimax_m2": ("reasoning.think:MiniMaxM2", "minimax"),
-    "seed_oss": ("reasoning.think:SeedOss",),
-    "gemma4": ("reasoning.think:Gemma4",),
-    "cohere_command3": ("reasoning.think:Cohere", "cohere"),
-    "hunyuan_a13b": ("reasoning.think:Hunyuan", "hunyuan"),
-    "ernie45": ("reasoning.think:Ernie45",),
+    "qwen3": ("delimited:Think", "think", "basic", "mimo", "step3p5", "olmo3"),
+    "deepseek_r1": ("delimited:DeepSeekR1", "qwen3_thinking", "qwq", "step3"),
+    "deepseek_v3": ("delimited:Think", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    "openai_gptoss": ("harmony:HarmonyReasoning", "openai", "gpt_oss", "harmony"),
+    "mistral": ("delimited:Mistral",),
+    "glm45": ("delimited:Think", "glm47", "glm"),
+    "granite": ("delimited:Granite", "granite_thinking_parser"),
+    "nemotron_v3": (
+        "reasoning.delimited:Think",
+        "nemotron",
+        "nemotron3",
+        "nemotron_3",
+        "nemotron_nano",
+        "nemotron_deci",
+    ),
+    "kimi_k2": ("delimited:KimiK2", "kimi_k25"),
+    "kimi": ("delimited:Kimi",),
+    "minimax_m2": ("delimited:MiniMaxM2", "minimax"),
+    "seed_oss": ("delimited:SeedOss",),
+    "gemma4": ("delimited:Gemma4",),
+    "cohere_command3": ("delimited:Cohere", "cohere"),
+    "hunyuan_a13b": ("delimited:Hunyuan", "hunyuan"),
+    "ernie45": ("delimited:Ernie45",),
 }
 
 TOOL_PARSERS: Registry[ToolParser] = Registry(
     "tool parser",
     "triton_openai.tool_parsers",
+    "triton_openai.parsers.tools",
     _TOOLS,
     base=ToolParser,
     make=lambda parser: parser({}, new_id=ToolParser.new_id),
@@ -151,7 +166,123 @@ TOOL_PARSERS: Registry[ToolParser] = Registry(
 REASONING_PARSERS: Registry[ReasoningParser] = Registry(
     "reasoning parser",
     "triton_openai.reasoning_parsers",
+    "triton_openai.parsers.reasoning",
     _REASONING,
     base=ReasoningParser,
     make=lambda parser: parser(inside=None),
 )
+
+
+class _Rule(NamedTuple):
+    """
+    A parser, and what a chat template for it holds: all of ``has``, none of ``lacks``.
+
+    A template shows the model how to write a call, or writes past calls back; either way the marker stands in it. The
+    rules were read off the templates that the model families publish.
+    """
+
+    parser: str
+    has: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+
+
+#: The most specific first: several families write ``<tool_call>`` and mean different things.
+_TOOL_RULES = (
+    _Rule("openai", ("<|channel|>", "<|message|>")),
+    _Rule("deepseek_v32", ("｜DSML｜",)),
+    _Rule("deepseek_v3", ("<｜tool▁call▁begin｜>",)),
+    _Rule("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    # Kimi K2's first template writes no calls back, but declares tools in its own way.
+    _Rule("kimi_k2", ("<|im_middle|>", "tool_declare")),
+    _Rule("minimax_m2", ("<minimax:tool_call>",)),
+    _Rule("glm45", ("<arg_key>", "<arg_value>")),
+    _Rule("seed_oss", ("<seed:tool_call>",)),
+    _Rule("qwen3_coder", ("<function=", "<parameter=")),
+    _Rule("nemotron_json", ("<TOOLCALL>",)),
+    _Rule("mistral", ("[TOOL_CALLS]",)),
+    _Rule("lfm2", ("<|tool_call_start|>",)),
+    # Liquid's first template has the list of tools only.
+    _Rule("lfm2", ("<|tool_list_start|>",)),
+    _Rule("lfm2", ("<|im_start|>", "List of tools: ")),
+    _Rule("gemma4", ("<|tool_call>",)),
+    _Rule("functiongemma", ("<start_function_call>",)),
+    _Rule("cohere_command3", ("<|START_ACTION|>",)),
+    _Rule("step3", ("<steptml:invoke",)),
+    _Rule("internlm", ("<|action_start|>", "<|plugin|>")),
+    _Rule("longcat", ("<longcat_tool_call>",)),
+    _Rule("granite_20b_fc", ("<function_call>",)),
+    _Rule("phi4_mini_json", ("functools[",)),
+    # Microsoft's own template for Phi 4 mini names no marker.
+    _Rule("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    _Rule("granite", ("<|tool_call|>",)),
+    _Rule("granite", ("<|start_of_role|>", "available_tools"), lacks=("<tool_call>",)),
+    _Rule("granite4", ("<|start_of_role|>", "<tool_call>")),
+    _Rule("olmo3", ("<function_calls>",)),
+    _Rule("jamba", ("<tool_calls>",)),
+    # MiniMax M3 writes a nested markup of its own inside of that tag.
+    _Rule("hermes", ("<tool_call>",), lacks=("]<]minimax[>[",)),
+    _Rule("pythonic", ("[func_name1(",)),
+    # Functionary, which has Llama's marker too, writes ``<function=f>{…}</function>``.
+    _Rule("llama3_json", ("<|python_tag|>",), lacks=("<function=",)),
+    _Rule("llama3_json", ("<|start_header_id|>", '"parameters": ')),
+    _Rule("llama3_json", ("<|header_start|>", '"parameters": ')),
+)
+
+_REASONING_RULES = (
+    _Rule("openai_gptoss", ("<|channel|>", "<|message|>")),
+    _Rule("mistral", ("[THINK]",)),
+    _Rule("seed_oss", ("<seed:think>",)),
+    _Rule("gemma4", ("<|channel>thought",)),
+    _Rule("cohere_command3", ("<|START_THINKING|>",)),
+    _Rule("kimi", ("◁think▷",)),
+    _Rule("granite", ("Here is my thought process:",)),
+    _Rule("granite", ("<|start_of_role|>", "<think>")),
+    _Rule("deepseek_v3", ("｜DSML｜", "</think>")),
+    _Rule("deepseek_v3", ("<｜Assistant｜>", "</think>", "thinking")),
+    _Rule("deepseek_r1", ("<｜Assistant｜>", "</think>")),
+    _Rule("kimi_k2", ("<|im_middle|>", "<think>")),
+    _Rule("minimax_m2", ("<minimax:tool_call>", "<think>")),
+    _Rule("glm45", ("<arg_key>", "<think>")),
+    _Rule("qwen3", ("</think>",)),
+    _Rule("qwen3", ("<think>",)),
+)
+
+
+def detect(template: str) -> tuple[str | None, str | None]:
+    """Return the names of the tool parser and the reasoning parser for a chat template's source, where it shows any."""
+    return _first(_TOOL_RULES, template), _first(_REASONING_RULES, template)
+
+
+def _first(rules: tuple[_Rule, ...], template: str) -> str | None:
+    for rule in rules:
+        if all(mark in template for mark in rule.has) and not any(mark in template for mark in rule.lacks):
+            return rule.parser
+    return None
+
+
+class Parsers(msgspec.Struct, frozen=True, kw_only=True):
+    """The parser classes of a model; ``None`` where its text stays as it is."""
+
+    tools: type[ToolParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether their markup is lost when the backend leaves special tokens out of the text."""
+        return any(parser is not None and parser.special_tokens for parser in (self.tools, self.reasoning))
+
+
+def choose(template: str, *, tools: str | None, reasoning: str | None) -> Parsers:
+    """
+    Return the parsers called *tools* and *reasoning* (``auto`` or ``None``: by the text of the chat *template*;
+    ``none``: no parser).
+
+    Raises :class:`ConfigurationError` for names that do not exist.
+    """
+    found_tools, found_reasoning = detect(template)
+    tool_name = found_tools if tools in (None, AUTO) else tools
+    reasoning_name = found_reasoning if reasoning in (None, AUTO) else reasoning
+    return Parsers(
+        tools=None if tool_name in (None, NONE) else TOOL_PARSERS.load(tool_name),
+        reasoning=None if reasoning_name in (None, NONE) else REASONING_PARSERS.load(reasoning_name),
+    )

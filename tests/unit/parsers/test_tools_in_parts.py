@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.errors import ConfigurationError
-from triton_openai.parsers.detect import detect
 from triton_openai.parsers.events import Event
 from triton_openai.parsers.markers import Found, Markers
 from triton_openai.parsers.reader import Ended, Malformed, Reader
-from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry
+from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry, detect
 from triton_openai.parsers.tools import json_text, python_text
 from triton_openai.parsers.tools.base import ToolParser, Tools
 from triton_openai.parsers.tools.json_calls import Hermes
