@@ -32,7 +32,8 @@ class TextDecoder:
 
     *stage* is for backends whose responses are not simply the new text. The others are names of outputs: that of the
     text, that with the count of the prompt's tokens and that with the count of a step's (``None`` where there are
-    none), and that of the finish reason. *readers* add what else was asked for.
+    none), and that of the finish reason, which the last response of every answer has. *readers* add what else was asked
+    for.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class TextDecoder:
         self._outputs = (text, token_count or "", finish or "")
         # None once it is known.
         self._prompt_count = prompt_count
+        self._ended = finish is None
         self._readers = readers
 
     def feed(self, response: InferResponse) -> Delta:
@@ -66,11 +68,16 @@ class TextDecoder:
             self._prompt_count = None
         if reason is not None and reason != "None":
             delta.finish_reason = _finish_reason(reason)
+            self._ended = True
         for read in self._readers:
             read(response, delta)
         return delta
 
     def flush(self) -> str:
+        """Return the text that was still held back. Raises :class:`UpstreamError` if the last response is missing."""
+        if not self._ended:
+            # Triton's HTTP threads drop responses when they fall behind, and then end the stream in good order.
+            raise UpstreamError("Triton ended the answer before it was complete.", code="upstream_disconnected")
         return "" if self._stage is None else self._stage.flush()
 
 

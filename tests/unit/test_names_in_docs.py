@@ -65,6 +65,7 @@ FOREIGN = {
 # Triton's own.
 TRITON = {
     "--http-max-input-size",
+    "--http-thread-count",
     "--model-control-mode",
     "--model-repository",
     "--grpc-use-ssl",

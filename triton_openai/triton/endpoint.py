@@ -65,8 +65,7 @@ class Endpoint:
         if control is None:
             raise ConfigurationError("No Triton address is given.", param="triton_url")
         self._control: TritonClient = control
-        self.live, self.model_config = control.live, control.model_config
-        self.load_model, self.unload_model = control.load_model, control.unload_model
+        self.live, self.model_config, self.unload_model = control.live, control.model_config, control.unload_model
         self._explain_timeout = min(connect_timeout, _EXPLAIN_SECONDS)
         # Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
         self._grpc_answers: bool | None = None
@@ -119,6 +118,10 @@ class Endpoint:
             return await self._control.repository_index()
         except ServiceError as error:
             raise await self._explained(self._control, error) from error.__cause__
+
+    async def load_model(self, model: str) -> None:
+        """Load a model: over gRPC if that answers. Over HTTP, one of Triton's threads serves no streams meanwhile."""
+        await (self._grpc if self._grpc is not None and self._grpc_answers else self._control).load_model(model)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model that answers once: over gRPC if configured, because it can be cancelled there, else over HTTP."""

@@ -49,8 +49,9 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     # The default limit of 4 MiB is smaller than a long answer or a batch of embeddings.
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A dead peer behind a live route is noticed although nothing is being sent.
-    ("grpc.keepalive_time_ms", 30_000),
+    # A dead peer behind a live route is noticed although nothing is being sent. Servers end a connection for pings that
+    # follow closer than 5 minutes, and loading a model may take longer.
+    ("grpc.keepalive_time_ms", 310_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
     # A Triton that comes back is found within a second, not after minutes of back-off.

@@ -176,6 +176,10 @@ class Connection(asyncio.Protocol):
             stream.json_length = value
 
     def on_headers_complete(self) -> None:
+        if self._complete:
+            # Nobody has asked for it; its body must not become a part of the answer before it.
+            self._reusable = False
+            raise ValueError("a second answer to one request")
         if self._stream is not None:
             assert self._parser is not None
             self._stream.status = self._parser.get_status_code()

@@ -101,6 +101,18 @@ def test_what_is_missing_stays_unknown():
     assert Delta("a") == feed(decoder, text_output=["a", "b"])
 
 
+@every_case("reasons", [[None], ["None"], ["None", None]])
+def test_an_answer_without_its_last_response(reasons):
+    """A stream may end in good order before its end: where the last response has a reason, one without was cut off."""
+    decoder = TextDecoder(finish="finish_reason")
+    for reason in reasons:
+        feed(decoder, text_output="a", finish_reason=reason)
+
+    with pytest.raises(UpstreamError, match="before it was complete") as caught:
+        decoder.flush()
+    assert "upstream_disconnected" == caught.value.code
+
+
 @every_case("values, expected", [([-0.5], -0.5), ([math.nan], None), ([], None)])
 def test_the_log_probability_of_an_answer(values: list[float], expected: float | None) -> None:
     """One that is not a number is none."""

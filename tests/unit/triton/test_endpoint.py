@@ -7,13 +7,14 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import structlog
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
@@ -30,10 +31,10 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
 
 @asynccontextmanager
-async def grpc_port(pem: bytes | None = None) -> AsyncIterator[str]:
+async def grpc_port(pem: bytes | None = None, servicer: Servicer | None = None) -> AsyncIterator[str]:
     """Yield host and port of a gRPC server."""
     server = grpc.aio.server()
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Servicer(), server)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer or Servicer(), server)
     if pem is None:
         port = server.add_insecure_port("127.0.0.1:0")
     else:
@@ -168,6 +169,35 @@ async def test_a_grpc_address_beside_a_good_one() -> None:
 
     assert ["Triton does not answer at its gRPC address"] == [line["event"] for line in lines]
     assert f"{url} looks like an HTTP port" in lines[0]["reason"]
+
+
+async def test_models_are_loaded_over_grpc() -> None:
+    """Over HTTP, one of Triton's threads would serve no streams meanwhile; it is used where gRPC does not answer."""
+    asked: list[str] = []
+
+    class Triton(Servicer):
+        async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return service_pb2.ServerLiveResponse(live=True)
+
+        async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
+            asked.append(request.model_name)
+            return service_pb2.RepositoryModelLoadResponse()
+
+    async with FakeTriton(config_of("m")) as triton, grpc_port(servicer=Triton()) as address:
+        triton.version = "2.51.0"
+        for url in (f"grpc://{address}", "grpc://127.0.0.1:1"):
+            endpoint = Endpoint([triton.url, url], connect_timeout=5)
+            await endpoint.server_info()
+            assert endpoint._checking is not None
+            await asyncio.wait({endpoint._checking})
+            try:
+                await endpoint.load_model("m")
+            except ServiceError as error:
+                # The fake knows no loads over HTTP.
+                asked.append(error.reason)
+            await endpoint.close()
+
+    assert ["m", "404: Not Found"] == asked
 
 
 async def test_the_address_of_a_request() -> None:

@@ -319,6 +319,7 @@ GRPC = ((":status", "200"), ("content-type", "application/grpc"))
         (frame(RST_STREAM, 0, 1, number(CANCEL)), "CANCELLED", "error 8"),
         (BEGUN + frame(RST_STREAM, 0, 1, number(REFUSED_STREAM)), "UNAVAILABLE", "error 7"),
         (BEGUN + frame(RST_STREAM, 0, 1, number(2)), "INTERNAL", "error 2"),
+        (BEGUN + frame(DATA, 0, 1, message(b"a")) + frame(RST_STREAM, 0, 1, number(0)), "INTERNAL", "error 0"),
     ],
 )  # fmt: skip
 async def test_the_end_of_a_call(data: bytes, code: str, details: str) -> None:

@@ -597,6 +597,18 @@ async def test_a_body_cut_at_every_byte(http):
         assert found == ["one", "é\n", ""][: len(found)]
 
 
+async def test_an_answer_too_many(http):
+    """What nobody has asked for becomes part of no answer, neither of the one before it nor of the one after it."""
+    stray = HEAD + chunk(event("stray")) + LAST
+    for cut in range(len(stray) + 1):
+        http.raw = BODY + stray[:cut]
+        assert (["one", "é\n", ""], None) == await outcome(http.client)
+        http.raw = BODY
+        found, error = await outcome(http.client)
+        assert "stray" not in found
+        assert error is not None or found == ["one", "é\n", ""]
+
+
 @pytest.mark.parametrize(
     "data, expected",
     [
