@@ -158,7 +158,8 @@ class AccessLog(Observer):
         fields["stream"] = observation.stream
         if observation.response_id is not None:
             fields["response_id"] = observation.response_id
-        usage, first, reasons = observation.usage, observation.time_to_first_token, observation.finish_reasons
+        usage, first = observation.usage, observation.time_to_first_token
+        reasons = {one.finish_reason: None for one in observation.answers if one.finish_reason is not None}
         if usage is not None:
             fields["input_tokens"], fields["output_tokens"] = usage.prompt_tokens, usage.completion_tokens
         if first is not None:
@@ -166,8 +167,9 @@ class AccessLog(Observer):
         if observation.queued_seconds:
             fields["queued_seconds"] = _rounded(observation.queued_seconds)
         if reasons:
-            fields["finish_reason"] = ",".join(dict.fromkeys(reasons))
-        _log.info("request", **fields)
+            fields["finish_reason"] = ",".join(reasons)
+        # Bound: else structlog first looks for "info" in the wrong place, and catches its own exception.
+        _log.bind().info("request", **fields)
 
 
 def _rounded(seconds: float) -> float:
