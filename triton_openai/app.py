@@ -189,7 +189,7 @@ def _state(models: Models, worker: Worker) -> State:
 def _image_loader(settings: Settings) -> ImageLoader:
     media = settings.media
     fetcher = Fetcher(
-        AllowedHosts(media.allowed_domains),
+        hosts=AllowedHosts(media.allowed_domains),
         largest=media.max_image_size,
         allows=is_public_or_private if media.private_addresses else is_public,
     )

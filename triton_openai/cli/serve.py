@@ -183,59 +183,47 @@ async def _serve(
             return settings
         return settings.with_triton(triton.http_url, triton.grpc_url, metrics_url=triton.metrics_url)
 
-    # Triton stops last, so that requests in flight can finish.
-    with stopped_by_signals(stop):
-        async with _supervised(settings, triton) as (ends, started):
-            ends.append(asyncio.create_task(stop.asked.wait()))
-            if source is None:
-                starting = asyncio.create_task(started.wait())
-                await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
-                starting.cancel()
-            async with service(adapted(settings), stop) as running:
+    async with contextlib.AsyncExitStack() as opened:
+        opened.enter_context(stopped_by_signals(stop))
+        started = asyncio.Event()
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(stop.asked.wait())]
+        if triton is None:
+            started.set()
+        else:
+            supervisor = Supervisor(triton)
+            started = supervisor.started
+            ends.append(asyncio.create_task(supervisor.run()))
+            # What is opened first ends last: requests in flight can finish before Triton stops.
+            opened.push_async_callback(cancel, ends[-1])
+            if settings.server.log_format == "console":
+                opened.push_async_callback(cancel, asyncio.create_task(_show_start(started)))
+        if source is None:
+            starting = asyncio.create_task(started.wait())
+            await asyncio.wait([starting, *ends], return_when=asyncio.FIRST_COMPLETED)
+            starting.cancel()
+        running = await opened.enter_async_context(service(adapted(settings), stop))
 
-                async def show_banner() -> int:
-                    await started.wait()
-                    status = await running.show_banner()
-                    if status is None:
-                        # Serve until something else ends.
-                        await asyncio.Event().wait()
-                    return status or 0
+        async def show_banner() -> int:
+            await started.wait()
+            status = await running.show_banner()
+            if status is None:
+                # Serve until something else ends.
+                await asyncio.Event().wait()
+            return status or 0
 
-                async def take(new: Settings, renew: bool) -> None:
-                    await running.take_over(adapted(new), renew)
+        async def take(new: Settings, renew: bool) -> None:
+            await running.take_over(adapted(new), renew)
 
-                tasks: list[asyncio.Task[Any]] = [asyncio.create_task(show_banner())]
-                if source is not None:
-                    reloader = Reloader(settings, source, take)
-                    # It stays until the process ends: without it, a SIGHUP during shutdown would kill the process.
-                    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.request)
-                    tasks.append(asyncio.create_task(reloader.run()))
-                try:
-                    done, _ = await asyncio.wait([*tasks, *ends, *running.tasks], return_when=asyncio.FIRST_COMPLETED)
-                    results = {task: task.result() for task in done}
-                    return int(results.get(tasks[0], 0))
-                finally:
-                    await cancel(*tasks)
-
-
-@contextlib.asynccontextmanager
-async def _supervised(
-    settings: Settings, triton: EmbeddedTriton | None
-) -> AsyncIterator[tuple[list[asyncio.Task[Any]], asyncio.Event]]:
-    """Keep *triton* running, if there is one. Yield the tasks whose end ends the service, and Triton's start."""
-    started = asyncio.Event()
-    if triton is None:
-        started.set()
-        yield [], started
-        return
-    supervisor = Supervisor(triton)
-    tasks = [asyncio.create_task(supervisor.run())]
-    if settings.server.log_format == "console":
-        tasks.append(asyncio.create_task(_show_start(supervisor.started)))
-    try:
-        yield tasks[:1], supervisor.started
-    finally:
-        await cancel(*tasks)
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(show_banner())]
+        if source is not None:
+            reloader = Reloader(settings, source, take)
+            # It stays until the process ends: without it, a SIGHUP during shutdown would kill the process.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.request)
+            tasks.append(asyncio.create_task(reloader.run()))
+        opened.push_async_callback(cancel, *tasks)
+        done, _ = await asyncio.wait([*tasks, *ends, *running.tasks], return_when=asyncio.FIRST_COMPLETED)
+        results = {task: task.result() for task in done}
+        return int(results.get(tasks[0], 0))
 
 
 async def _show_start(started: asyncio.Event) -> None:

@@ -86,13 +86,10 @@ class Source:
 class Reloader:
     """Keeps a service's settings up to date while :meth:`run` runs; *settings* are those that it has."""
 
-    def __init__(
-        self, settings: Settings, source: Source, take_over: TakeOver, *, interval: float = LOOK_SECONDS
-    ) -> None:
+    def __init__(self, settings: Settings, source: Source, take_over: TakeOver) -> None:
         self.settings = settings
         self._source = source
         self._take_over = take_over
-        self._interval = interval
         self._requested = asyncio.Event()
 
     def request(self) -> None:
@@ -102,7 +99,7 @@ class Reloader:
     async def run(self) -> None:
         """Watch until cancelled."""
         while True:
-            await first_of(self._requested, timeout=self._interval)
+            await first_of(self._requested, timeout=LOOK_SECONDS)
             renew = self._requested.is_set()
             self._requested.clear()
             if await self._source.watch.look(settled=not renew) or renew:

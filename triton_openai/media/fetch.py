@@ -13,6 +13,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, TypeAlias
 
@@ -186,6 +187,7 @@ def too_large(limit: int) -> InvalidRequest:
     return InvalidRequest(f"The image is larger than the limit of {limit} bytes.", code="image_too_large")
 
 
+@dataclass(kw_only=True)
 class Fetcher:
     """
     Fetches files, at most *concurrency* at a time; each within *timeout* seconds, waiting for its turn included, and of
@@ -194,34 +196,27 @@ class Fetcher:
     *allows* says which addresses may be connected to, *lookup* finds them, see :class:`CheckedResolver`.
     """
 
-    def __init__(
-        self,
-        hosts: AllowedHosts,
-        *,
-        largest: int,
-        timeout: float = 10.0,
-        concurrency: int = 32,
-        allows: AddressPolicy = is_public,
-        lookup: Callable[..., Sequence[Any]] = socket.getaddrinfo,
-    ) -> None:
-        self._hosts = hosts
-        self._largest = largest
-        self._timeout = timeout
-        self._allows = allows
-        self._lookup = lookup
-        self._slots = asyncio.Semaphore(concurrency)
+    hosts: AllowedHosts
+    largest: int
+    timeout: float = 10.0
+    concurrency: int = 32
+    allows: AddressPolicy = is_public
+    lookup: Callable[..., Sequence[Any]] = socket.getaddrinfo
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.concurrency)
         self._session: aiohttp.ClientSession | None = None
 
     def check(self, url: str) -> URL:
         """Return *url* parsed. Raises :class:`InvalidRequest` when it may not be fetched; nothing is connected."""
         parsed = parse_url(url)
-        self._hosts.check(parsed)
+        self.hosts.check(parsed)
         host = parsed.raw_host or ""
         if ":" in host or host.replace(".", "").isdigit():
             # An address needs no resolver, so nobody else checks it; and there are more ways to write one than the
             # usual (one number, octal parts), in which the system would still connect to it.
             address = parse_address(host)
-            if address is None or not self._allows(address):
+            if address is None or not self.allows(address):
                 raise _not_public()
         return parsed
 
@@ -229,10 +224,10 @@ class Fetcher:
         """Return the file at *url*. Raises :class:`InvalidRequest` with the reason."""
         first = self.check(url)
         try:
-            async with asyncio.timeout(self._timeout), self._slots:
+            async with asyncio.timeout(self.timeout), self._slots:
                 return await self._follow(first)
         except TimeoutError as error:
-            raise _refused(f"The image could not be fetched within {self._timeout:g} seconds.") from error
+            raise _refused(f"The image could not be fetched within {self.timeout:g} seconds.") from error
 
     async def close(self) -> None:
         """Close the session."""
@@ -270,8 +265,8 @@ class Fetcher:
         data = bytearray()
         async for piece in response.content.iter_chunked(64 * 1024):
             data += piece
-            if len(data) > self._largest:
-                raise too_large(self._largest)
+            if len(data) > self.largest:
+                raise too_large(self.largest)
         return bytes(data)
 
     def _client(self) -> aiohttp.ClientSession:
@@ -279,7 +274,7 @@ class Fetcher:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    resolver=CheckedResolver(self._allows, self._lookup),
+                    resolver=CheckedResolver(self.allows, self.lookup),
                     # Neither an answer nor a connection outlives the fetch that it was checked for.
                     use_dns_cache=False,
                     force_close=True,

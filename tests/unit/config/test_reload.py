@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from triton_openai.access.guard import GUARD
 from triton_openai.access.keys import Keys, sha256
 from triton_openai.app import create_app, take_over
+from triton_openai.config import reload
 from triton_openai.config.files import FileWatch
 from triton_openai.config.reload import Reloader, Source
 from triton_openai.config.sources import load_settings
@@ -36,6 +37,11 @@ class Service:
         if self.refusal is not None:
             raise ConfigurationError(self.refusal)
         self.taken.append((settings, renew))
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reload, "LOOK_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -70,7 +76,7 @@ class CountingWatch(FileWatch):
 async def reloading(file: Path, service: Service):
     source = Source(lambda: load_settings({"config": str(file)}, {}), file)
     source.watch = CountingWatch([file], problem="refused")
-    reloader = Reloader(source.load(), source, service.take_over, interval=0.01)
+    reloader = Reloader(source.load(), source, service.take_over)
     task = asyncio.create_task(reloader.run())
     try:
         with capture_logs() as logs:
@@ -92,7 +98,8 @@ async def until(condition) -> None:
 async def test_nothing_to_watch_takes_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service without files looks at none."""
     monkeypatch.setattr("asyncio.to_thread", Mock(side_effect=AssertionError))
-    reloader = Reloader(Settings(), Source(Settings), Service().take_over, interval=0)
+    monkeypatch.setattr(reload, "LOOK_SECONDS", 0)
+    reloader = Reloader(Settings(), Source(Settings), Service().take_over)
     for watch in (reloader.run(), Keys(AccessSettings(), interval=0).watch()):
         task = asyncio.create_task(watch)
         for _ in range(20):

@@ -286,7 +286,7 @@ async def fetching(here: Site, *answers: tuple[str, ...], **options: Any) -> Asy
         [f"images.example:{here.port}", f"{HERE}:{here.port}", f"[::1]:{here.port}", "2130706433", "017700000001"]
     )
     given: dict[str, Any] = {"largest": LIMIT, "timeout": 20.0, "concurrency": 4, "allows": only_here, **options}
-    fetcher = Fetcher(hosts, lookup=FakeLookup(*answers), **given)
+    fetcher = Fetcher(hosts=hosts, lookup=FakeLookup(*answers), **given)
     try:
         yield fetcher
     finally:
@@ -362,7 +362,7 @@ async def test_redirects_out(to: str) -> None:
 
 async def test_redirects_keep_their_encryption() -> None:
     """From https to http nothing is followed; the other way round is fine."""
-    fetcher = Fetcher(AllowedHosts(["images.example"]), largest=LIMIT, timeout=20, concurrency=1)
+    fetcher = Fetcher(hosts=AllowedHosts(["images.example"]), largest=LIMIT, timeout=20, concurrency=1)
 
     assert "https" == fetcher._next(URL("http://images.example/a"), "https://images.example/b").scheme
     with pytest.raises(InvalidRequest, match="from https to http"):
