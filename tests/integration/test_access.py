@@ -24,8 +24,8 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, serving
 from tests.triton_fixture import TestTriton
 from triton_openai.access.guard import GUARD
+from triton_openai.access.keys import ROUTE_GROUPS
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.access.restrictions import ROUTE_GROUPS
 from triton_openai.api.routes import add_routes
 from triton_openai.cli import main
 from triton_openai.config.tree import (

@@ -19,9 +19,8 @@ import structlog
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from triton_openai.access.keys import KEY_HEADERS, ApiKey, Keys, identify, sha256
+from triton_openai.access.keys import KEY_HEADERS, ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
 from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Ticket
-from triton_openai.access.restrictions import Restrictions, RouteGroup
 from triton_openai.config.tree import AccessSettings
 from triton_openai.errors import (
     InvalidApiKey,

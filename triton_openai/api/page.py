@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from aiohttp import web
 
-from triton_openai.access.restrictions import ROUTE_GROUPS
+from triton_openai.access.keys import ROUTE_GROUPS
 
 #: By path: the file, and its type.
 FILES = {

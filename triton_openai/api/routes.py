@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from triton_openai import __version__, errors
-from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS, Restrictions
+from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
 from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk

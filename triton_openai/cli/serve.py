@@ -290,7 +290,7 @@ async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None
     First readiness turns false, for load balancers; then the sockets close; then running requests may finish.
     """
     server, draining = app[SERVICE].settings.server, app[DRAINING]
-    draining.begin()
+    draining.begun = True
     if stop.notice:
         await first_of(stop.hurried, timeout=server.shutdown_delay)
     await http.stop_listening()

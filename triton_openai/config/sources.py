@@ -245,8 +245,6 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
 
 def _decode(target: type, value: Any) -> Any:
     """Return a path, the one type of a setting that msgspec does not know."""
-    if target is not Path:
-        raise NotImplementedError(target)
     if isinstance(value, Path):
         return value
     if isinstance(value, str) and value:

@@ -31,7 +31,8 @@ class Draining:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._reasons: dict[asyncio.Task[Any], ServiceError] = {}
         self._none = asyncio.Event()
-        #: Whether the end has begun: not ready any more, and every connection is closed after its next answer.
+        #: Whether the end has begun: the service goes on, but it is not ready any more, and closes every connection
+        #: after its next answer.
         self.begun = False
 
     def enter(self) -> asyncio.Task[Any]:
@@ -48,10 +49,6 @@ class Draining:
         if not self._tasks:
             self._none.set()
 
-    def begin(self) -> None:
-        """Say from now on that the service is ending; it goes on serving."""
-        self.begun = True
-
     def cancel(self, task: asyncio.Task[Any], error: ServiceError) -> None:
         """Cancel a request that runs; its client gets *error*."""
         if task in self._tasks and task not in self._reasons:
@@ -65,7 +62,7 @@ class Draining:
 
     async def drain(self, grace: float, hurried: asyncio.Event | None = None) -> None:
         """Wait until every request has ended, for *grace* seconds at most or until *hurried*; then cancel the rest."""
-        self.begin()
+        self.begun = True
         if self._tasks:
             self._none.clear()
             await first_of(self._none, *([] if hurried is None else [hurried]), timeout=grace)

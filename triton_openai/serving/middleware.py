@@ -21,9 +21,8 @@ from aiohttp.typedefs import Handler, Middleware
 
 from triton_openai.access.cors import CORS
 from triton_openai.access.guard import GUARD
-from triton_openai.access.keys import KEY, NO_KEY, ApiKey
+from triton_openai.access.keys import COUNTED, KEY, NO_KEY, ROUTE_GROUPS, ApiKey
 from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
-from triton_openai.access.restrictions import COUNTED, ROUTE_GROUPS
 from triton_openai.errors import EndpointNotFound, InvalidRequest, MethodNotAllowed, PayloadTooLarge, ServiceError
 from triton_openai.models.draining import DRAINING
 from triton_openai.telemetry.exposition import EXPOSITION

@@ -455,7 +455,7 @@ async def test_bodies_of_loads() -> None:
 async def test_readiness_while_the_service_ends() -> None:
     """Load balancers that ask here learn of the end as those that ask the service; it goes on serving."""
     async with guarded() as (relays, _):
-        relays.guard.draining.begin()
+        relays.guard.draining.begun = True
         for path in ("/v2/health/ready", "/v2/models/m/ready"):
             assert (503, "The service is stopping.") == (await ask(relays, path, method="GET"))[:2]
         assert grpc.StatusCode.UNAVAILABLE == (await call(relays, "ServerReady"))[0]
