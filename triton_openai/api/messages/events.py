@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
@@ -61,6 +62,7 @@ def _block_of(start: Event, text: str, *, omitted: bool) -> types.Block:
         return types.TextBlock(f"{start.name}({text}")
 
 
+@dataclass
 class MessageEvents(Renderer):
     """
     The events of one stream, or, as :attr:`message`, what they make together for an answer as a *whole*.
@@ -69,27 +71,18 @@ class MessageEvents(Renderer):
     are in the signatures of their blocks. A call that was cut has no input: among the blocks it is a text.
     """
 
-    def __init__(
-        self,
-        message_id: str,
-        model: str,
-        run: Run,
-        parser: AnswerParser | None,
-        *,
-        limited: bool,
-        omits_thinking: bool,
-        request_id: str,
-        whole: bool = False,
-    ) -> None:
-        self._id = message_id
-        self._model = model
-        self._progress = run.progress
-        self._parser = parser
-        self._limited = limited
-        self._omits_thinking = omits_thinking
-        self._request_id = request_id
-        self._whole = whole
-        self.blocks: list[types.Block] = []
+    message_id: str
+    model: str
+    run: Run
+    parser: AnswerParser | None
+    _: KW_ONLY
+    limited: bool
+    omits_thinking: bool
+    request_id: str
+    whole: bool = False
+    blocks: list[types.Block] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
         # Stream state: the number of the block, the event that opened it, and its texts
         self._begun = False
         self._index = 0
@@ -105,18 +98,18 @@ class MessageEvents(Renderer):
 
     def _message(self, reason: types.StopReason | None, sequence: str | None) -> types.MessageObject:
         return types.MessageObject(
-            id=self._id,
-            model=self._model,
+            id=self.message_id,
+            model=self.model,
             content=self.blocks,
             stop_reason=reason,
             stop_sequence=sequence,
-            usage=message_usage(self._progress),
+            usage=message_usage(self.run.progress),
         )
 
     @property
     def message(self) -> types.MessageObject:
         """The whole message."""
-        return self._message(*stop_of(self._progress, self._parser, limited=self._limited))
+        return self._message(*stop_of(self.run.progress, self.parser, limited=self.limited))
 
     def keep_alive(self) -> bytes:
         """Return a ping."""
@@ -125,24 +118,24 @@ class MessageEvents(Renderer):
     def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the events of a piece of text."""
         return self._render(
-            [Content(delta.text)] if self._parser is None else self._parser.feed(delta.text, delta.tokens)
+            [Content(delta.text)] if self.parser is None else self.parser.feed(delta.text, delta.tokens)
         )
 
     def last(self, choice: int) -> bytes:
         """Return what the parser held back, and the end of the last block."""
-        events = [] if self._parser is None else self._parser.flush()
+        events = [] if self.parser is None else self.parser.flush()
         return self._render(events) + self._close()
 
     def closing(self) -> bytes:
         """Return why the message ended, and its end."""
-        reason, sequence = stop_of(self._progress, self._parser, limited=self._limited)
+        reason, sequence = stop_of(self.run.progress, self.parser, limited=self.limited)
         delta = types.BlockDelta(stop_reason=reason, stop_sequence=sequence)
-        ended = types.MessageEvent(type="message_delta", delta=delta, usage=message_usage(self._progress))
+        ended = types.MessageEvent(type="message_delta", delta=delta, usage=message_usage(self.run.progress))
         return _event(ended) + _event(types.MessageEvent(type="message_stop"))
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the error."""
-        return event("error", envelope(error, self._request_id))
+        return event("error", envelope(error, self.request_id))
 
     def _render(self, events: Sequence[Event]) -> bytes:
         parts: list[bytes] = []
@@ -152,7 +145,7 @@ class MessageEvents(Renderer):
                     parts += self._block(each, types.TextBlock("")), self._delta(b"text_delta", b"text", each.text)
             elif isinstance(each, Reasoning):
                 parts.append(self._block(each, types.ThinkingBlock("", "")))
-                if self._omits_thinking:
+                if self.omits_thinking:
                     self._texts.append(each.text)
                 else:
                     parts.append(self._delta(b"thinking_delta", b"thinking", each.text))
@@ -172,7 +165,7 @@ class MessageEvents(Renderer):
         return closed + _event(started)
 
     def _delta(self, kind: bytes, field: bytes, text: str) -> bytes:
-        if self._whole:
+        if self.whole:
             self._texts.append(text)
         # Once per token: without the structs.
         return event(
@@ -186,12 +179,12 @@ class MessageEvents(Renderer):
         opened, text, events = self._open, "".join(self._texts), b""
         if opened is None:
             return b""
-        omitted = self._omits_thinking and isinstance(opened, Reasoning)
+        omitted = self.omits_thinking and isinstance(opened, Reasoning)
         if omitted:
             events = self._delta(b"signature_delta", b"signature", seal(text))
         events += _event(types.MessageEvent(type="content_block_stop", index=self._index))
         self._open, self._texts, self._index = None, [], self._index + 1
-        if self._whole:
+        if self.whole:
             self.blocks.append(_block_of(opened, text, omitted=omitted))
         return events
 

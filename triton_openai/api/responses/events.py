@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ _CODES: Mapping[type[ServiceError], str] = {
 }
 
 
+@dataclass
 class ResponseEvents(Renderer):
     """
     The events of one response, which has one *run*; without it, the response can only fail.
@@ -45,24 +47,18 @@ class ResponseEvents(Renderer):
     their ``encrypted_content``.
     """
 
-    def __init__(
-        self,
-        response: types.ResponseObject,
-        run: Run | None,
-        parser: AnswerParser | None,
-        *,
-        names: Mapping[str, ToolName],
-        sealed: bool,
-    ) -> None:
-        self.response = response
-        #: Keeps the response with its last events, before these are sent; returns whether it could.
-        self.keep: Callable[[bytes], Awaitable[bool]] | None = None
-        self._run = run
-        self._parser = parser
-        self._names = names
-        self._sealed = sealed
+    response: types.ResponseObject
+    run: Run | None
+    parser: AnswerParser | None
+    _: KW_ONLY
+    names: Mapping[str, ToolName]
+    sealed: bool
+    #: Keeps the response with its last events, before these are sent; returns whether it could.
+    keep: Callable[[bytes], Awaitable[bool]] | None = None
+
+    def __post_init__(self) -> None:
         self._output: list[types.OutputItem] = []
-        response.output = self._output
+        self.response.output = self._output
         self._opened = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
@@ -94,7 +90,7 @@ class ResponseEvents(Renderer):
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         """Return the events for *delta*."""
-        parser = self._parser
+        parser = self.parser
         if parser is None and type(self._item) is types.OutputMessage and not delta.logprobs:
             return self._text(delta.text)
         entries = chat_logprobs(delta.logprobs).content if delta.logprobs else []
@@ -107,18 +103,18 @@ class ResponseEvents(Renderer):
 
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the end of the last item."""
-        events = b"" if self._parser is None else self._parsed(self._parser.flush(), [])
+        events = b"" if self.parser is None else self._parsed(self.parser.flush(), [])
         if not self._output:
             # An empty answer is a message too.
             events += self._begin(types.OutputMessage)
-        cut = self._run is not None and self._run.progress.finish_reason is FinishReason.LENGTH
+        cut = self.run is not None and self.run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, types.OutputFunctionCall | types.OutputCustomCall):
-            cut = self._parser is not None and self._parser.cut
+            cut = self.parser is not None and self.parser.cut
         return events + self._close("incomplete" if cut else "completed")
 
     def closing(self) -> bytes:
         """Return the event with the whole response."""
-        response, run = self.response, self._run
+        response, run = self.response, self.run
         assert run is not None
         response.status = "completed"
         if run.progress.finish_reason is FinishReason.LENGTH:
@@ -152,7 +148,7 @@ class ResponseEvents(Renderer):
         return last
 
     def _usage(self, run: Run) -> types.ResponseUsage:
-        progress, parser = run.progress, self._parser
+        progress, parser = run.progress, self.parser
         usage = progress.usage or progress.usage_estimate
         return types.ResponseUsage(
             input_tokens=usage.prompt_tokens,
@@ -182,7 +178,7 @@ class ResponseEvents(Renderer):
                 rendered += self._content(each.text, entries)
                 entries = []
             elif isinstance(each, ToolCallStart):
-                named = self._names.get(each.name, ToolName(each.name))
+                named = self.names.get(each.name, ToolName(each.name))
                 rendered += self._open(
                     types.OutputCustomCall if named.custom else types.OutputFunctionCall,
                     call_id=each.id,
@@ -257,7 +253,7 @@ class ResponseEvents(Renderer):
             rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
         elif isinstance(item, types.OutputReasoning):
             item.content = (types.ReasoningText(text=text),)
-            item.encrypted_content = seal(text) if self._sealed else None
+            item.encrypted_content = seal(text) if self.sealed else None
             rendered += self._item_event("reasoning_text.done", content_index=0, text=text)
         elif isinstance(item, types.OutputFunctionCall):
             item.arguments = text

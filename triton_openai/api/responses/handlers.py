@@ -121,9 +121,7 @@ class Job:
                     setattr(response, name, value)
         names = {} if self.reading is None else self.reading.tools.names
         sealed = "reasoning.encrypted_content" in (self.body.include or ())
-        events = ResponseEvents(response, run, parser, names=names, sealed=sealed)
-        events.keep = self.keep
-        return events
+        return ResponseEvents(response, run, parser, names=names, sealed=sealed, keep=self.keep)
 
     async def announce(self) -> None:
         """
