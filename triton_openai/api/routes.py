@@ -300,12 +300,12 @@ def _schemas(*, strict: bool) -> dict[str, Any]:
     template = "#/components/schemas/{name}"
     _, asked = msgspec.json.schema_components([*bodies, ToolDefinition], ref_template=template)
     _, answered = msgspec.json.schema_components([ErrorEnvelope, AnthropicEnvelope, *kinds], ref_template=template)
-    if both := asked.keys() & answered.keys():
-        raise ValueError(f"types of requests and of answers have the same names: {sorted(both)}")
     for schema in answered.values():
         for name, field in schema.get("properties", {}).items():
             if "default" in field:
                 schema["required"].append(name)
+    if both := [name for name in asked.keys() & answered.keys() if asked[name] != answered[name]]:
+        raise ValueError(f"types of requests and of answers have the same names: {sorted(both)}")
     for kind in bodies:
         if issubclass(kind, ModelRequest) and not strict:
             asked[kind.__name__].pop("additionalProperties", None)

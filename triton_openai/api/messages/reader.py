@@ -144,7 +144,7 @@ def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
 def _messages(body: types.CountTokensRequest) -> Iterator[tuple[Message, str]]:
     """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
     if body.system:
-        given = [types.TextBlockParam(body.system)] if isinstance(body.system, str) else body.system
+        given = [types.TextBlock(body.system)] if isinstance(body.system, str) else body.system
         texts = [_text(block.text) for block in given if not block.text.startswith(_BILLING)]
         if texts:
             yield SystemMessage(content=_content(texts)), "system"
@@ -155,7 +155,7 @@ def _messages(body: types.CountTokensRequest) -> Iterator[tuple[Message, str]]:
         if role == "assistant":
             yield _assistant(blocks, place), place
         elif role == "system":
-            texts = [_text(block.text) for block in blocks if isinstance(block, types.TextBlockParam)]
+            texts = [_text(block.text) for block in blocks if isinstance(block, types.TextBlock)]
             if len(texts) < len(blocks):
                 raise UnsupportedParameter("Messages of the system have texts only.", param=place)
             yield SystemMessage(content=_content(texts)), place
@@ -164,18 +164,18 @@ def _messages(body: types.CountTokensRequest) -> Iterator[tuple[Message, str]]:
 
 
 def _blocks(message: types.MessageParam) -> Sequence[types.BlockParam]:
-    return [types.TextBlockParam(message.content)] if isinstance(message.content, str) else message.content
+    return [types.TextBlock(message.content)] if isinstance(message.content, str) else message.content
 
 
 def _assistant(blocks: Sequence[types.BlockParam], place: str) -> Message:
     texts, thoughts, calls = [], [], []
     for block in blocks:
         match block:
-            case types.TextBlockParam():
+            case types.TextBlock():
                 texts.append(_text(block.text))
             case types.ThinkingBlockParam():
                 thoughts.append(block.thinking or unsealed(block.signature) or "")
-            case types.ToolUseBlockParam():
+            case types.ToolUseBlock():
                 function = MessageFunctionCall(name=block.name, arguments=block.input)
                 calls.append(MessageToolCall(id=block.id, type="function", function=function))
             case types.RedactedThinkingBlockParam():
@@ -195,7 +195,7 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[Message]:
     answered = False
     for block in blocks:
         if isinstance(block, types.ToolResultBlockParam):
-            given = [types.TextBlockParam(block.content)] if isinstance(block.content, str) else block.content or ()
+            given = [types.TextBlock(block.content)] if isinstance(block.content, str) else block.content or ()
             found = [_part(part, place) for part in given]
             text = "\n".join([part.text for part in found if part.text is not None])
             if block.is_error and not text.lower().startswith(("error", "<tool_use_error")):
@@ -203,7 +203,7 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[Message]:
             parts += [part for part in found if part.text is None]
             answered = True
             yield ToolMessage(content=text, tool_call_id=block.tool_use_id)
-        elif isinstance(block, types.TextBlockParam | types.ImageBlockParam | types.DocumentBlockParam):
+        elif isinstance(block, types.TextBlock | types.ImageBlockParam | types.DocumentBlockParam):
             parts.append(_part(block, place))
         else:
             raise _misplaced(block, "a user's", place)
@@ -213,7 +213,7 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[Message]:
 
 def _part(block: types.ResultBlockParam, place: str) -> ContentPart:
     match block:
-        case types.TextBlockParam():
+        case types.TextBlock():
             return _text(block.text)
         case types.ImageBlockParam(source=types.UrlSourceParam(url=url)):
             return ContentPart(type="image_url", image_url=url)

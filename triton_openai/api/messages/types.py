@@ -20,7 +20,7 @@ _MOST_BLOCKS = 4096
 _MOST_TOOLS = 512
 
 
-class TextBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     """A text."""
 
     text: str
@@ -64,11 +64,11 @@ class ToolReferenceBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag
     tool_name: str
 
 
-ResultBlockParam: TypeAlias = TextBlockParam | ImageBlockParam | DocumentBlockParam | ToolReferenceBlockParam
+ResultBlockParam: TypeAlias = TextBlock | ImageBlockParam | DocumentBlockParam | ToolReferenceBlockParam
 
 
-class ToolUseBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """A call that the model made."""
+class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
 
     id: str
     name: str
@@ -97,10 +97,10 @@ class RedactedThinkingBlockParam(msgspec.Struct, frozen=True, tag_field="type", 
 
 
 BlockParam: TypeAlias = (
-    TextBlockParam
+    TextBlock
     | ImageBlockParam
     | DocumentBlockParam
-    | ToolUseBlockParam
+    | ToolUseBlock
     | ToolResultBlockParam
     | ThinkingBlockParam
     | RedactedThinkingBlockParam
@@ -166,7 +166,7 @@ class CountTokensRequest(ModelRequest, kw_only=True):
     """A conversation, of which the tokens are counted."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | Annotated[list[TextBlockParam], Meta(max_length=_MOST_BLOCKS)] | None = None
+    system: str | Annotated[list[TextBlock], Meta(max_length=_MOST_BLOCKS)] | None = None
     tools: Annotated[list[ToolParam], Meta(max_length=_MOST_TOOLS)] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
@@ -198,25 +198,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     output_format: OutputFormatParam | None = None
 
 
-class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """Text of the answer."""
-
-    text: str
-
-
 class ThinkingBlock(msgspec.Struct, frozen=True, tag_field="type", tag="thinking"):
     """What the model thought."""
 
     thinking: str
     signature: str
-
-
-class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
-    """A call of a tool."""
-
-    id: str
-    name: str
-    input: dict[str, Any]
 
 
 Block: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
