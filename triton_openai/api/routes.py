@@ -129,17 +129,14 @@ def describe(settings: Settings) -> dict[str, Any]:
     keys = bool(access.api_key) or access.api_keys_file is not None
     restricted = Restrictions(access.openai_restricted_api).groups
     paths: dict[str, dict[str, Any]] = {}
-    raised: dict[tuple[bool, int], dict[type[errors.ServiceError], None]] = {}
+    raised: dict[tuple[str, int], dict[type[errors.ServiceError], None]] = {}
     for operation in OPERATIONS:
         failures: dict[int, dict[str, Any]] = {}
+        form = "Anthropic" if operation.anthropic else "Either" if operation.shared is not None else ""
         for kind in _errors(operation, keys=keys, restricted=operation.group in restricted):
-            if operation.shared is not None:
-                either = {"anyOf": [_schema(ErrorEnvelope), _schema(AnthropicEnvelope)]}
-                failures[kind.status] = _failure(kind.status, (kind,), either, keys=keys)
-                continue
-            key = operation.anthropic, status_of(kind) if operation.anthropic else kind.status
-            raised.setdefault(key, {})[kind] = None
-            failures[key[1]] = {"$ref": f"#/components/responses/{_response(*key)}"}
+            status = status_of(kind) if operation.anthropic else kind.status
+            raised.setdefault((form, status), {})[kind] = None
+            failures[status] = {"$ref": f"#/components/responses/{form}Error{status}"}
         if operation.failure is not None and operation.answer is not None:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
@@ -166,11 +163,11 @@ def describe(settings: Settings) -> dict[str, Any]:
                 one["operationId"] += "_" + re.sub(r"[^a-z0-9]+", "_", f"{method}{path}".lower()).rstrip("_")
                 one["description"] = f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`."
             paths.setdefault(path, {})[method.lower()] = one
+    envelopes: dict[str, dict[str, Any]] = {"": _schema(ErrorEnvelope), "Anthropic": _schema(AnthropicEnvelope)}
+    envelopes["Either"] = {"anyOf": list(envelopes.values())}
     responses = {
-        _response(anthropic, status): _failure(
-            status, kinds, _schema(AnthropicEnvelope if anthropic else ErrorEnvelope), keys=keys, anthropic=anthropic
-        )
-        for (anthropic, status), kinds in sorted(raised.items())
+        f"{form}Error{status}": _failure(status, kinds, envelopes[form], keys=keys, anthropic=form == "Anthropic")
+        for (form, status), kinds in sorted(raised.items())
     }
     return {
         "openapi": "3.1.0",
@@ -207,11 +204,6 @@ def _errors(operation: Operation, *, keys: bool, restricted: bool) -> Iterator[t
     if operation.infers:
         yield from _INFERENCE
     yield from operation.errors
-
-
-def _response(anthropic: bool, status: int) -> str:
-    """Return the name of the component for an error's answer."""
-    return f"{'Anthropic' if anthropic else ''}Error{status}"
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, str]:
