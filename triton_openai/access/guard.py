@@ -12,6 +12,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +22,7 @@ from multidict import CIMultiDictProxy
 
 from triton_openai.access.keys import KEY_HEADERS, ApiKey, Keys, Restrictions, RouteGroup, identify, sha256
 from triton_openai.access.rate_limits import LimitStore, RateLimit, RateLimits, Ticket
+from triton_openai.config.files import LOOK_SECONDS
 from triton_openai.config.tree import AccessSettings
 from triton_openai.errors import (
     InvalidApiKey,
@@ -63,9 +65,12 @@ class Guard:
     ) -> None:
         self.draining = draining
         self.metrics = metrics
-        self.keys = Keys(settings)
-        self.restrictions = Restrictions(settings.openai_restricted_api)
         self.limits: LimitStore = limits or RateLimits()
+        self._take(settings, Keys(settings))
+
+    def _take(self, settings: AccessSettings, keys: Keys) -> None:
+        self.keys = keys
+        self.restrictions = Restrictions(settings.openai_restricted_api)
         #: ``None`` where the gateway is not trusted.
         self.gateway = settings.gateway if settings.trust_gateway else None
 
@@ -111,20 +116,19 @@ class Guard:
 
     def prepare(self, settings: AccessSettings) -> Callable[[], None]:
         """Return what puts new *settings* of keys and restrictions in force. Raises :class:`ConfigurationError`."""
-        take_keys = self.keys.prepare(settings)
-
-        def take() -> None:
-            take_keys()
-            self.restrictions.replace(settings.openai_restricted_api)
-            self.gateway = settings.gateway if settings.trust_gateway else None
-
-        return take
+        return partial(self._take, settings, Keys(settings, again=True))
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
         """Watch the file of keys while *app* runs."""
-        watching = asyncio.create_task(self.keys.watch())
+        watching = asyncio.create_task(self.watch())
         yield
         await cancel(watching)
+
+    async def watch(self) -> None:
+        """Read the file of keys again after each change, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self.keys.look()
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)

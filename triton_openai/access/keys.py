@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
@@ -21,7 +21,7 @@ from msgspec import Meta
 from multidict import CIMultiDictProxy
 
 from triton_openai.access.rate_limits import RateLimit
-from triton_openai.config.files import LOOK_SECONDS, FileWatch
+from triton_openai.config.files import FileWatch
 from triton_openai.config.tree import AccessSettings, Group, RestrictedApi
 from triton_openai.errors import ApiRestricted, ConfigurationError, InvalidApiKey, KeyNotSufficient, ManagementDisabled
 
@@ -150,46 +150,27 @@ class Keys:
     Raises :class:`ConfigurationError`.
     """
 
-    def __init__(self, settings: AccessSettings, *, interval: float = LOOK_SECONDS) -> None:
-        self._interval = interval
-        self._settings, self._file, self.ring = settings, _watch(settings), read_keys(settings)
+    def __init__(self, settings: AccessSettings, *, again: bool = False) -> None:
+        """*again* is whether the service has read its keys before: from then on, their file must not be a pipe."""
+        self._settings = settings
+        self._file = FileWatch([settings.api_keys_file], problem="the old API keys stay in force")
+        self.ring = self._read_again() if again else read_keys(settings)
 
-    def prepare(self, settings: AccessSettings) -> Callable[[], None]:
-        """Read the keys of new *settings*, and return what puts them in force. Raises :class:`ConfigurationError`."""
-        file = _watch(settings)
-        ring = _read_again(settings, file)
+    def _read_again(self) -> Keyring | None:
+        self._file.check("file of API keys")
+        return read_keys(self._settings)
 
-        def take() -> None:
-            self._settings, self._file, self.ring = settings, file, ring
-
-        return take
-
-    async def watch(self, changed: Callable[[], None] = lambda: None) -> None:
-        """Read the file again after each change, until cancelled; call *changed* after each attempt."""
-        while True:
-            await asyncio.sleep(self._interval)
-            settings, file = self._settings, self._file
-            if not await file.look(settled=True):
-                continue
-            try:
-                ring = await asyncio.to_thread(_read_again, settings, file)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
-                file.failed(error)
-            else:
-                file.used()
-                if settings is self._settings:
-                    self.ring = ring
-                    _log.info("API keys are read again", names=len({key.name for key in (ring or {}).values()}))
-            changed()
-
-
-def _watch(settings: AccessSettings) -> FileWatch:
-    return FileWatch([settings.api_keys_file], problem="the old API keys stay in force")
-
-
-def _read_again(settings: AccessSettings, file: FileWatch) -> Keyring | None:
-    file.check("file of API keys")
-    return read_keys(settings)
+    async def look(self) -> None:
+        """Read the file again if it has changed. What is wrong with it is logged, and the keys stay in force."""
+        if not await self._file.look(settled=True):
+            return
+        try:
+            self.ring = await asyncio.to_thread(self._read_again)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next change has to be noticed
+            self._file.failed(error)
+        else:
+            self._file.used()
+            _log.info("API keys are read again", names=len({key.name for key in (self.ring or {}).values()}))
 
 
 # Azure's and Anthropic's clients have headers of their own.
@@ -238,16 +219,10 @@ class Restrictions:
     them as inference, and its documentation as a group of their own.
     """
 
-    def __init__(self, entries: Iterable[RestrictedApi] = ()) -> None:
-        self._headers: dict[Group, tuple[str, bytes]] = {}
-        self.replace(entries)
-
-    def replace(self, entries: Iterable[RestrictedApi]) -> None:
-        """Restrict what *entries* say, and nothing else."""
-        headers = {api: (entry.header, sha256(entry.value)) for entry in entries for api in entry.apis}
-        if "inference" in headers:
-            headers.setdefault("embedding", headers["inference"])
-        self._headers = headers
+    def __init__(self, entries: Iterable[RestrictedApi]) -> None:
+        self._headers = {api: (entry.header, sha256(entry.value)) for entry in entries for api in entry.apis}
+        if "inference" in self._headers:
+            self._headers.setdefault("embedding", self._headers["inference"])
 
     @property
     def header_names(self) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import hashlib
 import os
@@ -13,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from triton_openai.access.guard import Guard
 from triton_openai.access.keys import Keyring, Keys, identify, read_keys, sha256
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, Settings
+from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, InvalidApiKey
+from triton_openai.models.draining import Draining
+from triton_openai.telemetry.metrics import Metrics
 
 SECRET = "sk-a-secret"
 
@@ -145,40 +148,43 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 async def test_rotation(tmp_path: Path) -> None:
     """A new file is taken, a bad one is not, and one that is replaced as Kubernetes does it is noticed."""
     file = written(tmp_path, "keys: [{name: a, key: one}]")
-    keys = Keys(AccessSettings(api_keys_file=file), interval=0.01)
-    looked = asyncio.Event()
-    watching = asyncio.create_task(keys.watch(looked.set))
+    keys = Keys(AccessSettings(api_keys_file=file))
 
     def known() -> list[str]:
         assert keys.ring is not None
         return [key for key in ("one", "two", "three") if keys.ring.get(sha256(key)) is not None]
 
-    async def becomes(expected: list[str]) -> None:
-        looked.clear()
-        await asyncio.wait_for(looked.wait(), 10)
-        while known() != expected:
-            looked.clear()
-            await asyncio.wait_for(looked.wait(), 10)
+    async def after_looks() -> list[str]:
+        # A change counts when the file has looked the same twice.
+        await keys.look()
+        await keys.look()
+        return known()
 
-    assert ["one"] == known()
+    assert ["one"] == await after_looks()
     file.write_text("keys: [{name: a, key: [one, two]}]")
-    await becomes(["one", "two"])
+    assert ["one", "two"] == await after_looks()
     file.write_text("keys: [{name: a, key: ")
-    await becomes(["one", "two"])
+    assert ["one", "two"] == await after_looks()
     file.unlink()
-    await becomes(["one", "two"])
+    assert ["one", "two"] == await after_looks()
     (tmp_path / "next").write_text("keys: [{name: a, key: [three]}]")
     os.replace(tmp_path / "next", file)  # noqa: PTH105
-    await becomes(["three"])
-    watching.cancel()
+    assert ["three"] == await after_looks()
 
-    # The settings themselves may be others.
-    keys.prepare(AccessSettings(api_key=("three", "two")))
-    assert ["three"] == known()
-    keys.prepare(AccessSettings(api_key=("two",)))()
+
+async def test_new_settings(tmp_path: Path) -> None:
+    """They are read at once and hold when they are taken; those that cannot be used change nothing."""
+    guard = Guard(AccessSettings(api_key=("one",)), Draining(), metrics=Metrics(Worker()))
+
+    def known() -> list[str]:
+        return [key for key in ("one", "two") if sha256(key) in (guard.keys.ring or ())]
+
+    take = guard.prepare(AccessSettings(api_key=("two",)))
+    assert ["one"] == known()
+    take()
     assert ["two"] == known()
     with pytest.raises(ConfigurationError):
-        keys.prepare(AccessSettings(api_keys_file=tmp_path / "nothing"))
+        guard.prepare(AccessSettings(api_keys_file=tmp_path / "nothing"))
     assert ["two"] == known()
 
 
@@ -187,7 +193,7 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
 ) -> None:
     """Nothing of the file itself changes when descriptors are free again, or when its rights have been mended."""
     file = written(tmp_path, "keys: [{name: a, key: revoked}]")
-    keys = Keys(AccessSettings(api_keys_file=file), interval=0.001)
+    keys = Keys(AccessSettings(api_keys_file=file))
     attempts = 0
     read_bytes = Path.read_bytes
 
@@ -200,10 +206,8 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
 
     monkeypatch.setattr(Path, "read_bytes", failing)
     file.write_text("keys: [{name: a, key: another}]")
-    taken = asyncio.Event()
-    watching = asyncio.create_task(keys.watch(lambda: taken.set() if attempts == 4 else None))
-    await asyncio.wait_for(taken.wait(), 10)
-    watching.cancel()
+    for _ in range(5):
+        await keys.look()
 
     assert keys.ring is not None
     assert keys.ring.get(sha256("revoked")) is None
@@ -213,18 +217,16 @@ async def test_a_file_that_could_not_be_read_is_tried_again(
 async def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     """Nobody may ever write into it: the event loop would stand still, and a thread keep the service from ending."""
     file = written(tmp_path, "keys: [{name: a, key: one}]")
-    keys = Keys(AccessSettings(api_keys_file=file), interval=0.001)
+    keys = Keys(AccessSettings(api_keys_file=file))
     file.unlink()
     os.mkfifo(file)
     # Whoever waits for it gets this; nobody reads it in time.
     writing = os.open(file, os.O_RDWR)
     os.write(writing, b"keys: [{name: a, key: two}]")
-    tried = asyncio.Event()
-    watching = asyncio.create_task(keys.watch(tried.set))
-    await asyncio.wait_for(tried.wait(), 10)
-    watching.cancel()
+    await keys.look()
+    await keys.look()
     with pytest.raises(ConfigurationError, match="pipe"):
-        keys.prepare(AccessSettings(api_keys_file=file))
+        Keys(AccessSettings(api_keys_file=file), again=True)
     os.close(writing)
 
     assert keys.ring is not None

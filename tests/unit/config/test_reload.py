@@ -11,16 +11,19 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from triton_openai.access.guard import GUARD
-from triton_openai.access.keys import Keys, sha256
+from triton_openai.access.guard import GUARD, Guard
+from triton_openai.access.keys import sha256
 from triton_openai.app import create_app, take_over
 from triton_openai.config import reload
 from triton_openai.config.files import FileWatch
 from triton_openai.config.reload import Reloader, Source
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, ApiSettings, RestrictedApi, Settings
+from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError
+from triton_openai.models.draining import Draining
 from triton_openai.models.served import Models
+from triton_openai.telemetry.metrics import Metrics
 
 
 class Service:
@@ -100,7 +103,9 @@ async def test_nothing_to_watch_takes_no_thread(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("asyncio.to_thread", Mock(side_effect=AssertionError))
     monkeypatch.setattr(reload, "LOOK_SECONDS", 0)
     reloader = Reloader(Settings(), Source(Settings), Service().take_over)
-    for watch in (reloader.run(), Keys(AccessSettings(), interval=0).watch()):
+    guard = Guard(AccessSettings(), Draining(), metrics=Metrics(Worker()))
+    monkeypatch.setattr("triton_openai.access.guard.LOOK_SECONDS", 0)
+    for watch in (reloader.run(), guard.watch()):
         task = asyncio.create_task(watch)
         for _ in range(20):
             await asyncio.sleep(0)
