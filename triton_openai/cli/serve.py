@@ -39,7 +39,7 @@ from triton_openai.serving.server import HttpServer, address_of, listening_socke
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
 from triton_openai.tasks import cancel, first_of
-from triton_openai.telemetry.metrics import forget_worker, metrics_folder
+from triton_openai.telemetry.metrics import metrics_folder
 from triton_openai.triton.relay.frontends import FRONTENDS, start_frontends
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 from triton_openai.tritonserver.supervisor import Supervisor, triton_for
@@ -320,7 +320,6 @@ async def _workers(
     environ: Mapping[str, str],
 ) -> AsyncIterator[Running]:
     """Serve with workers, whose relays listen on the *ports* of these settings, and which share *directory*."""
-    shared = SharedState()
     count, address = settings.server.workers, address_of(settings, sockets[0])
 
     def with_ports(settings: Settings) -> Settings:
@@ -329,16 +328,7 @@ async def _workers(
 
     async def start(index: int, settings: Settings) -> WorkerProcess:
         worker = Worker(index=index, count=count, directory=directory)
-        member = await WorkerProcess.start(worker, settings, sockets=sockets, address=address, environment=environ)
-        member.channel.methods |= shared.methods(index)
-        return member
-
-    def listens(index: int, member: WorkerProcess) -> None:
-        shared.add(index, member.channel)
-
-    def forget(index: int) -> None:
-        shared.forget(index)
-        forget_worker(directory, index)
+        return await WorkerProcess.start(worker, settings, sockets=sockets, address=address, environment=environ)
 
     async def take(new: Settings, renew: bool) -> None:
         await pool.take_over(with_ports(new), renew)
@@ -347,7 +337,7 @@ async def _workers(
         pool.ask_for_banner(launched=launched)
         show(await pool.banner)
 
-    pool = Pool(with_ports(settings), count, start, listens=listens, forget=forget)
+    pool = Pool(with_ports(settings), count, start, SharedState(directory))
     serving = asyncio.create_task(pool.run())
     try:
         yield Running(take, show_banner, (serving,))

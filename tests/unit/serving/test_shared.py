@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -45,7 +46,7 @@ class Workers:
     """The parent and the workers of a service in one process."""
 
     def __init__(self) -> None:
-        self.state = SharedState()
+        self.state = SharedState(Path("no metrics"))
         self.clients: dict[int, SharedClient] = {}
         # Each worker's wires to the parent and from it, and what runs at their ends.
         self._wires: dict[int, tuple[Wire, Wire]] = {}

@@ -44,6 +44,11 @@ _RICH = Settings(
 _NEW = Settings(api=ApiSettings(default_max_tokens=7))
 
 
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton_openai.serving.workers.pool.FIRST_PAUSE", 0.001)
+
+
 class Member(WorkerProcess):
     """A worker of no process: it records what it is told, and ends when the test says so."""
 
@@ -52,6 +57,7 @@ class Member(WorkerProcess):
         self.pid = pid
         self.settings = settings
         self.channel = self  # type: ignore[assignment]
+        self.methods: dict[str, Callable[..., object]] = {}
         self.held = [settings]
         self.listening = asyncio.Event()
         self.heartbeats = 0
@@ -118,14 +124,9 @@ class Factory:
         return member
 
     def pool(self, count: int, settings: Settings | None = None) -> Pool:
-        return Pool(
-            settings or Settings(),
-            count,
-            self.start,
-            listens=lambda index, _: self.listening.append(index),
-            forget=self.forgotten.append,
-            first_pause=0.001,
-        )
+        shared = Mock(methods=Mock(return_value={}), forget=self.forgotten.append)
+        shared.add = lambda index, _: self.listening.append(index)
+        return Pool(settings or Settings(), count, self.start, shared)
 
 
 async def until(condition: Callable[[], object]) -> None:

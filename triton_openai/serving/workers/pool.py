@@ -20,11 +20,14 @@ from triton_openai.config.tree import Settings
 from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.serving.workers.channel import Channel
+from triton_openai.serving.workers.shared import SharedState
 from triton_openai.tasks import first_of
 from triton_openai.tritonserver.supervisor import Pauses
 
 log = structlog.get_logger(__name__)
 
+#: Before a worker that ended is replaced for the first time.
+FIRST_PAUSE = 0.1
 # Checks in a row without a heartbeat after which a worker counts as hanging. Checks are counted, not seconds, because
 # time also passes while this process, or the whole machine, is suspended.
 _CHECKS = 8
@@ -161,8 +164,8 @@ class Pool:
     """
     Keeps *count* workers running while :meth:`run` runs.
 
-    *start* starts the worker with a number, *listens* is called when it accepts connections, and *forget* when it has
-    ended. A worker that ends is replaced after a pause, which grows for one that keeps ending. One that hangs is ended.
+    *start* starts the worker with a number. Workers *share* a state from when they accept connections until they end. A
+    worker that ends is replaced after a pause, which grows for one that keeps ending. One that hangs is ended.
     """
 
     def __init__(
@@ -170,19 +173,15 @@ class Pool:
         settings: Settings,
         count: int,
         start: Callable[[int, Settings], Awaitable[WorkerProcess]],
-        *,
-        listens: Callable[[int, WorkerProcess], None],
-        forget: Callable[[int], None],
-        first_pause: float = 0.1,
+        share: SharedState,
     ) -> None:
         self.settings = settings
         #: The banner of the first worker that makes one after :meth:`ask_for_banner`.
         self.banner: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._start = start
-        self._listens = listens
-        self._forget = forget
+        self._share = share
         self._members: dict[int, WorkerProcess] = {}
-        self._pauses = [Pauses(first=first_pause, longest=30.0, stable_after=30.0) for _ in range(count)]
+        self._pauses = [Pauses(first=FIRST_PAUSE, longest=30.0, stable_after=30.0) for _ in range(count)]
         self._launched: bool | None = None
         self._ever_listened = False
         self._ending = asyncio.Event()
@@ -280,6 +279,7 @@ class Pool:
             began = time.monotonic()
             try:
                 member = await self._start(index, self.settings)
+                member.channel.methods |= self._share.methods(index)
             except OSError as error:
                 log.error("worker cannot be started", worker=index, reason=str(error))  # noqa: TRY400
                 pause = self._pauses[index].after(0)
@@ -308,7 +308,7 @@ class Pool:
             for task in tasks:
                 task.cancel()
             del self._members[index]
-            self._forget(index)
+            self._share.forget(index)
         if self._ending.is_set():
             return
         if not self._ever_listened:
@@ -321,7 +321,7 @@ class Pool:
         await member.listening.wait()
         self._ever_listened = True
         log.info("worker listens", pid=member.pid)
-        self._listens(index, member)
+        self._share.add(index, member.channel)
         self._ask_for_banner(member)
         await member.watch(index, lambda: self.settings.server.worker_timeout)
 

@@ -11,21 +11,24 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Coroutine
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from triton_openai.access.rate_limits import Decision, RateLimit, RateLimits
 from triton_openai.errors import ServiceOverloaded
 from triton_openai.models.draining import ModelChange
 from triton_openai.serving.workers.channel import Channel
+from triton_openai.telemetry.metrics import forget_worker
 
 # Longest wait for the parent, which answers at once unless it is stopped.
 _ANSWER_SECONDS = 5.0
 
 
 class SharedState:
-    """The parent's side. Workers are known by their numbers."""
+    """The parent's side. Workers are known by their numbers; their metrics are in the private *directory*."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._limits = RateLimits()
         self._running: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self._channels: dict[int, Channel] = {}
@@ -46,6 +49,7 @@ class SharedState:
 
     def forget(self, index: int) -> None:
         """Release everything of worker *index*, which has ended."""
+        forget_worker(self._directory, index)
         self._channels.pop(index, None)
         for name in self._running.pop(index, Counter()).elements():
             self._limits.leave(name, 0)
