@@ -8,6 +8,7 @@ A model's answers are read by those that the operator names, else by those that 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,35 +22,34 @@ from triton_openai.parsers.tools.base import ToolParser
 _Parser = TypeVar("_Parser")
 
 
+@dataclass
 class Registry(Generic[_Parser]):
     """
     The parsers of one *kind* ("tool parser").
 
-    *built_in* has for each name the class, as "module:Class" in *package*, and then aliases. Names of built-in
+    *table* has for each built-in one its class, as "module:Class" in *package*, and then aliases. Names of built-in
     parsers are taken in any case, and with hyphens for underscores. A third party's class is derived from *base*;
     *make* makes a parser of it.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        group: str,
-        package: str,
-        built_in: Mapping[str, Sequence[str]],
-        *,
-        base: type,
-        make: Callable[[type[_Parser]], _Parser],
-    ) -> None:
-        self._kind = kind
-        self._base = base
-        self._make = make
-        self._group = group
-        self.built_in = {name: EntryPoint(name, f"{package}.{place}", group) for name, (place, *_) in built_in.items()}
-        self.aliases = {alias: name for name, (_, *others) in built_in.items() for alias in others}
+    kind: str
+    group: str
+    package: str
+    table: Mapping[str, Sequence[str]]
+    _: KW_ONLY
+    base: type
+    make: Callable[[type[_Parser]], _Parser]
+
+    def __post_init__(self) -> None:
+        #: The built-in parsers by name, and their names by alias.
+        self.built_in = {
+            name: EntryPoint(name, f"{self.package}.{place}", self.group) for name, (place, *_) in self.table.items()
+        }
+        self.aliases = {alias: name for name, (_, *others) in self.table.items() for alias in others}
 
     def names(self) -> list[str]:
         """Return the names of all parsers, built-in ones first, without their aliases."""
-        return [*self.built_in, *sorted({point.name for point in entry_points(group=self._group)})]
+        return [*self.built_in, *sorted({point.name for point in entry_points(group=self.group)})]
 
     def load(self, name: str) -> type[_Parser]:
         """
@@ -63,20 +63,20 @@ class Registry(Generic[_Parser]):
             return found
         point = self._third_party().get(name)
         if point is None:
-            raise ConfigurationError(f"There is no {self._kind} '{name}'. Known names: {', '.join(self.names())}.")
+            raise ConfigurationError(f"There is no {self.kind} '{name}'. Known names: {', '.join(self.names())}.")
         try:
             loaded = point.load()
         except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"The {self._kind} '{name}' ({point.value}) cannot be loaded: {error}.") from error
-        return self._checked(f"The {self._kind} '{name}' ({point.value})", loaded)
+            raise ConfigurationError(f"The {self.kind} '{name}' ({point.value}) cannot be loaded: {error}.") from error
+        return self._checked(f"The {self.kind} '{name}' ({point.value})", loaded)
 
     def _checked(self, subject: str, loaded: Any) -> type[_Parser]:
         """Return the class *loaded*. Raises :class:`ConfigurationError` unless it has what a parser must have."""
-        if not isinstance(loaded, type) or self._base not in loaded.__mro__:
-            base = f"{self._base.__module__}.{self._base.__name__}"
+        if not isinstance(loaded, type) or self.base not in loaded.__mro__:
+            base = f"{self.base.__module__}.{self.base.__name__}"
             raise ConfigurationError(f"{subject} is not a class that is derived from {base}.")
         try:
-            self._make(loaded)
+            self.make(loaded)
         except Exception as error:
             raise ConfigurationError(f"{subject} cannot be made: {type(error).__name__}: {error}.") from error
         return loaded
@@ -88,11 +88,11 @@ class Registry(Generic[_Parser]):
 
     def _third_party(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
-        for point in entry_points(group=self._group):
+        for point in entry_points(group=self.group):
             taken = self._resolve(point.name) is not None
             if taken or (point.name in found and found[point.name].value != point.value):
                 raise ConfigurationError(
-                    f"The name '{point.name}' of a {self._kind} is taken twice ({point.value}). "
+                    f"The name '{point.name}' of a {self.kind} is taken twice ({point.value}). "
                     f"Known names: {', '.join(self.names())}."
                 )
             found[point.name] = point
