@@ -27,7 +27,7 @@ from triton_openai.api.chat_response import (
 )
 from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.logprobs import prompt_logprobs
-from triton_openai.api.parameters import ABSENT, Accepted, SamplingRequest, unused
+from triton_openai.api.parameters import SamplingRequest, accepting, refusing
 from triton_openai.api.prompts import as_sent, images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import stream
@@ -49,6 +49,11 @@ from triton_openai.telemetry.observation import RENDER
 LONGEST_INLINE = 10_000
 
 
+@accepting("prediction", "prompt_cache_options", "prompt_cache_retention")
+@refusing(
+    modalities=["text"], audio=None, verbosity="medium", web_search_options=None, moderation=None, echo=False,
+    best_of=1, add_special_tokens=False,
+)  # fmt: skip
 class ChatRequest(SamplingRequest, kw_only=True):
     """The request. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins."""
 
@@ -68,19 +73,6 @@ class ChatRequest(SamplingRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: list[Function] | None = None
     function_call: FunctionChoice = None
-    # Documented, and without influence on the answer here: accepted.
-    prediction: Accepted = ABSENT
-    prompt_cache_options: Accepted = ABSENT
-    prompt_cache_retention: Accepted = ABSENT
-    # Documented or in common use, and not honoured: refused unless neutral.
-    modalities: Annotated[Any, unused(["text"])] = None
-    audio: Annotated[Any, unused()] = None
-    verbosity: Annotated[Any, unused("medium")] = None
-    web_search_options: Annotated[Any, unused()] = None
-    moderation: Annotated[Any, unused()] = None
-    echo: Annotated[Any, unused(False)] = None
-    best_of: Annotated[Any, unused(1)] = None
-    add_special_tokens: Annotated[Any, unused(False)] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:

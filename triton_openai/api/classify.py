@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
 
 from triton_openai.api import embeddings
 from triton_openai.api.embeddings import InputRequest, InputUsage
-from triton_openai.api.parameters import truncation, unused
+from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import Service, begin, new_id, now
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import ClassificationJob, ClassificationResult
@@ -32,15 +32,12 @@ _INLINE_SIZE, _INLINE_VALUES = 64 * 1024, 4096
 Activation = Literal["softmax", "sigmoid", "none"]
 
 
+# Names of vLLM's server that would change the answer.
+@refusing(messages=None, activation=None, softmax=None, padding="do_not_pad")
 class ClassifyRequest(InputRequest, kw_only=True):
     """The request; ``use_activation`` false asks for logits in the place of probabilities."""
 
     use_activation: bool | None = None
-    # Names of vLLM's server that would change the answer, and are not honoured.
-    messages: Annotated[Any, unused()] = None
-    activation: Annotated[Any, unused()] = None
-    softmax: Annotated[Any, unused()] = None
-    padding: Annotated[Any, unused("do_not_pad")] = None
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):

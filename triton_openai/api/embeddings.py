@@ -23,14 +23,7 @@ from msgspec import Meta
 
 from triton_openai import errors
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
-from triton_openai.api.parameters import (
-    ABSENT,
-    Accepted,
-    TruncatedRequest,
-    neutral_values,
-    truncation,
-    unused,
-)
+from triton_openai.api.parameters import TruncatedRequest, accepting, neutral_values, refusing, truncation
 from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated, too_many_tokens
 from triton_openai.api.service import RequestContext, Service, begin, new_id, now
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, ScoreJob, ScoreResult
@@ -52,31 +45,22 @@ _INLINE_VECTORS = 16
 _LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.)"
 
 
+# All but one are names of vLLM's server; those that are refused would change the answer.
+@accepting("user", "cache_salt", "priority", "request_id")
+@refusing(add_special_tokens=True, mm_processor_kwargs={})
 class InputRequest(TruncatedRequest, kw_only=True):
     """Base of the requests with ``input``: a text, texts, token ids, or lists of token ids."""
 
     input: str | list[str | int | list[int]]
-    user: Accepted = ABSENT
-    # Names of vLLM's server, about how it works and not about what it answers.
-    cache_salt: Accepted = ABSENT
-    priority: Accepted = ABSENT
-    request_id: Accepted = ABSENT
-    # Names of vLLM's server that would change the answer, and are not honoured.
-    add_special_tokens: Annotated[Any, unused(True)] = None
-    mm_processor_kwargs: Annotated[Any, unused({})] = None
 
 
+# Names of vLLM's server. Embedding models normalize by themselves, or vLLM does it for them.
+@refusing(embed_dtype="float32", endianness=("native", "little"), normalize=True, use_activation=True)
 class EmbeddingsRequest(InputRequest, kw_only=True):
     """The request; ``input`` is a text, texts, token ids, or lists of token ids."""
 
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1)] | None = None
-    # Names of vLLM's server, as above.
-    embed_dtype: Annotated[Any, unused("float32")] = None
-    endianness: Annotated[Any, unused("native", "little")] = None
-    # Embedding models normalize by themselves, or vLLM does it for them.
-    normalize: Annotated[Any, unused(True)] = None
-    use_activation: Annotated[Any, unused(True)] = None
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,15 +274,11 @@ Pairs = Sequence[tuple[str, str]]
 _Request = TypeVar("_Request", bound="ScoringRequest")
 
 
+@refusing(content=None, image=None, image_url=None, video=None, video_url=None)
 class TextObject(msgspec.Struct):
     """A text as an object; other content is not supported."""
 
     text: str
-    content: Annotated[Any, unused()] = None
-    image: Annotated[Any, unused()] = None
-    image_url: Annotated[Any, unused()] = None
-    video: Annotated[Any, unused()] = None
-    video_url: Annotated[Any, unused()] = None
 
 
 Text: TypeAlias = str | TextObject
@@ -307,19 +287,15 @@ TextList: TypeAlias = Annotated[list[Text], Meta(min_length=1, max_length=MAX_IT
 Side: TypeAlias = Text | TextList | None
 
 
+@accepting("user")
+@refusing(
+    activation=None, softmax=None, truncation_side="right", padding="do_not_pad", mm_processor_kwargs={}, priority=0
+)
 class ScoringRequest(ModelRequest, kw_only=True):
     """Base of both requests, with what vLLM's server takes beside the texts."""
 
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     use_activation: bool | None = None
-    user: Accepted = ABSENT
-    # In common use, and not honoured.
-    activation: Annotated[Any, unused()] = None
-    softmax: Annotated[Any, unused()] = None
-    truncation_side: Annotated[Any, unused("right")] = None
-    padding: Annotated[Any, unused("do_not_pad")] = None
-    mm_processor_kwargs: Annotated[Any, unused({})] = None
-    priority: Annotated[Any, unused(0)] = None
 
 
 def _texts(value: Text | list[Text], place: str) -> list[str]:
@@ -438,6 +414,8 @@ def sigmoid(value: float) -> float:
     return math.exp(min(value, 0.0)) / (1 + math.exp(-abs(value)))
 
 
+# Cohere's and Jina's.
+@refusing(rank_fields=["text"], max_chunks_per_doc=None, max_tokens_per_doc=None)
 class RerankRequest(ScoringRequest, kw_only=True):
     """
     The request. Texts are strings, or objects with ``text``.
@@ -449,10 +427,6 @@ class RerankRequest(ScoringRequest, kw_only=True):
     documents: Text | TextList
     top_n: Annotated[int, Meta(ge=0)] | None = None
     return_documents: bool | None = None
-    # Cohere's and Jina's, and not honoured.
-    rank_fields: Annotated[Any, unused(["text"])] = None
-    max_chunks_per_doc: Annotated[Any, unused()] = None
-    max_tokens_per_doc: Annotated[Any, unused()] = None
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,10 @@ Ranges are those that OpenAI documents (openai-openapi 2.3.0). Extensions in com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -23,16 +23,39 @@ from triton_openai.generation import Guide, Sampling
 from triton_openai.prompts.offload import decoder
 from triton_openai.prompts.truncation import Truncation
 
-#: A field without influence on the answer: documented by OpenAI or in common use, accepted, never decoded.
-Accepted: TypeAlias = Annotated[
-    msgspec.Raw | msgspec.UnsetType, Meta(description="Accepted, and without influence on the answer.")
-]
-#: The default of such a field.
-ABSENT = msgspec.UNSET
+_Request = TypeVar("_Request", bound=msgspec.Struct)
 
 
-def unused(*neutral: Any) -> Meta:
-    """Describe a field that is not supported: it takes null and the values *neutral*, which ask for nothing."""
+def accepting(*names: str) -> Callable[[type[_Request]], type[_Request]]:
+    """Give a request fields without influence on the answer: documented or in common use, never decoded."""
+    accepted = Annotated[
+        msgspec.Raw | msgspec.UnsetType, Meta(description="Accepted, and without influence on the answer.")
+    ]
+    return _with_fields([(name, accepted, msgspec.UNSET) for name in names])
+
+
+def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
+    """
+    Give a request fields that are not supported: documented or in common use.
+
+    Each takes null, and the value that asks for nothing, or a tuple of such values.
+    """
+    return _with_fields([(name, Annotated[Any, _unsupported(values)], None) for name, values in neutral.items()])
+
+
+def _with_fields(fields: Sequence[tuple[str, Any, Any]]) -> Callable[[type[_Request]], type[_Request]]:
+    def add(kind: type[_Request]) -> type[_Request]:
+        described = {"__doc__": kind.__doc__}
+        made: Any = msgspec.defstruct(
+            kind.__name__, fields, bases=(kind,), namespace=described, module=kind.__module__, kw_only=True
+        )
+        return made  # type: ignore[no-any-return]
+
+    return add
+
+
+def _unsupported(values: Any) -> Meta:
+    neutral = values if isinstance(values, tuple) else (values,) if values is not None else ()
     description = "Not supported: any other value is refused."
     # `typing` takes equal annotations for the same one, and True equals 1: the types tell them apart.
     extra = {"neutral": neutral, "types": tuple(map(type, neutral))}
@@ -144,6 +167,18 @@ class TruncatedRequest(ModelRequest, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
 
 
+@accepting(
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    # Names of vLLM's server, about how it works and not about what it answers, or for inputs that nothing here reads.
+    *("cache_salt", "detokenize", "ec_transfer_params", "guided_decoding_backend", "guided_whitespace_pattern"),
+    *("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "request_id", "session_id", "stream_interval"),
+    "vllm_xargs",
+)
+@refusing(
+    logits_processors=[], logprob_token_ids=[], prompt_embeds=[], structural_tag=None, thinking_token_budget=None,
+    repetition_detection=False, watermarking=False, use_beam_search=False, return_prompt_text=False,
+    return_token_offsets=False, return_tokens_as_token_ids=False, spaces_between_special_tokens=True,
+)  # fmt: skip
 class SamplingRequest(TruncatedRequest, kw_only=True):
     """Base of the requests that generate text. Every field may be null, as clients send it."""
 
@@ -178,39 +213,6 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
     guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
     priority: Annotated[int, Meta(ge=0)] | None = None
-    # Documented, and without influence on the answer: accepted.
-    user: Accepted = ABSENT
-    metadata: Accepted = ABSENT
-    store: Accepted = ABSENT
-    service_tier: Accepted = ABSENT
-    safety_identifier: Accepted = ABSENT
-    prompt_cache_key: Accepted = ABSENT
-    # Names of vLLM's server, about how it works and not about what it answers, or for inputs that nothing here reads.
-    cache_salt: Accepted = ABSENT
-    detokenize: Accepted = ABSENT
-    ec_transfer_params: Accepted = ABSENT
-    guided_decoding_backend: Accepted = ABSENT
-    guided_whitespace_pattern: Accepted = ABSENT
-    kv_transfer_params: Accepted = ABSENT
-    media_io_kwargs: Accepted = ABSENT
-    mm_processor_kwargs: Accepted = ABSENT
-    request_id: Accepted = ABSENT
-    session_id: Accepted = ABSENT
-    stream_interval: Accepted = ABSENT
-    vllm_xargs: Accepted = ABSENT
-    # Documented or in common use, and not honoured.
-    logits_processors: Annotated[Any, unused([])] = None
-    logprob_token_ids: Annotated[Any, unused([])] = None
-    prompt_embeds: Annotated[Any, unused([])] = None
-    repetition_detection: Annotated[Any, unused(False)] = None
-    structural_tag: Annotated[Any, unused()] = None
-    watermarking: Annotated[Any, unused(False)] = None
-    return_prompt_text: Annotated[Any, unused(False)] = None
-    return_token_offsets: Annotated[Any, unused(False)] = None
-    use_beam_search: Annotated[Any, unused(False)] = None
-    spaces_between_special_tokens: Annotated[Any, unused(True)] = None
-    return_tokens_as_token_ids: Annotated[Any, unused(False)] = None
-    thinking_token_budget: Annotated[Any, unused()] = None
 
     @property
     def limit(self) -> tuple[str, int | None]:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest
-from triton_openai.api.parameters import ABSENT, Accepted
+from triton_openai.api.parameters import accepting
 
 _MOST_BLOCKS = 4096
 _MOST_TOOLS = 512
@@ -162,6 +162,10 @@ class OutputConfigParam(msgspec.Struct, frozen=True):
     format: OutputFormatParam | None = None
 
 
+@accepting(
+    *("cache_control", "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "metadata"),
+    *("service_tier", "speed", "user_profile_id", "workspace_id"),
+)
 class CountTokensRequest(ModelRequest, kw_only=True):
     """A conversation, of which the tokens are counted."""
 
@@ -171,18 +175,6 @@ class CountTokensRequest(ModelRequest, kw_only=True):
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfigParam | None = None
-    # Documented, and without influence on the answer here: accepted.
-    cache_control: Accepted = ABSENT
-    container: Accepted = ABSENT
-    context_management: Accepted = ABSENT
-    diagnostics: Accepted = ABSENT
-    inference_geo: Accepted = ABSENT
-    mcp_servers: Accepted = ABSENT
-    metadata: Accepted = ABSENT
-    service_tier: Accepted = ABSENT
-    speed: Accepted = ABSENT
-    user_profile_id: Accepted = ABSENT
-    workspace_id: Accepted = ABSENT
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):

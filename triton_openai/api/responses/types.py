@@ -15,13 +15,12 @@ from msgspec import UNSET, Meta, UnsetType
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
 from triton_openai.api.parameters import (
-    ABSENT,
-    Accepted,
     JsonObjectFormat,
     SamplingRequest,
     StreamOptions,
     TextFormat,
-    unused,
+    accepting,
+    refusing,
 )
 
 #: An item of ``input``: kept as it is, because it may be stored, and read by :mod:`triton_openai.api.responses.reader`.
@@ -61,24 +60,22 @@ class ConversationId(msgspec.Struct):
     id: str
 
 
+@accepting("prompt_cache_options", "prompt_cache_retention", "service_tier")
 class ItemsRequest(ModelRequest, kw_only=True):
     """Base of the requests with items, which may go on from an earlier response."""
 
     input: str | Annotated[list[Item], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    # Documented, and without influence on the answer here: accepted.
-    prompt_cache_options: Accepted = ABSENT
-    prompt_cache_retention: Accepted = ABSENT
-    service_tier: Accepted = ABSENT
 
 
+@accepting("prompt_cache_key")
 class CompactRequest(ItemsRequest, kw_only=True):
     """A conversation that becomes shorter."""
 
-    prompt_cache_key: Accepted = ABSENT
 
-
+@accepting("client_metadata")
+@refusing(prompt=None, context_management=[], moderation=None)
 class ResponsesRequest(ItemsRequest, kw_only=True):
     """The request. The fields below ``top_p`` are extensions, which chats have too."""
 
@@ -111,12 +108,6 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     store: bool | None = None
     background: bool | None = None
     conversation: str | ConversationId | None = None
-    # Documented, and without influence on the answer here: accepted.
-    client_metadata: Accepted = ABSENT
-    # Documented, and not honoured: refused unless neutral.
-    prompt: Annotated[Any, unused()] = None
-    context_management: Annotated[Any, unused([])] = None
-    moderation: Annotated[Any, unused()] = None
 
 
 #: What a chat has under the same name.
