@@ -153,9 +153,11 @@ class Vllm(Adapter):
         Keys that are not asked for are left out, because an explicit null fails the request.
         """
         asked = generation.sampling
-        sampling = {name: value for name, value in asked.given.items() if name in self._sampled}
-        for name, value in sampling.items():
-            check_range(name, value, self._sampled[name])
+        sampling = {}
+        for name, value in asked.given.items():
+            if name in self._sampled:
+                check_range(name, value, self._sampled[name])
+                sampling[name] = value
         if self.capabilities.finish_reason and asked.stop_showable:
             # Which of them has ended the answer can be seen nowhere else; it is cut off here.
             sampling["include_stop_str_in_output"] = True

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import monotonic
 
 import msgspec
 
@@ -20,15 +22,28 @@ class RunGroup:
     """
     The runs of one request. Calls *push* with the number of a run and its deltas as they arrive.
 
+    One timer serves the whole request, instead of one for every token: it checks the *timeout* of all runs, the
+    silence of each, and *check*, which gets the time and returns the seconds until it wants to be called again.
+
     Must be closed; :meth:`close` closes every run.
     """
 
-    def __init__(self, runs: Sequence[Run], push: Push) -> None:
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        push: Push,
+        *,
+        timeout: float | None = None,
+        check: Callable[[float], float] = lambda _: math.inf,
+    ) -> None:
         self.runs = runs
         #: The number of runs that :meth:`ended` has not returned.
         self.left = len(runs)
         self._push = push
-        self._unsent = deque(enumerate(runs))
+        self._sent = 0
+        self._timeout, self._check = timeout, check
+        self._began = monotonic()
+        self._timer: asyncio.TimerHandle | None = None
         self._over: deque[int] = deque()
         self._loop = asyncio.get_running_loop()
         # Done when there is something to look at. It takes less than an event.
@@ -37,15 +52,17 @@ class RunGroup:
 
     async def start(self) -> None:
         """Send the requests. Raises :class:`ServiceError`."""
+        self._look()
         for _ in range(min(len(self.runs), _PARALLEL_RUNS)):
             self._send_next()
-            if self._unsent:
+            if self._sent < len(self.runs):
                 # Encoding a long prompt takes time: one prompt in each turn of the event loop.
                 await asyncio.sleep(0)
 
     def _send_next(self) -> None:
-        choice, run = self._unsent.popleft()
-        run.start(choice, self._push, self._end)
+        choice = self._sent
+        self._sent += 1
+        self.runs[choice].start(choice, self._push, self._end)
 
     def _end(self, choice: int) -> None:
         self._over.append(choice)
@@ -56,10 +73,17 @@ class RunGroup:
         if not self._news.done():
             self._news.set_result(None)
 
-    def expire(self, timeout: float) -> None:
-        """Make :meth:`ended` raise: *timeout* seconds were not enough."""
-        self._expired = too_long(timeout, self.runs)
-        self.wake()
+    def _look(self) -> None:
+        """Look whether something is late."""
+        now = monotonic()
+        left = min(self._check(now), *[run.check(now) for run in self.runs])
+        if self._timeout is not None:
+            left = min(left, self._began + self._timeout - now)
+            if left <= 0:
+                self._expired = too_long(self._timeout, self.runs)
+                self.wake()
+                return
+        self._timer = self._loop.call_later(left, self._look)
 
     async def ended(self) -> Sequence[int]:
         """
@@ -78,7 +102,7 @@ class RunGroup:
             if run.failure is not None:
                 raise run.failure
             await run.conclude()
-            if self._unsent:
+            if self._sent < len(self.runs):
                 self._send_next()
             self.left -= 1
             ended.append(choice)
@@ -96,10 +120,12 @@ class RunGroup:
 
     def close(self) -> None:
         """Close every run."""
+        if self._timer is not None:
+            self._timer.cancel()
         for run in self.runs:
             run.close()
         # Breaks a reference cycle: only a long pause of the garbage collector would free the request.
-        self._push = lambda *_: None
+        del self._push, self._check
 
 
 def too_long(timeout: float | None, runs: Sequence[Run]) -> UpstreamTimeout:
@@ -137,15 +163,11 @@ async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | No
     Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
     """
     collected: list[list[Delta]] = [[] for _ in runs]
-    answers = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)))
-    # asyncio.timeout costs several times as much as the timer.
-    timer = None if timeout is None else asyncio.get_running_loop().call_later(timeout, answers.expire, timeout)
+    answers = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)), timeout=timeout)
     try:
         await answers.start()
         while answers.left:
             await answers.ended()
     finally:
-        if timer is not None:
-            timer.cancel()
         answers.close()
     return list(map(Collected, runs, collected))

@@ -8,6 +8,7 @@ event loop in which the bytes of a token arrive, and it passes the token on in t
 from __future__ import annotations
 
 import asyncio
+import math
 from array import array
 from collections.abc import Callable, Coroutine, Sequence
 from time import monotonic
@@ -19,7 +20,7 @@ import structlog
 from triton_openai.adapters._common.base import Decoder
 from triton_openai.answer.logprobs import LogitsReader
 from triton_openai.answer.stages import Pipeline
-from triton_openai.answer.time_limits import Silence, TimeLimits
+from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers
@@ -182,11 +183,12 @@ class Run:
         self._upstream = UPSTREAM.get()
         # Set while the backend works.
         self._stream: ResponseStream | None = None
-        self._silence = Silence(self._fall_silent)
         self._decoder: Decoder = model.adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(model, generation, tokenizer, self.progress)
         self._pauses = 0
+        # When the last response came, and the seconds within which the next one has to come.
+        self._last, self._allowed = 0.0, math.inf
         self._number = 0
         self._push: Push | None = None
         self._done: Callable[[int], None] | None = None
@@ -206,7 +208,7 @@ class Run:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
         if self._limits.total is None or not self.model.adapter.at_once(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
-            self._silence.watch(self._limits.first_token, next_allowed=self._limits.idle)
+            self._last, self._allowed = monotonic(), self._limits.first_token
         try:
             if self.model.lora_delivery is not None:
                 self._stream = LoraAnswers(self.model.lora_delivery, self._open, receiver)
@@ -221,10 +223,10 @@ class Run:
         if self.over:
             return
         progress, pipeline = self.progress, self._pipeline
-        progress.now = self._silence.last = monotonic()
+        progress.now = self._last = monotonic()
         if progress.first is None:
             progress.first = progress.now
-            self._silence.watch(self._limits.idle)
+            self._allowed = self._limits.idle
         shown: list[Delta] = []
         try:
             for response in responses:
@@ -272,7 +274,6 @@ class Run:
     def pause(self) -> None:
         """Pause the backend, because the client reads slowly, until :meth:`resume` was called as often."""
         self._pauses += 1
-        self._silence.paused = True
         if self._stream is not None:
             self._stream.pause()
 
@@ -280,8 +281,17 @@ class Run:
         """Undo one :meth:`pause`."""
         self._pauses -= 1
         if not self._pauses and self._stream is not None:
-            self._silence.paused, self._silence.last = False, monotonic()
+            self._last = monotonic()
             self._stream.resume()
+
+    def check(self, now: float) -> float:
+        """Fail if nothing has come for too long; a pause does not count. Return the seconds until the next check."""
+        longest = min(self._limits.first_token, self._limits.idle)
+        left = longest if self.over or self._pauses else self._last + self._allowed - now
+        if left <= 0:
+            self._fall_silent()
+            return longest
+        return min(left, longest)
 
     @property
     def cause_of_silence(self) -> str:
@@ -294,7 +304,6 @@ class Run:
         if self._stream is not None:
             self._fail(None)
         self.over = True
-        self._silence.stop()
         # Breaks a reference cycle that would keep prompt and answer in memory.
         self._push = self._done = None
 
@@ -327,10 +336,10 @@ class Run:
             work = _send_stop(self._client, self._upstream, order, times=times)
             self._background.start(work, timeout=_STOP_REQUEST_TIMEOUT)
 
-    def _fall_silent(self, allowed: float) -> None:
+    def _fall_silent(self) -> None:
         what = "no further token" if self.progress.steps else "no answer"
         self._stop(silent=True)
-        message = f"The model sent {what} for {allowed:g} seconds.{self.cause_of_silence}"
+        message = f"The model sent {what} for {self._allowed:g} seconds.{self.cause_of_silence}"
         self._fail(UpstreamTimeout(message, code="upstream_silent"))
 
     def _fail(self, error: Exception | None) -> None:
@@ -344,7 +353,6 @@ class Run:
         if isinstance(error, ServiceError):
             self.progress.error = error
         self.progress.ended = monotonic()
-        self._silence.stop()
         if self._logits is not None:
             self._logits.close()
         if self._done is not None:

@@ -373,14 +373,14 @@ class Pipeline:
     def _flush_text(self, decoder: Decoder, shown: list[Delta]) -> None:
         if self._token_text is not None and self._token_text.stopped:
             self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self._token_text.stop_id
-        texts = [decoder.flush()]
-        if texts[0]:
-            self._progress.add_text(texts[0])
+        text = decoder.flush()
+        if text:
+            self._progress.add_text(text)
         if self._token_text is not None:
-            texts.append(self._token_text.flush())
+            text += self._token_text.flush()
         if self._stop is not None:
-            stops = self._stop.stops
-            texts = [stops.feed(text) for text in texts]
+            text = self._stop.stops.feed(text)
             self._stop.conclude()
-            texts.append(stops.flush())
-        shown += [Delta(text) for text in texts if text]
+            text += self._stop.stops.flush()
+        if text:
+            shown.append(Delta(text))

@@ -1,11 +1,9 @@
-"""How long a request may take: the operator's limits, a client's shorter ones, and the timer for silence."""
+"""How long a request may take: the operator's limits, and a client's shorter ones."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Mapping
-from time import monotonic
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -57,48 +55,6 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         total = None if self.total is None else max(self.total - seconds, _LEAST_SECONDS)
         first_token = max(self.first_token - seconds, _LEAST_SECONDS)
         return msgspec.structs.replace(self, first_token=first_token, total=total)
-
-
-class Silence:
-    """
-    Calls *late* with the allowed seconds if nothing arrives for that long. While ``paused``, time does not count.
-
-    One timer checks a time stamp, instead of a new timer for every token.
-    """
-
-    def __init__(self, late: Callable[[float], None]) -> None:
-        self.last = 0.0
-        self.paused = False
-        self._late: Callable[[float], None] | None = late
-        self._timer: asyncio.TimerHandle | None = None
-        self._allowed = self._due = 0.0
-
-    def watch(self, allowed: float, *, next_allowed: float = math.inf) -> None:
-        """Allow *allowed* seconds of silence from now on, and as many as *next_allowed* the next time."""
-        self.last, self._allowed = monotonic(), allowed
-        if self._timer is None or self._due > self.last + allowed:
-            # So early that the next time needs no timer of its own.
-            self._set(min(allowed, next_allowed))
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._late = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _set(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due = monotonic() + seconds
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._check)
-
-    def _check(self) -> None:
-        left = self._allowed if self.paused else self.last + self._allowed - monotonic()
-        if left > 0:
-            self._set(left)
-        elif self._late is not None:
-            self._late(self._allowed)
 
 
 def _shorter(header: str, headers: Mapping[str, str], allowed: _Limit) -> _Limit:

@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from triton_openai.api import embeddings
+from triton_openai.api.bodies import WholeResponse
 from triton_openai.api.embeddings import InputRequest, InputUsage
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import Service, begin, new_id, now
@@ -87,7 +88,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         return _encode(ClassificationList(id=job_id, created=now(), model=body.model, data=data, usage=usage))
 
     content = await offload.run(answer, size=sum(map(len, result.values)), threshold=_INLINE_VALUES)
-    return web.Response(body=content, content_type="application/json")
+    return WholeResponse(content)
 
 
 async def classify(

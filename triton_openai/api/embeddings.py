@@ -22,7 +22,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, WholeResponse, json_response
 from triton_openai.api.parameters import TruncatedRequest, accepting, neutral_values, refusing, truncation
 from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated, too_many_tokens
 from triton_openai.api.service import RequestContext, Service, begin, new_id, now
@@ -110,7 +110,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         return _encode(EmbeddingList(data=data, model=body.model, usage=input_usage(tokens)))
 
     content = await offload.run(answer, size=sum(map(len, result.vectors)), threshold=_INLINE_BYTES)
-    return web.Response(body=content, content_type="application/json")
+    return WholeResponse(content)
 
 
 def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:

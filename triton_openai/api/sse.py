@@ -8,7 +8,6 @@ stream of a completion ends with ``data: [DONE]``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import monotonic
@@ -20,6 +19,7 @@ from aiohttp import HttpVersion11, web
 
 from triton_openai.answer.fan_out import RunGroup, too_long
 from triton_openai.answer.run import Run
+from triton_openai.api.bodies import WholeResponse
 from triton_openai.api.generate import Task
 from triton_openai.api.service import RequestContext, now, service_of
 from triton_openai.api.usage import UsageObject, usage_of
@@ -144,14 +144,14 @@ class EventStream:
 
     def __init__(self, request: web.Request, runs: Sequence[Run], renderer: Renderer, *, heartbeat: float) -> None:
         # Sent at the end, in one write, unless the answer begins before.
-        self._whole = web.Response(headers=_HEADERS)
+        self._whole = WholeResponse(None, headers=_HEADERS)
         self.response: web.StreamResponse = self._whole
         #: Whether the last event, the end or an error, was written.
         self.complete = False
         self._request = request
         self._renderer = renderer
         self._piece = renderer.piece
-        self._group = RunGroup(runs, self.push)
+        self._group = RunGroup(runs, self.push, check=self._check)
         # aiohttp's writer awaits each write. Events go to its transport directly, as chunks of HTTP. That is
         # safe once the headers are sent: the writer buffers nothing.
         self._transport: asyncio.WriteTransport | None = None
@@ -163,7 +163,6 @@ class EventStream:
         self._paused = False
         self._heartbeat = heartbeat
         self._last = monotonic()
-        self._timer = asyncio.get_running_loop().call_later(heartbeat, self._check)
 
     def push(self, choice: int, deltas: Sequence[Delta]) -> None:
         """Send the *deltas* of run number *choice* in one write."""
@@ -208,7 +207,6 @@ class EventStream:
 
     def close(self) -> None:
         """Stop the runs and the heartbeat."""
-        self._timer.cancel()
         self._group.close()
 
     @property
@@ -250,7 +248,6 @@ class EventStream:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has left.")
-        self._timer.cancel()
         self.complete = True
         if self.response.prepared:
             await self.response.write_eof(events)
@@ -260,17 +257,17 @@ class EventStream:
             if self._chunked:
                 self._whole.enable_chunked_encoding()
 
-    def _check(self) -> None:
-        # One timer that checks a time stamp, instead of a new timer for every token.
-        left = self._last + self._heartbeat - monotonic()
-        if left <= 0:
-            left = self._heartbeat
-            if self._transport is None:
-                self._group.wake()
-            elif not self._paused and not self._pending:
-                # Nothing piles up for a client that does not read.
-                self._write(self._renderer.keep_alive())
-        self._timer = asyncio.get_running_loop().call_later(left, self._check)
+    def _check(self, now: float) -> float:
+        """Send a sign of life if there was none for too long. Return the seconds until the next check."""
+        left = self._last + self._heartbeat - now
+        if left > 0:
+            return left
+        if self._transport is None:
+            self._group.wake()
+        elif not (self._paused or self._pending or self.complete):
+            # Nothing piles up for a client that does not read.
+            self._write(self._renderer.keep_alive())
+        return self._heartbeat
 
 
 async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Renderer) -> web.StreamResponse:
@@ -283,9 +280,11 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
     event_stream = EventStream(request, runs, renderer, heartbeat=context.service.settings.server.heartbeat_interval)
     try:
         try:
-            # A timeout without a time would cost as much as one with.
-            async with contextlib.nullcontext() if timeout is None else asyncio.timeout(timeout):
+            if timeout is None:
                 await event_stream.relay()
+            else:
+                async with asyncio.timeout(timeout):
+                    await event_stream.relay()
         except TimeoutError as error:
             raise too_long(timeout, runs) from error
         finally:

@@ -55,6 +55,9 @@ class ScriptedRun:
         self.failure = error
         self.tell()
 
+    def check(self, _: float) -> float:
+        return 60
+
     async def conclude(self) -> None:
         await asyncio.sleep(0)
 
