@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +31,7 @@ from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.tasks import cancel
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles, Header
-from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel
+from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
 from triton_openai.triton.status import classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
@@ -66,35 +66,57 @@ _PIECE = 1 << 20
 _READ_OUT_SECONDS = 60.0
 
 
-def encode_request(request: InferRequest, *, contents: bool = True) -> Any:
-    """Return the ``ModelInferRequest`` of *request*, all contents raw; without *contents* they are to follow."""
-    message = service_pb2.ModelInferRequest(model_name=request.model, id=request.id)
-    for tensor in request.inputs:
-        entry = message.inputs.add()
-        entry.name = tensor.name
-        entry.datatype = tensor.datatype
-        entry.shape.extend(tensor.shape)
-        if contents:
-            message.raw_input_contents.append(tensor.raw())
-    if request.priority:
-        message.parameters["priority"].int64_param = request.priority
-    for name in request.outputs:
+def _tag(field: str) -> bytes:
+    """Return the tag of a field of ``ModelInferRequest``: its number, and 2 for "with a length"."""
+    return varint(service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name[field].number << 3 | 2)
+
+
+_ID, _CONTENTS = _tag("id"), _tag("raw_input_contents")
+
+
+@lru_cache(maxsize=256)
+def _description(
+    model: str,
+    inputs: Sequence[tuple[str, str, Sequence[int]]],
+    outputs: Sequence[str],
+    priority: int,
+    classification: int,
+) -> bytes:
+    """Return the bytes of a ``ModelInferRequest`` but for its id and contents: most requests to a model share them."""
+    message = service_pb2.ModelInferRequest(model_name=model)
+    for name, datatype, shape in inputs:
+        message.inputs.add(name=name, datatype=datatype, shape=shape)
+    if priority:
+        message.parameters["priority"].int64_param = priority
+    for name in outputs:
         output = message.outputs.add(name=name)
-        if request.classification:
-            output.parameters["classification"].int64_param = request.classification
-    return message
+        if classification:
+            output.parameters["classification"].int64_param = classification
+    return serialize(message)
+
+
+def _parts(request: InferRequest) -> Iterator[bytes]:
+    """Yield the parts of a ``ModelInferRequest``: its fields may come in any order. All contents are raw."""
+    inputs = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in request.inputs])
+    yield _description(request.model, inputs, request.outputs, request.priority, request.classification)
+    request_id = request.id.encode()
+    yield _ID + varint(len(request_id)) + request_id
+    for tensor in request.inputs:
+        raw = tensor.raw()
+        yield _CONTENTS + varint(len(raw))
+        yield raw
+
+
+def encode_request(request: InferRequest) -> bytes:
+    """Return the ``ModelInferRequest`` of *request*."""
+    return b"".join(_parts(request))
 
 
 def encode_large(request: InferRequest) -> bytes:
-    """Return the same message as bytes. Runs in a thread: contents are copied in pieces, between which others run."""
-    # The bytes of a message may be followed by further elements of its repeated fields: a tag (the field's number, and
-    # 2 for "with a length"), the length, and the contents.
-    field = service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
+    """Return the same. Runs in a thread: contents are copied in pieces, between which others run."""
     buffer = io.BytesIO()
-    buffer.write(encode_request(request, contents=False).SerializeToString())
-    for tensor in request.inputs:
-        view = memoryview(tensor.raw())
-        buffer.write(_varint(field << 3 | 2) + _varint(len(view)))
+    for part in _parts(request):
+        view = memoryview(part)
         for start in range(0, len(view), _PIECE):
             buffer.write(view[start : start + _PIECE])
     return buffer.getvalue()
@@ -105,18 +127,8 @@ def serialize(message: Any) -> bytes:
     return message if isinstance(message, bytes) else bytes(message.SerializeToString())
 
 
-def _varint(value: int) -> bytes:
-    """Return *value* seven bits at a time, the lowest first; all but the last byte have their highest bit set."""
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-async def message_of(request: InferRequest) -> Any:
-    """Return the message of *request*, or its bytes if it is large: both can be sent."""
+async def message_of(request: InferRequest) -> bytes:
+    """Return the message of *request*, made in a thread if it is large."""
     return await asyncio.to_thread(encode_large, request) if request.large else encode_request(request)
 
 
@@ -195,7 +207,7 @@ class GrpcStream(Call):
         if request.large:
             self._encoding = asyncio.create_task(self._start_large(channel, request))
         else:
-            channel.start(self, encode_request(request).SerializeToString())
+            channel.start(self, encode_request(request))
 
     async def _start_large(self, channel: Channel, request: InferRequest) -> None:
         try:

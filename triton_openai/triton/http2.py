@@ -32,6 +32,8 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _FRAME = struct.Struct(">HBBBI")
 _UINT32 = struct.Struct(">I")
 _SETTING = struct.Struct(">HI")
+# HPACK: a field whose name is written out, and the first length of a string that takes more than a byte.
+_NEVER_INDEXED, _LONG = b"\x10", 127
 # Whether a message is compressed, and its length.
 _MESSAGE = struct.Struct(">BI")
 
@@ -75,7 +77,23 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview = b
 
 def header_block(headers: Iterable[Header]) -> bytes:
     """Return *headers* encoded without HPACK's table: the same block is good for every call and connection."""
-    return hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers], huffman=False)
+    return b"".join([_NEVER_INDEXED + _string(name) + _string(value) for name, value in headers])
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    size = len(data)
+    return (bytes((size,)) if size < _LONG else b"\x7f" + varint(size - _LONG)) + data
+
+
+def varint(value: int) -> bytes:
+    """Return *value* seven bits at a time, the lowest first; all but the last byte have their highest bit set."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
 
 class Call:

@@ -140,10 +140,10 @@ class Tensor(msgspec.Struct, frozen=True):
         if isinstance(self.values, bytes):
             return self.values
         if self.datatype == "BYTES":
-            texts = (value.encode() for value in self.values)
+            texts = [value.encode() for value in self.values]
             return b"".join([part for text in texts for part in (_LENGTH.pack(len(text)), text)])
         if self.datatype == "BOOL":
-            return bytes(1 if value else 0 for value in self.values)
+            return bytes(map(bool, self.values))
         if self.datatype == "FP16":
             return struct.pack(f"<{len(self.values)}e", *self.values)
         numbers = array(_ARRAY_CODES[self.datatype], self.values)
