@@ -61,12 +61,12 @@ class CallGrammar(Grammar, ToolParser):
     malformed call's arguments then end where they are, and the rest is content.
     """
 
+    # Stream state
+    _is_behind_call = False
+    _in_call = False
+
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
-        # Request
         ToolParser.__init__(self, tools, new_id=new_id)
-        # Stream state
-        self._is_behind_call = False
-        self._in_call = False
         Grammar.__init__(self)
 
     @property
@@ -138,10 +138,8 @@ class MarkedCalls(CallGrammar):
     markers: ClassVar[Markers]
     #: Characters that open a call without a marker, as the first of the whole text.
     bare: ClassVar[str] = ""
-
-    def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
-        super().__init__(tools, new_id=new_id)
-        self._is_bare = False
+    # Whether a call without a marker is read
+    _is_bare = False
 
     @abstractmethod
     def _block(self, marker: str) -> Step[None]:

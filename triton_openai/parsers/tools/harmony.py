@@ -16,7 +16,7 @@ import re
 from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.reader import Ended, Malformed, Step
 from triton_openai.parsers.tools import json_text
-from triton_openai.parsers.tools.base import CallGrammar, NewId, Tools
+from triton_openai.parsers.tools.base import CallGrammar
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BETWEEN = Markers(*_ALL)
@@ -36,10 +36,7 @@ class Harmony(CallGrammar):
     """
 
     special_tokens = True
-
-    def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
-        super().__init__(tools, new_id=new_id)
-        self._has_reasoned = False
+    _has_reasoned = False
 
     def _text(self) -> Step[None]:
         yield from self._messages((yield from self._begins()))
