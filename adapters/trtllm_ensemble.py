@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common import trtllm as common
 from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused, requires_only
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
+from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Generation, Image, TokenLogprob
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
@@ -52,8 +52,8 @@ class TrtllmText(common.TrtllmAdapter):
     steps: Sequence[ModelConfig | None] = ()
     #: The parameters whose inputs are there and do not reach the engine, and why.
     unread: Mapping[str, str] = {}
-    #: Whether every response of a stream repeats the text from its start, and whether each is decoded alone.
-    cumulative, splits_characters = False, True
+    #: Whether each response of a stream is decoded alone.
+    splits_characters = True
 
     def __init__(self, config: ModelConfig, repository: Mapping[str, ModelConfig]) -> None:
         super().__init__(config, repository)
@@ -173,13 +173,8 @@ class TrtllmText(common.TrtllmAdapter):
 
     def decoder(self, generation: Generation) -> TextDecoder:
         logprobs = generation.sampling.logprobs is not None
-        stage: CumulativeText | PromptEcho | None = None
-        if self.at_once(generation):
-            stage = PromptEcho(generation.prompt, generation.prompt_echo) if self.capabilities.echoes else None
-        elif self.cumulative:
-            stage = CumulativeText()
         return TextDecoder(
-            stage,
+            self.text_stage(generation),
             prompt_count="num_input_tokens" if self._counts else None,
             token_count="num_output_tokens" if self._counts else None,
             readers=[*self.readers(generation), *([StepLogprobs()] if logprobs else [])],

@@ -21,7 +21,7 @@ from triton_openai.adapters._common.base import (
     requires_only,
     with_engine_arguments,
 )
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, TextDecoder
+from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.adapters._common.trtllm import TrtllmAdapter
 from triton_openai.errors import ConfigurationError, PromptRefused
 from triton_openai.generation import Generation, Lora
@@ -66,6 +66,7 @@ class TrtllmLlmapi(TrtllmAdapter):
     """
 
     name = "trtllm-llmapi"
+    cumulative = True
     # The special tokens are those of a tokenizer that the config does not name. Images are ignored, without an error,
     # unless the model's files turn them on.
     hints = Hints(adds_bos=True, images=False)
@@ -155,10 +156,5 @@ class TrtllmLlmapi(TrtllmAdapter):
         return [self.tensor(name, value) for name, value in zip(_LORA, values, strict=True) if value is not None]
 
     def decoder(self, generation: Generation) -> TextDecoder:
-        stage: CumulativeText | PromptEcho | None = None
-        if self.capabilities.streaming:
-            stage = CumulativeText()
-        elif self.capabilities.echoes:
-            stage = PromptEcho(generation.prompt, generation.prompt_echo)
         finish = "finish_reason" if self.capabilities.finish_reason else None
-        return TextDecoder(stage, finish=finish, readers=self.readers(generation))
+        return TextDecoder(self.text_stage(generation), finish=finish, readers=self.readers(generation))

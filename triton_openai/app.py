@@ -38,7 +38,7 @@ from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.tasks import cancel, first_of
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition, ServedName, State
-from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, NOT_ANSWERING, UNKNOWN_FIELDS, Metrics
+from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.telemetry.tracing import Tracing
@@ -84,12 +84,8 @@ def create_app(
         # The smallest possible request, within the time that clients may wait.
         await probe(service, model, timeout=min(PATIENCE, service.settings.triton.first_token_timeout))
 
-    def report(model: ServedModel, answers: bool) -> None:
-        metrics.child(NOT_ANSWERING, model.owner, model.adapter.name).set(float(not answers))
-
-    canary = Canary(models, ask, report)
-    unknown = UnknownFields(lambda *labels: metrics.child(UNKNOWN_FIELDS, *labels).inc(1))
-    observers = [AccessLog(), metrics, tracing, canary, unknown]
+    canary = Canary(models, ask, metrics)
+    observers = [AccessLog(), metrics, tracing, canary, UnknownFields(metrics)]
     if characters is not None:
         observers.insert(1, ContentLog(characters))
     service = Service(

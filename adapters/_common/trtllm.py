@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, Parameter, Rule, check_range
-from triton_openai.adapters._common.decoding import Reader, cumulative_logprob
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, Reader, cumulative_logprob
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
@@ -67,10 +67,12 @@ class TrtllmAdapter(Adapter):
     """
     Base of the adapters of TensorRT-LLM: sampling, guides, LoRA adapters and the use of the KV cache.
 
-    :attr:`engine` is the config of the model that runs the engine, if it is known.
+    :attr:`engine` is the config of the model that runs the engine, if it is known. :attr:`cumulative` is whether every
+    response of a stream of text repeats it from its start.
     """
 
     engine: ModelConfig | None = None
+    cumulative = False
 
     def capabilities_with(self, **more: Any) -> Capabilities:
         """Return those that the model's config and its engine's decide, and *more*."""
@@ -113,6 +115,12 @@ class TrtllmAdapter(Adapter):
             tensors.append(self.tensor(cache[0], True))
             outputs = (*outputs, cache[1])
         return self.request(generation.id, tensors, outputs, cancellable=cancellable)
+
+    def text_stage(self, generation: Generation) -> CumulativeText | PromptEcho | None:
+        """Return what makes new text of the responses, ``None`` where they are just that."""
+        if not self.at_once(generation):
+            return CumulativeText() if self.cumulative else None
+        return PromptEcho(generation.prompt, generation.prompt_echo) if self.capabilities.echoes else None
 
     def readers(self, generation: Generation) -> list[Reader]:
         """Return what reads the use of the cache, and the log probability of the answer, where they are asked for."""

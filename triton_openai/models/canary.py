@@ -18,6 +18,7 @@ from aiohttp import web
 from triton_openai.errors import ModelUnloading, ServiceError, UpstreamError
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.tasks import cancel
+from triton_openai.telemetry.metrics import NOT_ANSWERING, Metrics, Series
 from triton_openai.telemetry.observation import Observation, Observer
 
 _log = structlog.get_logger(__name__)
@@ -34,18 +35,13 @@ class Canary(Observer):
     """
     Watches the *models*, and asks those that seem not to answer: *ask* raises :class:`UpstreamError` if one does not.
 
-    *report* is called when a model begins not to answer (``False``), and when that ends.
+    *metrics* have the models that do not answer.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        ask: Callable[[ServedModel], Awaitable[None]],
-        report: Callable[[ServedModel, bool], None],
-    ) -> None:
+    def __init__(self, models: Models, ask: Callable[[ServedModel], Awaitable[None]], metrics: Metrics) -> None:
         self._models = models
         self._ask = ask
-        self._report = report
+        self._metrics = metrics
         self._failures: dict[str, int] = {}
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._silent: dict[str, ServedModel] = {}
@@ -106,7 +102,7 @@ class Canary(Observer):
             if name not in self._silent and name in self._models.served:
                 self._silent[name] = model
                 _log.error("model does not answer", model=name, failures=self._failures.get(name), reason=reason)
-                self._report(model, False)
+                self._gauge(model).set(1)
             await asyncio.sleep(_INTERVAL)
         self._forget(name)
 
@@ -124,7 +120,10 @@ class Canary(Observer):
         if model is not None:
             if name in self._models.served:
                 _log.info("model answers again", model=name)
-            self._report(model, True)
+            self._gauge(model).set(0)
+
+    def _gauge(self, model: ServedModel) -> Series:
+        return self._metrics.child(NOT_ANSWERING, model.owner, model.adapter.name)
 
 
 def _answered(observation: Observation) -> bool:

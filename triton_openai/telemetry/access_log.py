@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from triton_openai.errors import ModelNotFound, printable
+from triton_openai.telemetry.metrics import UNKNOWN_FIELDS, Metrics
 from triton_openai.telemetry.observation import Answer, Observation, Observer
 
 Part: TypeAlias = dict[str, Any]
@@ -201,14 +202,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,39}")
 
 
 class UnknownFields(Observer):
-    """
-    Warns once for each model and unknown request field, such as a mistyped parameter.
+    """Warns once for each model and unknown request field, such as a mistyped parameter; *metrics* count them all."""
 
-    *count* gets the model, the adapter and the field of every request that has one.
-    """
-
-    def __init__(self, count: Callable[[str, str, str], None]) -> None:
-        self._count = count
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._names: set[str] = set()
         self._warned: set[tuple[str, str]] = set()
 
@@ -218,7 +215,7 @@ class UnknownFields(Observer):
         if model is None or adapter is None:
             return
         for name in dict.fromkeys(map(self._bounded, observation.unknown_fields)):
-            self._count(model, adapter, name)
+            self._metrics.child(UNKNOWN_FIELDS, model, adapter, name).inc()
             if (model, name) not in self._warned:
                 self._warned.add((model, name))
                 similar = _similar(name, observation.parameters)

@@ -16,9 +16,11 @@ from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.scrape import scrape
 from triton_openai.config.tree import Settings, TritonSettings
+from triton_openai.config.worker import Worker
 from triton_openai.errors import UpstreamError
 from triton_openai.models import canary as canary_module
 from triton_openai.models.canary import CANARY, FAILURES, Canary
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.observation import Observation
 
 DEAD = "Error generating stream: EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -180,7 +182,7 @@ async def test_a_triton_that_is_away_is_not_asked() -> None:
     models.catalog.refresh = AsyncMock()
     models.catalog.snapshot.reachable = False
     small = AsyncMock(side_effect=UpstreamError("nobody is there"))
-    canary = Canary(models, small, lambda _model, _answers: None)
+    canary = Canary(models, small, Metrics(Worker()))
     lost = MagicMock(model="m", time_to_first_token=None, error=UpstreamError("lost"), client_left=False)
     for _ in range(FAILURES):
         canary.ended(lost)

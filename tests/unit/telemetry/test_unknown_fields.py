@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import structlog
 
 from tests.conformance.fake_triton import FakeTriton, config_of
@@ -10,7 +12,9 @@ from tests.scrape import scrape
 from triton_openai.api.bodies import parse_json
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.config.tree import Settings, TritonSettings
+from triton_openai.config.worker import Worker
 from triton_openai.telemetry.access_log import UnknownFields
+from triton_openai.telemetry.metrics import Metrics
 from triton_openai.telemetry.observation import Observation
 
 COUNTED = "triton_openai_unknown_fields_total"
@@ -40,7 +44,9 @@ async def test_a_mistyped_parameter_is_found() -> None:
 def test_names_that_clients_make_up_are_bounded() -> None:
     """They are labels of metrics and stand in the log: only so many, and only what looks like a name."""
     counted: list[str] = []
-    unknown = UnknownFields(lambda model, adapter, name: counted.append(name))
+    metrics = Metrics(Worker())
+    metrics.child = lambda _instrument, _model, _adapter, name: Mock(inc=lambda: counted.append(name))  # type: ignore[assignment]
+    unknown = UnknownFields(metrics)
 
     def request(*names: str) -> None:
         observation = Observation(request_id="1", method="POST", path="/")
