@@ -67,8 +67,9 @@ def warn_left_out(kind: str, event: str = "a hosted tool is left out") -> None:
 async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     """Return how many tokens a chat has, as the model's template and tokenizer make them."""
     model = context.model
-    tokenizer = tokenizer_of(await model.prompter())
-    prompt, _ = await prompt_of(context, plan_of(context.body))
+    prompter = await model.prompter()
+    tokenizer = tokenizer_of(prompter)
+    prompt, _ = await prompt_of(context, plan_of(context.body), prompter)
     return await tokenizer.count_async(prompt, model.adapter.hints.adds_bos)
 
 

@@ -116,9 +116,11 @@ def plan_of(body: ChatRequest) -> ToolPlan:
     )
 
 
-async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tuple[str, Sequence[ImageReference]]:
+async def prompt_of(
+    context: RequestContext[ChatRequest], plan: ToolPlan, prompter: Prompter
+) -> tuple[str, Sequence[ImageReference]]:
     """
-    Return the prompt of a chat, and its images, not loaded yet.
+    Return the prompt of a chat, by its model's *prompter*, and its images, not loaded yet.
 
     Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model that cannot chat.
     """
@@ -126,7 +128,6 @@ async def prompt_of(context: RequestContext[ChatRequest], plan: ToolPlan) -> tup
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.
     service.images.check_count(pictures, most=model.adapter.capabilities.max_images)
-    prompter = await model.prompter()
     prompt, context.observation.chat_template = await rendered_chat(
         model,
         prompter,
@@ -155,7 +156,7 @@ async def turn_of(context: RequestContext[ChatRequest], task_id: str, *, fitting
     if fitting and not task.open_ended:
         task = msgspec.structs.replace(task, open_ended=True, open_limit=task.sampling.max_tokens)
     with observation.stage(RENDER):
-        prompt, pictures = await prompt_of(context, plan)
+        prompt, pictures = await prompt_of(context, plan, prompter)
     if pictures:
         with observation.stage("load images"):
             task = msgspec.structs.replace(task, images=await service.images.load(pictures))

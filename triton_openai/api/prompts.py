@@ -250,7 +250,7 @@ async def rendered_chat(
     if images:
         found = marks(template, model.settings.image_placeholder, images[0].place)
         rendering = msgspec.structs.replace(rendering, images=found)
-    return await prompter.render_async(messages, rendering), template.name
+    return await prompter.render_async(messages, rendering, template), template.name
 
 
 def _turn(

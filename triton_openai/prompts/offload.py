@@ -49,7 +49,7 @@ def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:
         elif kind is not list and kind is not tuple:
             if not isinstance(item, msgspec.Struct):
                 continue
-            item = [field for field in msgspec.structs.astuple(item) if field is not None]
+            item = list(filter(None, msgspec.structs.astuple(item)))
         total += per_item * len(item)
         pending.extend(item)
     return total

@@ -182,17 +182,21 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
             why = "The model's tokenizer has no chat template"
         raise ConfigurationError(f"{why}: give one with {remedy}.")
 
-    def render(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
+    def render(
+        self, messages: Sequence[Message], rendering: Rendering = PLAIN, template: PromptTemplate | None = None
+    ) -> str:
         """
-        Return the prompt for *messages*. Raises :class:`ConfigurationError` if the model has no usable template, and
-        :class:`InvalidRequest` for messages that the template does not accept and for reserved variables.
+        Return the prompt for *messages*; *template* is that of :meth:`template_for`, for who has it already.
+
+        Raises :class:`ConfigurationError` if the model has no usable template, and :class:`InvalidRequest` for messages
+        that the template does not accept and for reserved variables.
         """
         for name in rendering.variables:
             if name in RESERVED_VARIABLES:
                 raise InvalidRequest(
                     f"'{name}' cannot be set through chat_template_kwargs.", param=f"chat_template_kwargs.{name}"
                 )
-        template = self.template_for(rendering)
+        template = template or self.template_for(rendering)
         prepared = prepare(messages, template, rendering.images)
         try:
             if rendering.continue_final_message:
@@ -204,13 +208,15 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
             # It fails on every message, which is the operator's mistake.
             raise ConfigurationError(template.failure, detail=error.detail) from error
 
-    async def render_async(self, messages: Sequence[Message], rendering: Rendering = PLAIN) -> str:
+    async def render_async(
+        self, messages: Sequence[Message], rendering: Rendering = PLAIN, template: PromptTemplate | None = None
+    ) -> str:
         """Do :meth:`render`, in a thread for long messages. Raises the same."""
-        given = (messages, rendering.tools, rendering.documents, rendering.variables)
+        others = filter(None, (rendering.tools, rendering.documents, rendering.variables))
         # The cost of a client's own template is unknown, even for few messages.
-        if self.foreign or offload.weigh(given, INLINE_WEIGHT, per_item=ITEM_WEIGHT) > INLINE_WEIGHT:
-            return await asyncio.to_thread(self.render, messages, rendering)
-        return self.render(messages, rendering)
+        if self.foreign or offload.weigh([messages, *others], INLINE_WEIGHT, per_item=ITEM_WEIGHT) > INLINE_WEIGHT:
+            return await asyncio.to_thread(self.render, messages, rendering, template)
+        return self.render(messages, rendering, template)
 
     def with_template(self, template: ChatTemplate) -> Prompter:
         """Return a copy with *template*, which came in a request, instead of the model's own ones."""

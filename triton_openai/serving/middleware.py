@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
@@ -38,7 +38,7 @@ ERROR_BODY: web.AppKey[Callable[[web.Request, ServiceError], tuple[int, bytes] |
 def add_middleware(app: web.Application, *, reports_load: bool) -> None:
     """Add the middleware to *app*, which has everything that it works with. *reports_load*: answers may report load."""
     app.middlewares.append(_middleware(app))
-    app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.append(_headers(app))
     if reports_load:
         app.on_response_prepare.append(_report_load)
 
@@ -159,26 +159,31 @@ def _error_response(
     )
 
 
-async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """
-    Add the headers of every answer, streams and errors included; none has a version.
+def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    draining, guard, cors = app[DRAINING], app[GUARD], app[CORS]
 
-    While the service is ending, every connection closes after its answer, so that no client sends to a closed one.
-    """
-    app, observation, headers = request.app, request[OBSERVATION], response.headers
-    headers["Server"] = "triton-openai"
-    headers["x-request-id"] = observation.request_id
-    if app[DRAINING].begun:
-        response.force_close()
-        headers["Connection"] = "close"
-    if observation.headers:
-        headers.update(observation.headers)
-    if app[GUARD].gateway is not None:
-        # With it, the gateway finds the session's pod again.
-        token = request.headers.get("x-session-token", "")
-        if token and token.isascii() and token.isprintable():
-            headers["x-session-token"] = token
-    app[CORS].add_headers(request, response)
+    async def add(request: web.Request, response: web.StreamResponse) -> None:
+        """
+        Add the headers of every answer, streams and errors included; none has a version.
+
+        While the service is ending, every connection closes after its answer, so that no client sends to a closed one.
+        """
+        observation, headers = request[OBSERVATION], response.headers
+        headers["Server"] = "triton-openai"
+        headers["x-request-id"] = observation.request_id
+        if draining.begun:
+            response.force_close()
+            headers["Connection"] = "close"
+        if observation.headers:
+            headers.update(observation.headers)
+        if guard.gateway is not None:
+            # With it, the gateway finds the session's pod again.
+            token = request.headers.get("x-session-token", "")
+            if token and token.isascii() and token.isprintable():
+                headers["x-session-token"] = token
+        cors.add_headers(request, response)
+
+    return add
 
 
 async def _report_load(request: web.Request, response: web.StreamResponse) -> None:

@@ -212,7 +212,7 @@ class UnknownFields(Observer):
     def ended(self, observation: Observation) -> None:
         """Look at the fields of a request for a served model."""
         model, adapter = observation.model, observation.adapter
-        if model is None or adapter is None:
+        if not observation.unknown_fields or model is None or adapter is None:
             return
         for name in dict.fromkeys(map(self._bounded, observation.unknown_fields)):
             self._metrics.child(UNKNOWN_FIELDS, model, adapter, name).inc()

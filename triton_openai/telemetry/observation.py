@@ -117,7 +117,7 @@ class Stage(msgspec.Struct, eq=False):
     failed: bool = False
 
     def __enter__(self) -> None:
-        self.began = time.monotonic()
+        """Begin: it was made just now."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
