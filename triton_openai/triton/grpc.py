@@ -20,11 +20,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
-from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
 from triton_openai.errors import ServiceError, UpstreamError
@@ -35,9 +32,9 @@ from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
 from triton_openai.triton.status import classify, cut_off, no_answer, unreachable
 from triton_openai.triton.tensors import (
     BinaryResponse,
-    Described,
     InferRequest,
     InferResponse,
+    Layout,
     ModelConfig,
     read_model_config,
 )
@@ -61,6 +58,7 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 _STREAM_METHOD = f"{_SERVICE}/ModelStreamInfer"
+_Response = service_pb2.ModelInferResponse
 _PIECE = 1 << 20
 # Longest time for which an abandoned call is read to its end.
 _READ_OUT_SECONDS = 60.0
@@ -134,43 +132,30 @@ async def message_of(request: InferRequest) -> bytes:
 
 def decode_response(message: Any) -> BinaryResponse:
     """Return the outputs of a ``ModelInferResponse``. Raises :class:`UpstreamError` if their contents are not raw."""
-    described = tuple((output.name, output.datatype, tuple(output.shape)) for output in message.outputs)
-    if len(described) != len(message.raw_output_contents):
+    return BinaryResponse(*_outputs(message))
+
+
+def _outputs(message: Any) -> tuple[Layout, list[bytes]]:
+    layout = Layout((output.name, output.datatype, tuple(output.shape)) for output in message.outputs)
+    contents = message.raw_output_contents[:]
+    if len(layout.outputs) != len(contents):
         raise UpstreamError("Triton sent an answer that cannot be read.", detail="outputs without raw contents")
-    return BinaryResponse(described, message.raw_output_contents)
+    return layout, contents
 
 
-def _stream_response() -> Any:
+def _contents(data: bytes, head: bytes) -> list[bytes] | None:
     """
-    Return a message type that reads a ``ModelStreamInferResponse`` at half the cost.
+    Return the contents of the outputs in *data*, a ``ModelStreamInferResponse`` whose response begins with *head*.
 
-    It leaves each output's description as bytes, because these are the same for every token.
+    The responses of a stream differ only in the contents, which come last. To read these alone costs a third.
+    ``None`` means that the whole message has to be read.
     """
-    of_both = service_pb2.ModelStreamInferResponse.DESCRIPTOR.fields_by_name
-    of_response = service_pb2.ModelInferResponse.DESCRIPTOR.fields_by_name
-    file = FileDescriptorProto(name="triton_openai/stream.proto", syntax="proto3")
-    both, response = file.message_type.add(name="Both"), file.message_type.add(name="Response")
-    for message, fields, name, kind in (
-        (both, of_both, "error_message", FieldDescriptorProto.TYPE_STRING),
-        (both, of_both, "infer_response", FieldDescriptorProto.TYPE_MESSAGE),
-        (response, of_response, "outputs", FieldDescriptorProto.TYPE_BYTES),
-        (response, of_response, "raw_output_contents", FieldDescriptorProto.TYPE_BYTES),
-    ):
-        label = FieldDescriptorProto.LABEL_REPEATED if message is response else FieldDescriptorProto.LABEL_OPTIONAL
-        message.field.add(name=name, number=fields[name].number, type=kind, label=label)
-    both.field[1].type_name = "Response"
-    pool = DescriptorPool()
-    pool.Add(file)
-    return GetMessageClass(pool.FindMessageTypeByName("Both"))
-
-
-_StreamResponse = _stream_response()
-
-
-@lru_cache(maxsize=256)
-def _described(outputs: tuple[bytes, ...]) -> Described:
-    tensors = map(service_pb2.ModelInferResponse.InferOutputTensor.FromString, outputs)
-    return tuple((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
+    size = len(data) - 3
+    # The response's tag (the number of the field, and 2 for "with a length"), and a length of two bytes.
+    if head and 0 < size < 1 << 14 and data.startswith(bytes((2 << 3 | 2, size & 0x7F | 0x80, size >> 7)) + head):
+        contents: list[bytes] = _Response.FromString(data[3 + len(head) :]).raw_output_contents[:]
+        return contents
+    return None
 
 
 def translate(code: str, details: str, model: str) -> ServiceError:
@@ -203,6 +188,10 @@ class GrpcStream(Call):
         self._model = request.model
         self._cancellable = request.cancellable
         self._distrust = distrust
+        # What the responses have in common
+        self._layout = Layout(())
+        self._count = 0
+        self._head = b""
         self._encoding: asyncio.Task[None] | None = None
         if request.large:
             self._encoding = asyncio.create_task(self._start_large(channel, request))
@@ -225,21 +214,17 @@ class GrpcStream(Call):
     def messages_received(self, messages: list[bytes]) -> None:
         responses: list[InferResponse] = []
         error: ServiceError | None = None
-        for data in messages:
-            try:
-                message = _StreamResponse.FromString(data)
-                described = _described(tuple(message.infer_response.outputs))
-                contents = message.infer_response.raw_output_contents
-                if len(described) != len(contents):
-                    raise DecodeError("outputs without raw contents")
-            except DecodeError:
-                error = UpstreamError("Triton sent an answer that cannot be read.", detail=f"{len(data)} bytes")
-                break
-            if message.error_message:
-                error = classify(message.error_message, self._model)
-                break
-            if described:
-                responses.append(BinaryResponse(described, contents))
+        try:
+            for data in messages:
+                contents = _contents(data, self._head)
+                if contents is not None and len(contents) == self._count:
+                    responses.append(BinaryResponse(self._layout, contents))
+                else:
+                    responses += self._read(data)
+        except DecodeError as problem:
+            error = UpstreamError("Triton sent an answer that cannot be read.", detail=str(problem))
+        except ServiceError as problem:
+            error = problem
         if responses and self._receiver is not None:
             self._receiver.receive(responses)
         if error is not None:
@@ -247,6 +232,19 @@ class GrpcStream(Call):
             self.close()
             if receiver is not None:
                 receiver.end(error)
+
+    def _read(self, data: bytes) -> Sequence[BinaryResponse]:
+        """Return the response in *data*, if it is one. Raises :class:`ServiceError` for an error in it."""
+        message = service_pb2.ModelStreamInferResponse.FromString(data)
+        if message.error_message:
+            raise classify(message.error_message, self._model)
+        if not message.infer_response.outputs:
+            return ()
+        self._layout, contents = _outputs(message.infer_response)
+        tail = _Response(raw_output_contents=contents).SerializeToString()
+        self._head = data[3 : -len(tail)] if data.endswith(tail) else b""
+        self._count = len(contents)
+        return (BinaryResponse(self._layout, contents),)
 
     def call_ended(self, code: str, details: str) -> None:
         self._end(None if code == "OK" else translate(code, details, self._model))

@@ -25,6 +25,7 @@ from triton_openai.triton.tensors import (
     BinaryResponse,
     InferRequest,
     InferResponse,
+    Layout,
     ModelConfig,
     read_model_config,
 )
@@ -110,8 +111,7 @@ def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
             raise UpstreamError(f"Triton sent a malformed '{output.name}' output.")
         contents.append(body[offset:end])
         offset = end
-    described = tuple((output.name, output.datatype, output.shape) for output in header.outputs)
-    return BinaryResponse(described, contents)
+    return BinaryResponse(Layout((output.name, output.datatype, output.shape) for output in header.outputs), contents)
 
 
 class HttpClient:

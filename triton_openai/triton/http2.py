@@ -51,6 +51,7 @@ _DEFAULT_WINDOW = 65_535
 _FRAME_SIZE = 16_384
 # The most that a stream of a slow client keeps in memory. The connection's window does not limit streams.
 WINDOW = 256 * 1024
+_HALF_WINDOW = WINDOW // 2
 _MAX_HEADERS = 64 * 1024
 # The longest message that protobuf reads.
 _MAX_MESSAGE = _UINT31
@@ -261,21 +262,17 @@ class Connection(asyncio.Protocol):
                 if not call.messages:
                     received.append(call)
                 # The usual frame holds one whole message.
-                if (
-                    size > 5
-                    and not (flags or call.partial)
-                    and data[start : start + 5] == b"\0" + _UINT32.pack(size - 5)
-                ):
+                if size > 5 and not (flags or call.partial) and _MESSAGE.unpack_from(data, start) == (0, size - 5):
                     call.messages.append(data[start + 5 : end])
                 else:
                     self._data_received(call, flags, data[start:end])
-                if call.unacknowledged > WINDOW // 2:
+                if call.unacknowledged > _HALF_WINDOW:
                     self.acknowledge(call)
         except (ValueError, hpack.HPACKError, struct.error, IndexError) as error:
             self._write(frame(GOAWAY, 0, 0, struct.pack(">II", 0, PROTOCOL_ERROR)))
             self.close(str(error) if type(error) is ValueError else f"the server sent what cannot be read: {error}")
         self._rest = data[position:]
-        if self._unacknowledged > _UINT31 // 2:
+        if self._unacknowledged > 2**30:
             self._write(frame(WINDOW_UPDATE, 0, 0, _UINT32.pack(self._unacknowledged)))
             self._unacknowledged = 0
         if received:

@@ -11,9 +11,8 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Protocol, Self, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self
 
 import msgspec
 
@@ -258,29 +257,41 @@ class OutputTensor(msgspec.Struct, frozen=True):
     data: bytes
 
 
-#: Name, datatype and shape of each output of a response.
-Described: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
+class Layout:
+    """The outputs of a response with raw tensors: name, datatype and shape of each. A stream's responses share it."""
+
+    def __init__(self, outputs: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
+        self.outputs = tuple(outputs)
+        self._readers: dict[tuple[str, ...], Sequence[tuple[int, Callable[[bytes], Any]]]] = {}
+
+    def readers(self, names: tuple[str, ...]) -> Sequence[tuple[int, Callable[[bytes], Any]]]:
+        """Return the place of each of *names* among the outputs, -1 without one, and what reads its first value."""
+        readers = self._readers.get(names)
+        if readers is None:
+            places = {name: (place, _reader(name, datatype)) for place, (name, datatype, _) in enumerate(self.outputs)}
+            readers = self._readers[names] = [places.get(name, (-1, bytes)) for name in names]
+        return readers
 
 
 class BinaryResponse:
     """
     A response with raw tensors: gRPC's, and HTTP's with the binary extension.
 
-    *contents* has the bytes of each output that is *described*. Most outputs of a step are never asked for.
+    *contents* has the bytes of each output of *layout*. Most outputs of a step are never asked for.
     """
 
-    __slots__ = ("_contents", "_described")
+    __slots__ = ("_contents", "_layout")
 
-    def __init__(self, described: Described, contents: Sequence[bytes]) -> None:
-        self._described = described
+    def __init__(self, layout: Layout, contents: Sequence[bytes]) -> None:
+        self._layout = layout
         self._contents = contents
 
     def first(self, names: tuple[str, ...]) -> Sequence[Any]:
         contents = self._contents
-        return [read(contents[place]) if place >= 0 else None for place, read in _readers(self._described, names)]
+        return [read(contents[place]) if place >= 0 else None for place, read in self._layout.readers(names)]
 
     def tensor(self, name: str) -> OutputTensor | None:
-        for (found, datatype, shape), data in zip(self._described, self._contents, strict=True):
+        for (found, datatype, shape), data in zip(self._layout.outputs, self._contents, strict=True):
             if found == name:
                 return OutputTensor(datatype, shape, data)
         return None
@@ -333,27 +344,26 @@ class BinaryResponse:
         return [data[i * width : (i + 1) * width] for i in range(rows)]
 
 
-@lru_cache(256)
-def _readers(described: Described, names: tuple[str, ...]) -> Sequence[tuple[int, Callable[[bytes], Any]]]:
-    """Return the place of each of *names* among the outputs, -1 without one, and what reads its first value."""
-    places = {name: (place, _reader(name, datatype)) for place, (name, datatype, _) in enumerate(described)}
-    return [places.get(name, (-1, bytes)) for name in names]
-
-
 def _reader(name: str, datatype: str) -> Callable[[bytes], Any]:
+    length = _LENGTH.unpack_from
+
     def text(data: bytes) -> str | None:
         if not data:
             return None
-        end = 4 + int.from_bytes(data[:4], "little")
-        if end > len(data):
+        size = len(data)
+        end = 4 + length(data)[0] if size >= 4 else 4
+        if end > size:
             raise UpstreamError(f"Triton sent a malformed '{name}' output.")
-        return data[4:end].decode("utf-8", "replace")
+        try:
+            return data[4:end].decode()
+        except UnicodeDecodeError:
+            return data[4:end].decode("utf-8", "replace")
 
     def number(data: bytes) -> Any:
         return item.unpack_from(data)[0] if len(data) >= item.size else None
 
     def other(data: bytes) -> Any:
-        return next(iter(BinaryResponse(((name, datatype, ()),), (data,)).numbers(name)), None)
+        return next(iter(BinaryResponse(Layout([(name, datatype, ())]), (data,)).numbers(name)), None)
 
     if datatype == "BYTES":
         return text

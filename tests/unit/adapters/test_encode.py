@@ -24,6 +24,7 @@ from triton_openai.triton.tensors import (
     EnsembleStep,
     InferRequest,
     JsonResponse,
+    Layout,
     ModelConfig,
     TensorSpec,
 )
@@ -474,7 +475,7 @@ def test_texts_are_sent_in_batches(inputs, outputs, batch, shapes):
     for number, request in enumerate(requests):
         rows = len(request.inputs[0].values)
         data = array("f", [number + 0.5] * 2 * rows).tobytes()
-        answers.append(BinaryResponse((("embedding", "FP32", (rows, 2)),), (data,)))
+        answers.append(BinaryResponse(Layout((("embedding", "FP32", (rows, 2)),)), (data,)))
     vectors = adapter.decode_embeddings(job, answers).vectors
     expected = [number + 0.5 for number, request in enumerate(requests) for _ in request.inputs[0].values]
     assert expected == [array("f", vector)[0] for vector in vectors]
@@ -483,7 +484,7 @@ def test_texts_are_sent_in_batches(inputs, outputs, batch, shapes):
 def test_too_few_vectors_are_an_error():
     """A model that answers for fewer texts than it was given is not believed."""
     config = ModelConfig(name="e", max_batch_size=8, inputs=specs("text BYTES 1"), outputs=specs("embedding FP32 2"))
-    answer = BinaryResponse((("embedding", "FP32", (1, 2)),), (b"\x00" * 8,))
+    answer = BinaryResponse(Layout((("embedding", "FP32", (1, 2)),)), (b"\x00" * 8,))
 
     with pytest.raises(UpstreamError, match="1 embeddings for 2 inputs"):
         Embeddings(config, {}).decode_embeddings(EmbeddingJob(id="j", inputs=["a", "b"]), [answer])

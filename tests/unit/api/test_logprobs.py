@@ -29,7 +29,7 @@ from triton_openai.api.logprobs import chat_logprobs, completion_logprobs, promp
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Logits, TokenLogprob, Vocabulary
 from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.triton.tensors import BinaryResponse, JsonResponse, ModelConfig, TensorSpec
+from triton_openai.triton.tensors import BinaryResponse, JsonResponse, Layout, ModelConfig, TensorSpec
 
 SCORES = st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=12)
 
@@ -117,7 +117,7 @@ def response(shape: Sequence[int], datatype: str = "FP32") -> BinaryResponse:
     """Return a response with logits of *shape*."""
     kind = np.float32 if datatype == "FP32" else np.float16
     data = np.arange(math.prod(shape), dtype=kind).tobytes()
-    return BinaryResponse(((GENERATION, datatype, tuple(shape)),), (data,))
+    return BinaryResponse(Layout(((GENERATION, datatype, tuple(shape)),)), (data,))
 
 
 @every_case(
@@ -141,12 +141,12 @@ def test_the_new_tokens_rows_are_found(shape: Sequence[int], count: int, total: 
 def test_logits_that_are_missing_or_malformed() -> None:
     """An engine that does not gather them sends none; the text tells what to do."""
     with pytest.raises(UnsupportedParameter, match="gather_generation_logits"):
-        read_logits(BinaryResponse((), ()), GENERATION, count=1, total=1)
+        read_logits(BinaryResponse(Layout(()), ()), GENERATION, count=1, total=1)
     with pytest.raises(UnsupportedParameter):
         read_logits(JsonResponse({GENERATION: [1.0, 2.0]}), GENERATION, count=1, total=1)
     with pytest.raises(UpstreamError):
         read_logits(response((1, 1, 2, 7)), GENERATION, count=3, total=4)
-    broken = BinaryResponse(((GENERATION, "FP32", (1, 1, 1, 7)),), (b"1234",))
+    broken = BinaryResponse(Layout(((GENERATION, "FP32", (1, 1, 1, 7)),)), (b"1234",))
     with pytest.raises(UpstreamError):
         read_logits(broken, GENERATION, count=1, total=1)
 

@@ -24,6 +24,7 @@ from triton_openai.triton.tensors import (
     BinaryResponse,
     InferRequest,
     JsonResponse,
+    Layout,
     ModelConfig,
     Tensor,
     TensorSpec,
@@ -41,7 +42,7 @@ def test_texts_are_written_as_tritons_client_writes_them(texts):
 
     expected = serialize_byte_tensor(np.array([text.encode() for text in texts], dtype=np.object_))
     assert (expected.item() if expected.size else b"") == raw
-    assert texts == list(BinaryResponse((("t", "BYTES", (len(texts),)),), (raw,)).texts("t"))
+    assert texts == list(BinaryResponse(Layout((("t", "BYTES", (len(texts),)),)), (raw,)).texts("t"))
     assert [text.encode() for text in texts] == list(deserialize_bytes_tensor(raw))
 
 
@@ -53,7 +54,7 @@ def test_integers_are_written_as_numpy_writes_them(datatype):
 
     assert np.array(values, dtype=INTEGERS[datatype]).tobytes() == raw
     assert datatype == np_to_triton_dtype(INTEGERS[datatype])
-    assert values == list(BinaryResponse((("t", datatype, (4,)),), (raw,)).numbers("t"))
+    assert values == list(BinaryResponse(Layout((("t", datatype, (4,)),)), (raw,)).numbers("t"))
 
 
 @every_case("datatype", INTEGERS)
@@ -74,39 +75,39 @@ def test_floats_are_written_as_numpy_writes_them(datatype):
 
     expected = np.array(values, dtype=FLOATS[datatype])
     assert expected.tobytes() == raw
-    found = BinaryResponse((("t", datatype, (6,)),), (raw,)).numbers("t")
+    found = BinaryResponse(Layout((("t", datatype, (6,)),)), (raw,)).numbers("t")
     assert expected.tolist() == list(found)
     nan = Tensor("t", datatype, (1,), (math.nan,)).raw()
-    assert math.isnan(BinaryResponse((("t", datatype, (1,)),), (nan,)).numbers("t")[0])
+    assert math.isnan(BinaryResponse(Layout((("t", datatype, (1,)),)), (nan,)).numbers("t")[0])
 
 
 def test_booleans_are_one_byte_each():
     """True is 1; every other byte than 0 reads as true."""
     assert b"\x01\x00\x01" == Tensor("t", "BOOL", (3,), (True, False, 1)).raw()
-    assert [False, True, True] == BinaryResponse((("t", "BOOL", (3,)),), (b"\x00\x01\x02",)).numbers("t")
+    assert [False, True, True] == BinaryResponse(Layout((("t", "BOOL", (3,)),)), (b"\x00\x01\x02",)).numbers("t")
 
 
 def test_invalid_utf8_is_replaced():
     """A model's bytes may be no text; they become U+FFFD and no error."""
     raw = struct.pack("<I", 3) + b"a\xff\xfe"
 
-    assert ["a\ufffd\ufffd"] == BinaryResponse((("t", "BYTES", (1,)),), (raw,)).texts("t")
+    assert ["a\ufffd\ufffd"] == BinaryResponse(Layout((("t", "BYTES", (1,)),)), (raw,)).texts("t")
 
 
 @every_case("raw", [b"\x01", b"\x01\x00\x00", b"\x02\x00\x00\x00a", b"\xff\xff\xff\xff", b"\x00\x00\x00\x00\x05"])
 def test_cut_texts_are_an_error(raw):
     """Lengths that lead beyond the contents are the upstream's fault."""
     with pytest.raises(UpstreamError, match="malformed"):
-        BinaryResponse((("t", "BYTES", (1,)),), (raw,)).texts("t")
+        BinaryResponse(Layout((("t", "BYTES", (1,)),)), (raw,)).texts("t")
 
 
 def test_numbers_that_come_as_text_stay_text():
     """A backend's BYTES where numbers are declared are passed on, and a type without numbers is an error."""
     raw = Tensor("t", "BYTES", (1,), ("5",)).raw()
 
-    assert ["5"] == BinaryResponse((("t", "BYTES", (1,)),), (raw,)).numbers("t")
+    assert ["5"] == BinaryResponse(Layout((("t", "BYTES", (1,)),)), (raw,)).numbers("t")
     with pytest.raises(UpstreamError, match="BF16"):
-        BinaryResponse((("t", "BF16", (1,)),), (b"\x00\x00",)).numbers("t")
+        BinaryResponse(Layout((("t", "BF16", (1,)),)), (b"\x00\x00",)).numbers("t")
 
 
 def test_the_first_value_of_each_output():
@@ -124,13 +125,13 @@ def test_the_first_value_of_each_output():
     ]
     names = [f"t{place}" for place in range(len(table))]
     described = tuple((name, datatype, (1,)) for name, (datatype, _, _) in zip(names, table, strict=True))
-    response = BinaryResponse(described, [data for _, data, _ in table])
+    response = BinaryResponse(Layout(described), [data for _, data, _ in table])
 
     assert [value for _, _, value in reversed(table)] == list(response.first(tuple(reversed(names))))
     assert [None, "é"] == list(response.first(("absent", "t0")))
     for datatype, data, match in (("BYTES", b"\x02\x00\x00\x00a", "malformed 't'"), ("BF16", b"\x00\x00", "BF16")):
         with pytest.raises(UpstreamError, match=match):
-            BinaryResponse((("t", datatype, (1,)),), (data,)).first(("t",))
+            BinaryResponse(Layout((("t", datatype, (1,)),)), (data,)).first(("t",))
 
 
 @every_case("datatype", FLOATS)
@@ -140,17 +141,17 @@ def test_vectors_are_rows_of_float32(datatype, shape):
     values = np.arange(6, dtype=FLOATS[datatype])
     rows = shape[0] if len(shape) > 1 else 1
     expected = [row.tobytes() for row in values.astype(np.float32).reshape(rows, -1)]
-    assert expected == list(BinaryResponse((("t", datatype, shape),), (values.tobytes(),)).vectors("t"))
+    assert expected == list(BinaryResponse(Layout((("t", datatype, shape),)), (values.tobytes(),)).vectors("t"))
 
 
 @every_case("shape, data", [((2, 3), b"\x00" * 20), ((0, 3), b""), ((4, 1), b"\x00" * 12)])
 def test_vectors_that_do_not_add_up_are_an_error(shape, data):
     """Contents that cannot be cut into the rows that the shape promises are the upstream's fault."""
     with pytest.raises(UpstreamError, match="malformed"):
-        BinaryResponse((("t", "FP32", shape),), (data,)).vectors("t")
+        BinaryResponse(Layout((("t", "FP32", shape),)), (data,)).vectors("t")
 
 
-@every_case("response", [BinaryResponse((), ()), JsonResponse({})])
+@every_case("response", [BinaryResponse(Layout(()), ()), JsonResponse({})])
 def test_absent_outputs_are_empty(response):
     """What did not come reads as nothing."""
     assert [] == list(response.texts("t"))

@@ -17,6 +17,8 @@ from unittest.mock import Mock
 import grpc
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.cases import every_case
@@ -1068,6 +1070,36 @@ async def test_streams_over_tls(tmp_path: Path, protocol: str, kind: type[object
     await server.stop()
 
     assert (server.reply.texts if kind is NoneType else [], kind) == (found, type(error))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["", "id", "i" * 120]),
+            st.lists(st.sampled_from([b"", b"\x01\x00\x00\x00a", bytes(130), bytes(17_000)]), max_size=3),
+            st.booleans(),
+        ),
+        max_size=6,
+    )
+)
+def test_a_stream_reads_what_protobuf_reads(answers: list[tuple[str, list[bytes], bool]]) -> None:
+    """Whatever the responses of a stream have in common, and also where a response differs from those before it."""
+    received: list[Any] = []
+    stream = GrpcStream(Mock(headers=lambda _: b""), REQUEST, Mock(receive=received.extend), Mock())
+    for number, contents, last in answers:
+        message = service_pb2.ModelStreamInferResponse()
+        answer = message.infer_response
+        answer.model_name, answer.id = "m", number
+        answer.parameters["triton_final_response"].bool_param = last
+        for place, content in enumerate(contents):
+            answer.outputs.add(name=f"t{place}", datatype="BYTES", shape=[1])
+            answer.raw_output_contents.append(content)
+        stream.messages_received([message.SerializeToString()])
+
+    found = [[response.tensor(f"t{place}") for place in range(3)] for response in received]
+    assert [contents for _, contents, _ in answers if contents] == [
+        [tensor.data for tensor in tensors if tensor is not None] for tensors in found
+    ]
 
 
 async def test_an_answer_that_cannot_be_read() -> None:
