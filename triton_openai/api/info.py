@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
@@ -304,7 +305,7 @@ async def status(request: web.Request) -> web.Response:
     with contextlib.suppress(ServiceError):
         request.app[GUARD].restrictions.check("metrics", request.headers)
         key.check_opens_everything()
-        figures = await request.app[EXPOSITION].figures()
+        figures = await asyncio.to_thread(request.app[EXPOSITION].figures)
     return json_response(
         Status(
             triton=snapshot.server or msgspec.UNSET,

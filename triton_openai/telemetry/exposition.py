@@ -336,11 +336,8 @@ class Exposition:
             self._owners[name.name] = name.triton_model
         return state
 
-    async def figures(self) -> Figures:
-        """Return the figures of all workers together."""
-        return await asyncio.to_thread(self._figures)
-
-    def _figures(self) -> Figures:
+    def figures(self) -> Figures:
+        """Return the figures of all workers together. Reads their files: call it in a thread."""
         sums: defaultdict[tuple[str, str | None], float] = defaultdict(float)
         for sample in (sample for metric in self._counted().values() for sample in metric.samples):
             sums[sample.name, sample.labels.get("type")] += sample.value
