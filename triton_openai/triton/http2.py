@@ -16,6 +16,7 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import cast
 from urllib.parse import unquote, urlsplit
 
@@ -42,7 +43,7 @@ END_STREAM = ACK = 0x1
 END_HEADERS = 0x4
 PADDED = 0x8
 WITH_PRIORITY = 0x20
-ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 2, 3, 4, 5
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = range(1, 6)
 PROTOCOL_ERROR, REFUSED_STREAM, CANCEL = 1, 7, 8
 
 _UINT31 = 2**31 - 1
@@ -79,6 +80,12 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes | memoryview = b
 def header_block(headers: Iterable[Header]) -> bytes:
     """Return *headers* encoded without HPACK's table: the same block is good for every call and connection."""
     return b"".join([_NEVER_INDEXED + _string(name) + _string(value) for name, value in headers])
+
+
+@lru_cache(maxsize=64)
+def _decoded(block: bytes) -> Mapping[bytes, bytes]:
+    """Return the fields of a header block. Nearly all calls have the same two, at their beginning and at their end."""
+    return dict(hpack.Decoder(max_header_list_size=_MAX_HEADERS).decode(block, raw=True))
 
 
 def _string(text: str) -> bytes:
@@ -209,7 +216,6 @@ class Connection(asyncio.Protocol):
         # The received part of a frame, and of a header block with its stream and flags.
         self._rest = b""
         self._block: tuple[int, int, bytes] | None = None
-        self._decoder = hpack.Decoder(max_header_list_size=_MAX_HEADERS)
         self._unacknowledged = 0
         # Sending
         self._max_frame = _FRAME_SIZE
@@ -228,7 +234,9 @@ class Connection(asyncio.Protocol):
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         self._timer = self._loop.call_later(SILENCE_SECONDS, self._look)
-        settings = _SETTING.pack(ENABLE_PUSH, 0) + _SETTING.pack(INITIAL_WINDOW_SIZE, WINDOW)
+        # Without a table, a header block means the same on every connection.
+        wanted = (HEADER_TABLE_SIZE, 0), (ENABLE_PUSH, 0), (INITIAL_WINDOW_SIZE, WINDOW)
+        settings = b"".join([_SETTING.pack(*setting) for setting in wanted])
         window = frame(WINDOW_UPDATE, 0, 0, _UINT32.pack(_UINT31 - _DEFAULT_WINDOW))
         self._write(_PREFACE + frame(SETTINGS, 0, 0, settings) + window)
 
@@ -336,8 +344,7 @@ class Connection(asyncio.Protocol):
         if len(payload) > _MAX_HEADERS:
             raise ValueError("the server sent too many headers")
         if flags & END_HEADERS:
-            # Also for calls that have ended, because the decoder's table depends on it.
-            fields = dict(self._decoder.decode(payload, raw=True))
+            fields = _decoded(payload)
             call = self._calls.get(stream_id)
             if call is not None:
                 self._heard = True

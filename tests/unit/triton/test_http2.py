@@ -171,11 +171,11 @@ async def wire() -> AsyncIterator[Wire]:
 
 
 async def test_the_greeting(wire):
-    """The server may push nothing, may send one window for each call, and as much as it likes in all."""
+    """No table of headers, no pushes, one window for each call, and as much as the server likes in all."""
     assert wire.greeting.startswith(PREFACE)
     (first, second) = frames(wire.greeting.removeprefix(PREFACE))
     assert (SETTINGS, 0, 0) == first[:3]
-    assert {2: 0, INITIAL_WINDOW_SIZE: WINDOW} == dict(struct.iter_unpack(">HI", first[3]))
+    assert {1: 0, 2: 0, INITIAL_WINDOW_SIZE: WINDOW} == dict(struct.iter_unpack(">HI", first[3]))
     assert (WINDOW_UPDATE, 0, 0, number(2**31 - 1 - 65_535)) == second
 
 
@@ -344,9 +344,10 @@ async def test_headers_that_are_not_the_last_word(wire):
     assert ([b"one"], ("OK", "")) == (call.texts, call.end_of_call)
 
 
-async def test_headers_by_reference(wire):
-    """Servers name a header once and refer to it afterwards, also in answers that nobody waits for any more."""
+async def test_headers_without_a_table(wire):
+    """Servers say that they keep none, and write each header out, also in answers that nobody waits for any more."""
     encoder = hpack.Encoder()
+    encoder.header_table_size = 0
     gone, call = wire.call(), wire.call()
     gone.cancel()
     wire.feed(
@@ -358,6 +359,7 @@ async def test_headers_by_reference(wire):
     wire.feed(frame(HEADERS, END_HEADERS | END_STREAM, 3, encoder.encode([("grpc-status", "0")])))
 
     assert (None, ("OK", "")) == (gone.end_of_call, call.end_of_call)
+    assert not wire.transport.abort.called
 
 
 async def test_cancelling(wire):
@@ -410,6 +412,8 @@ async def test_a_call_that_fails_to_take_its_messages(wire):
         (frame(HEADERS, 0, 1, b"") + frame(CONTINUATION, 0, 1, bytes(16_384)) * 5, "too many headers"),
         (frame(HEADERS, END_HEADERS, 1, b"\x82" * 2000), "cannot be read"),
         (frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff"), "cannot be read"),
+        # It refers to a table, which it was not allowed.
+        (frame(HEADERS, END_HEADERS, 1, b"\x88\xbe"), "cannot be read"),
         (frame(HEADERS, END_HEADERS, 9, OPEN), "unknown stream"),
         (frame(HEADERS, END_HEADERS | PADDED, 1, b"\5abc"), "padding"),
         (frame(SETTINGS, 0, 0, b"abc"), "cannot be read"),
