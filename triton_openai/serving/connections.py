@@ -48,7 +48,7 @@ class Connection(web.RequestHandler):
         self._head_began: float | None = None
         # One timer that checks this time, instead of a new timer for every request.
         self._header_timer: asyncio.TimerHandle | None = None
-        self._answering = self._draining = False
+        self._answering = self._draining = self._paused_reading = False
         #: Whether a request has come over it.
         self.used = False
 
@@ -67,6 +67,16 @@ class Connection(web.RequestHandler):
             if self._header_timer is None:
                 self._check_head()
         super().data_received(data)
+
+    def pause_reading(self) -> None:
+        self._paused_reading = True
+        super().pause_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Read on after :meth:`pause_reading`. aiohttp asks for it with every body, and would parse again each time."""
+        if self._paused_reading:
+            self._paused_reading = False
+            super().resume_reading(resume_parser)
 
     def _check_head(self) -> None:
         self._header_timer = None
