@@ -76,7 +76,9 @@ class RunGroup:
     def _look(self) -> None:
         """Look whether something is late."""
         now = monotonic()
-        left = min(self._check(now), *[run.check(now) for run in self.runs])
+        left = self._check(now)
+        for run in self.runs:
+            left = min(left, run.check(now))
         if self._timeout is not None:
             left = min(left, self._began + self._timeout - now)
             if left <= 0:

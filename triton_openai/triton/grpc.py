@@ -135,8 +135,14 @@ def decode_response(message: Any) -> BinaryResponse:
     return BinaryResponse(*_outputs(message))
 
 
+@lru_cache(maxsize=256)
+def _layout(outputs: Sequence[bytes]) -> Layout:
+    tensors = map(_Response.InferOutputTensor.FromString, outputs)
+    return Layout((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
+
+
 def _outputs(message: Any) -> tuple[Layout, list[bytes]]:
-    layout = Layout((output.name, output.datatype, tuple(output.shape)) for output in message.outputs)
+    layout = _layout(tuple([output.SerializeToString() for output in message.outputs]))
     contents = message.raw_output_contents[:]
     if len(layout.outputs) != len(contents):
         raise UpstreamError("Triton sent an answer that cannot be read.", detail="outputs without raw contents")

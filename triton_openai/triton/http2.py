@@ -96,6 +96,8 @@ def _string(text: str) -> bytes:
 
 def varint(value: int) -> bytes:
     """Return *value* seven bits at a time, the lowest first; all but the last byte have their highest bit set."""
+    if value <= 0x7F:
+        return bytes((value,))
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

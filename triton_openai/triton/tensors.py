@@ -139,8 +139,11 @@ class Tensor(msgspec.Struct, frozen=True):
         if isinstance(self.values, bytes):
             return self.values
         if self.datatype == "BYTES":
-            texts = [value.encode() for value in self.values]
-            return b"".join([part for text in texts for part in (_LENGTH.pack(len(text)), text)])
+            parts: list[bytes] = []
+            for value in self.values:
+                text = value.encode()
+                parts += (_LENGTH.pack(len(text)), text)
+            return b"".join(parts)
         if self.datatype == "BOOL":
             return bytes(map(bool, self.values))
         if self.datatype == "FP16":
