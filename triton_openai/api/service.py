@@ -114,7 +114,7 @@ class RequestContext(Generic[_Body]):
         neither takes the request.
         """
         admission, owner = self.service.admission, self.model.owner
-        await admission.enter(owner, self.observation, patience=self.limits.patience)
+        task = await admission.enter(owner, self.observation, patience=self.limits.patience)
         try:
             self.limits = self.limits.after(self.observation.queued_seconds)
             try:
@@ -131,7 +131,7 @@ class RequestContext(Generic[_Body]):
             error.param = error.param or param
             raise
         finally:
-            admission.leave(owner)
+            admission.leave(owner, task)
 
 
 async def begin(request: web.Request, kind: type[_Body], operation: str) -> RequestContext[_Body]:

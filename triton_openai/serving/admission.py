@@ -75,12 +75,13 @@ class Admission:
         """Requests that wait in this process."""
         return len(self._queue)
 
-    async def enter(self, model: str, observation: Observation, *, patience: float | None = None) -> None:
+    async def enter(self, model: str, observation: Observation, *, patience: float | None = None) -> _Task:
         """
-        Admit the current request for *model*, after a wait of at most *patience* seconds; :meth:`leave` counts it out.
+        Admit the current request for *model*, after a wait of at most *patience* seconds.
 
-        Raises :class:`ServiceOverloaded` at once where the queue is full or the process cannot follow, and when the
-        wait was too long; and :class:`ModelUnloading` where the model is being unloaded.
+        Returns the task with which :meth:`leave` counts it out. Raises :class:`ServiceOverloaded` at once where the
+        queue is full or the process cannot follow, and when the wait was too long; and :class:`ModelUnloading` where
+        the model is being unloaded.
         """
         self._model_draining.check(model)
         if self._lag() > _MAX_LOOP_LAG:
@@ -91,10 +92,12 @@ class Admission:
             self._model_draining.enter(model, task)
         else:
             await self._wait(model, task, observation, patience)
+        return task
 
-    def leave(self, model: str) -> None:
-        """Count the current request, which was admitted for *model*, out."""
-        self._release(model, asyncio.current_task())
+    def leave(self, model: str, task: _Task) -> None:
+        """Count the request of *task*, which was admitted for *model*, out."""
+        self._model_draining.leave(model, task)
+        self._admit()
 
     async def _wait(self, model: str, task: _Task, observation: Observation, patience: float | None) -> None:
         if len(self._queue) >= self._queue_limit:
@@ -114,7 +117,7 @@ class Admission:
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 # Admitted, and it gave up or is refused: its place goes to the next one.
-                self._release(model, task)
+                self.leave(model, task)
             if isinstance(error, TimeoutError):
                 reason = f"The request waited {seconds:g} seconds for others to end."
                 raise ServiceOverloaded(reason, retry_after=seconds) from None
@@ -130,10 +133,6 @@ class Admission:
         for turn, (waiting_for, _) in self._queue.items():
             if waiting_for == model and not turn.done():
                 turn.set_exception(ModelUnloading(model))
-
-    def _release(self, model: str, task: _Task) -> None:
-        self._model_draining.leave(model, task)
-        self._admit()
 
     def _admit(self) -> None:
         """Admit waiting requests that have room, longest wait first."""

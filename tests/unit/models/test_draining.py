@@ -156,10 +156,10 @@ async def test_who_waits_is_turned_away(pair):
 
     async def ask(model: str) -> None:
         try:
-            await admission.enter(model, Observation(request_id="r", method="POST", path="/"))
+            task = await admission.enter(model, Observation(request_id="r", method="POST", path="/"))
             began.append(model)
             await leave.wait()
-            admission.leave(model)
+            admission.leave(model, task)
         except ModelUnloading:
             ended.append(model)
 

@@ -53,12 +53,12 @@ class Visitor:
 
     async def _visit(self, admission: Admission, model: str) -> None:
         try:
-            await admission.enter(model, self.record)
+            task = await admission.enter(model, self.record)
             try:
                 self.inside = True
                 await self._leave.wait()
             finally:
-                admission.leave(model)
+                admission.leave(model, task)
         finally:
             self.inside = False
             self.at_the_end()
