@@ -57,16 +57,16 @@ class _Logger:
     """Hands events to *processors*. structlog's own loggers copy their fields four times, which takes the most time."""
 
     def __init__(self, name: str, processors: Sequence[Processor], context: Mapping[str, Any]) -> None:
-        self._name, self._processors = name, processors
+        self._name, self._processors, self._context = name, processors, context
 
-    def bind(self) -> _Logger:
-        """Return the logger, to which nothing is ever bound."""
-        return self
+    def bind(self, **values: Any) -> _Logger:
+        """Return a logger whose events have *values* too. An adapter of a third party may use it."""
+        return type(self)(self._name, self._processors, {**self._context, **values})
 
     def log(self, level: str, event: str, fields: EventDict) -> None:
         """Log *event* with *fields*, to which it may add."""
         fields["event"] = event
-        result: Any = fields
+        result: Any = {**self._context, **fields} if self._context else fields
         try:
             for process in self._processors:
                 result = process(self._name, level, result)
@@ -84,7 +84,7 @@ def _logger_class(least: int) -> type:
     def method(level: str) -> Callable[..., None]:
         return lambda self, event, /, **fields: self.log(level, event, fields)
 
-    levels = {level: method(level) for level in ("debug", "info", "warning", "error")}
+    levels = {level: method(level) for level in ("debug", "info", "warning", "error", "critical")}
     skipped = [level for level in levels if logging.getLevelNamesMapping()[level.upper()] < least]
     return type("Logger", (_Logger,), levels | dict.fromkeys(skipped, lambda *_, **__: None))
 

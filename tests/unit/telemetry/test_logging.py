@@ -54,8 +54,12 @@ def test_level(capsys: pytest.CaptureFixture[str]) -> None:
     structlog.get_logger("ours").info("no")
     logging.getLogger("theirs").warning("no")
     structlog.get_logger("ours").error("yes")
+    structlog.get_logger("a plug-in's").bind(part="adapter").critical("yes", of="m")
 
-    assert ["yes"] == [line["event"] for line in _lines(capsys)]
+    lines = _lines(capsys)
+    assert [("yes", None, None), ("yes", "adapter", "m")] == [
+        (line["event"], line.get("part"), line.get("of")) for line in lines
+    ]
 
 
 @pytest.mark.parametrize("log_format", ["console", "json"])
