@@ -68,7 +68,9 @@ class Background:
 
 
 _STOP_REQUEST_TIMEOUT = 5.0
-_STOP_AGAIN = 1.0
+# An engine ignores a stop request that arrives before the request itself, which waits for its tokenizer, so these many
+# seconds pass before each attempt.
+_STOP_DELAYS = (0.0, 1.0, 2.5)
 # A character has at most four tokens; of an incomplete one the first is counted.
 _UNSEEN_TOKENS = 2
 
@@ -331,9 +333,9 @@ class Run:
         stream.close(silent=silent)
         order = self.model.adapter.cancel(self.generation)
         if order is not None:
-            # Before its first answer, the engine may not have the request yet, and ignores a stop that arrives first.
-            times = 2 if self.progress.first is None else 1
-            work = _send_stop(self._client, self._upstream, order, times=times)
+            # With its first answer it is certain that the engine has the request.
+            delays = _STOP_DELAYS if self.progress.first is None else _STOP_DELAYS[:1]
+            work = _send_stop(self._client, self._upstream, order, delays)
             self._background.start(work, timeout=_STOP_REQUEST_TIMEOUT)
 
     def _fall_silent(self) -> None:
@@ -412,10 +414,9 @@ class Run:
         return None if counted is None else min(counted, most)
 
 
-async def _send_stop(client: TritonClient, upstream: Upstream, order: InferRequest, *, times: int) -> None:
-    for attempt in range(times):
-        if attempt:
-            await asyncio.sleep(_STOP_AGAIN)
+async def _send_stop(client: TritonClient, upstream: Upstream, order: InferRequest, delays: Sequence[float]) -> None:
+    for delay in delays:
+        await asyncio.sleep(delay)
         try:
             with upstream.call(order) as sent:
                 await gather(client, sent)

@@ -112,7 +112,7 @@ class Answer:
 
 @pytest.fixture(autouse=True)
 def _stop_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triton_openai.answer.run._STOP_AGAIN", 0.0)
+    monkeypatch.setattr("triton_openai.answer.run._STOP_DELAYS", (0.0, 0.0, 0.0))
 
 
 async def test_each_token_is_passed_on_at_once() -> None:
@@ -147,12 +147,12 @@ async def test_closed_in_the_middle() -> None:
 
 
 async def test_closed_before_the_first_answer() -> None:
-    """The engine may get the first stop request before the request itself, so there is a second one."""
+    """The engine may get a stop request before the request itself, so there are three."""
     answer = Answer()
     answer.run.close()
     await answer.background.close()
 
-    assert 2 == len(answer.engine.orders)
+    assert 3 == len(answer.engine.orders)
 
 
 @given(
