@@ -414,12 +414,13 @@ class Adapter:
         classification: int = 0,
     ) -> InferRequest:
         """Return the request to the adapter's own model, asking for those of *outputs* that it declares."""
+        config, declared = self.config, self.config.outputs
         return InferRequest(
-            model=self.config.name,
+            model=config.name,
             id=generation_id,
             inputs=tuple(inputs),
-            outputs=tuple([name for name in outputs if name in self.config.outputs]),
-            stream=self.config.decoupled,
+            outputs=tuple([name for name in outputs if name in declared]),
+            stream=config.decoupled,
             cancellable=cancellable,
             classification=classification,
             prefers_grpc=self.capabilities.prefers_grpc,

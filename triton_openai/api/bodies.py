@@ -197,20 +197,17 @@ class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _encode = msgspec.json.Encoder().encode
-_JSON = {"Content-Type": "application/json"}
 
 
 class WholeResponse(web.Response):
     """
     A response whose body is known, and is some bytes.
 
-    aiohttp takes a tenth of a short request's time to compose and send it, step by step. Where nothing is special about
-    the connection, head and body are composed here, and go out in one write.
+    Where nothing is special about the connection, its head is composed here at once, and goes out with the body. That
+    costs less than aiohttp's way, which is for all that a response may be.
     """
 
-    def __init__(self, body: bytes | None, status: int = 200, headers: Mapping[str, str] = _JSON) -> None:
-        super().__init__(body=body, status=status, headers=headers)
-        self._sent = False
+    _sent = False
 
     @property
     def keep_alive(self) -> bool:
@@ -242,8 +239,8 @@ def _date(seconds: int) -> str:
 
 
 def json_response(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """Return *answer* as a response, with further *headers*."""
-    return WholeResponse(_encode(answer), status, _JSON if headers is None else {**_JSON, **headers})
+    """Return *answer* as a response."""
+    return WholeResponse(status=status, body=_encode(answer), content_type="application/json", headers=headers)
 
 
 LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)

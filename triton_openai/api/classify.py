@@ -88,7 +88,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         return _encode(ClassificationList(id=job_id, created=now(), model=body.model, data=data, usage=usage))
 
     content = await offload.run(answer, size=sum(map(len, result.values)), threshold=_INLINE_VALUES)
-    return WholeResponse(content)
+    return WholeResponse(body=content, content_type="application/json")
 
 
 async def classify(

@@ -110,7 +110,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         return _encode(EmbeddingList(data=data, model=body.model, usage=input_usage(tokens)))
 
     content = await offload.run(answer, size=sum(map(len, result.vectors)), threshold=_INLINE_BYTES)
-    return WholeResponse(content)
+    return WholeResponse(body=content, content_type="application/json")
 
 
 def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:

@@ -146,7 +146,7 @@ class EventStream:
 
     def __init__(self, request: web.Request, runs: Sequence[Run], renderer: Renderer, *, heartbeat: float) -> None:
         # Sent at the end, in one write, unless the answer begins before.
-        self._whole = WholeResponse(None, headers=_HEADERS)
+        self._whole = WholeResponse(headers=_HEADERS)
         self.response: web.StreamResponse = self._whole
         #: Whether the last event, the end or an error, was written.
         self.complete = False

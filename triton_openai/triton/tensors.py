@@ -185,10 +185,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def large(self) -> bool:
         """Whether to encode it would hold the event loop."""
-        size = 0
-        for one in self.inputs:
-            size += sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values)
-        return size >= _LARGE
+        sizes = [sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values) for one in self.inputs]
+        return sum(sizes) >= _LARGE
 
     def with_headers(self, headers: Mapping[str, str]) -> Self:
         """Return the request with these headers."""
