@@ -40,7 +40,9 @@ def state() -> dict[str, Any]:
 
     # The service freezes what lives at its start, and the collector does not list what is frozen.
     gc.unfreeze()
-    # What only the collector of cycles finds stays for a long time. So it counts, also in later looks.
+    # What only the collector of cycles finds stays for a long time. So it counts, also in later looks, and from the
+    # first one on nobody else calls the collector.
+    gc.disable()
     freed = count()
     # A call that failed is in a circle with its traceback, and a connection with it: that is seldom, and no leak.
     gc.collect()
