@@ -217,11 +217,16 @@ class WholeResponse(web.Response):
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Send it, or prepare to send it in aiohttp's way."""
         body, kept = self.body, request.keep_alive and self.keep_alive and request.version == HttpVersion11
-        if not kept or not isinstance(request, web.Request) or request.method == "HEAD" or not isinstance(body, bytes):
+        if (
+            not (kept and body and isinstance(body, bytes) and isinstance(request, web.Request))
+            or request.method == "HEAD"
+        ):
             return await super().prepare(request)
         await request.app.on_response_prepare.send(request, self)
         length = "Transfer-Encoding: chunked" if self.chunked else f"Content-Length: {len(body)}"
         lines = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
+        if lines.count("\n") + lines.count("\r") != 2 * len(self.headers):
+            raise ValueError("A header has a line break.")
         head = f"HTTP/1.1 {self.status} {self.reason}\r\n{lines}Date: {_date(int(time()))}\r\n{length}\r\n\r\n".encode()
         self._sent = True
         await request.writer.write_eof(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if self.chunked else body))
