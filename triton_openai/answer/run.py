@@ -265,7 +265,8 @@ class Run:
                 error = failure
         elif isinstance(error, InvalidRequest) and self.progress.steps:
             midway = failed_midway(error)
-            midway.__cause__ = error
+            # Its traceback would keep the request in a cycle.
+            midway.__cause__ = error.with_traceback(None)
             error = midway
         if error is not None:
             self._fail(error)

@@ -205,7 +205,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
             error: BaseException | None = known
             while error is not None:
                 error.__traceback__ = None
-                error = error.__context__ or error.__cause__
+                error = error.__context__
 
     @property
     def duration(self) -> float:
