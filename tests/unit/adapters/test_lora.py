@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import msgspec
 import pytest
 from tritonclient.grpc.service_pb2 import ModelInferRequest
@@ -91,6 +93,7 @@ async def test_large_requests_are_the_same_messages(size):
     request = ensemble(*INPUTS).encode(asked)
     message = encode_request(request)
 
-    assert message == encode_large(request) == await message_of(request)
+    with patch("triton_openai.triton.grpc.encode_large", wraps=encode_large) as in_thread:
+        assert message == encode_large(request) == await message_of(request)
     assert weights.data in ModelInferRequest.FromString(message).raw_input_contents
-    assert request.large == (size >= 2**20)
+    assert request.large == in_thread.called == (size >= 2**20)
