@@ -213,7 +213,9 @@ def assert_works(service: Service) -> None:
     # It may still think that it is ready when Triton has just come back, and that Triton is gone right after.
     until(lambda: service.status("/health/ready") == 200 and service.post("/v1/embeddings", vector).status == 200)
     for model in ENGINES:
-        assert WORDS == service.post(COMPLETIONS, body(model, steered(text=WORDS))).json["choices"][0]["text"]
+        answer = service.post(COMPLETIONS, body(model, steered(text=WORDS)))
+        assert 200 == answer.status, answer.json
+        assert WORDS == answer.json["choices"][0]["text"]
         with Stream(service, model, steered(text=WORDS)) as stream:
             assert "[DONE]" == stream.rest()[-1]
     assert 200 == service.post("/v1/embeddings", {"model": "text_embedding", "input": "a"}).status
