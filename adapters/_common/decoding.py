@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, FinishReason
@@ -61,7 +61,7 @@ class TextDecoder:
         if self._stage is not None:
             text = self._stage.feed(text)
         if tokens is not None and type(tokens) is not int:
-            tokens = int(tokens)
+            tokens = _count(tokens)
         delta = Delta(text, tokens)
         if self._prompt_count is not None and (counts := response.numbers(self._prompt_count)):
             delta.prompt_tokens = int(counts[0])
@@ -84,11 +84,19 @@ class TextDecoder:
 _FINISH_REASONS = {reason.value: reason for reason in FinishReason}
 
 
-def _finish_reason(reason: str) -> FinishReason:
-    found = _FINISH_REASONS.get(reason)
+def _count(value: Any) -> int:
+    """Return a count, which some backends send as text. Raises :class:`UpstreamError`."""
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise UpstreamError(f"The backend sent '{str(value)[:50]}' as the number of tokens.") from error
+
+
+def _finish_reason(reason: Any) -> FinishReason:
+    found = _FINISH_REASONS.get(reason) if isinstance(reason, str) else None
     if found is None:
         # "abort" and the like: the generation did not end by itself, so there is no reason to report.
-        raise UpstreamError(f"The backend ended the generation with '{reason[:50]}'.", code="generation_aborted")
+        raise UpstreamError(f"The backend ended the generation with '{str(reason)[:50]}'.", code="generation_aborted")
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -134,6 +135,14 @@ def test_a_generation_that_was_broken_off_is_an_error(reason):
 
     assert "generation_aborted" == caught.value.code
     assert len(caught.value.message) < 120
+
+
+@every_case("values", [("a", "x", None), ("a", [1, 2], None), ("a", 1, ["stop", "length"])])
+def test_outputs_of_another_form_are_the_upstreams_fault(values: tuple[Any, ...]) -> None:
+    """Names may be mapped to outputs that have no counts, or another number of elements than the text."""
+    decoder = TextDecoder(token_count="tokens", finish="finish_reason")
+    with pytest.raises(UpstreamError):
+        decoder.feed(Mock(first=lambda _: values))
 
 
 def test_a_cumulative_decoder_gives_back_what_it_held():
