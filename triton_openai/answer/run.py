@@ -68,8 +68,8 @@ class Background:
 
 
 _STOP_REQUEST_TIMEOUT = 5.0
-# An engine ignores a stop request that arrives before the request itself, which waits for its tokenizer, so these many
-# seconds pass before each attempt.
+# The seconds before each stop request. An engine ignores one that arrives before the request itself, which may still
+# wait for its tokenizer.
 _STOP_DELAYS = (0.0, 1.0, 1.0)
 # A character has at most four tokens; of an incomplete one the first is counted.
 _UNSEEN_TOKENS = 2

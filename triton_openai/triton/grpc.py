@@ -194,9 +194,8 @@ class GrpcStream(Call):
         self._model = request.model
         self._cancellable = request.cancellable
         self._distrust = distrust
-        # What the responses have in common
+        # What the responses have in common: their outputs, and the bytes before the contents
         self._layout = Layout(())
-        self._count = 0
         self._head = b""
         self._encoding: asyncio.Task[None] | None = None
         if request.large:
@@ -223,7 +222,7 @@ class GrpcStream(Call):
         try:
             for data in messages:
                 contents = _contents(data, self._head)
-                if contents is not None and len(contents) == self._count:
+                if contents is not None and len(contents) == len(self._layout.outputs):
                     responses.append(BinaryResponse(self._layout, contents))
                 else:
                     responses += self._read(data)
@@ -249,7 +248,6 @@ class GrpcStream(Call):
         self._layout, contents = _outputs(message.infer_response)
         tail = _Response(raw_output_contents=contents).SerializeToString()
         self._head = data[3 : -len(tail)] if data.endswith(tail) else b""
-        self._count = len(contents)
         return (BinaryResponse(self._layout, contents),)
 
     def call_ended(self, code: str, details: str) -> None:

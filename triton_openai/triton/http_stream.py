@@ -71,7 +71,7 @@ def _decoder(outputs: Sequence[str]) -> Callable[[bytes], Event]:
         if getter is None:
             getter = getters[names] = attrgetter(*[fields.get(name, "absent") for name in names])
         values = getter(event)
-        # All have as many elements.
+        # The outputs of a response have as many elements as each other.
         return JsonOutputs.first(event, names) if type(values[0]) is list else values
 
     kind = msgspec.defstruct(
