@@ -155,7 +155,11 @@ WORKERS_REPLACED = Instrument(
     "Worker processes that died and were replaced. Their running requests are in no counter.",
 )  # fmt: skip
 
-INSTRUMENTS = tuple(value for value in tuple(globals().values()) if isinstance(value, Instrument))
+INSTRUMENTS = (
+    REQUESTS, ERRORS, RUNNING, QUEUED, TOKENS, FINISHED, DURATION, FIRST_TOKEN, PER_TOKEN, INTER_TOKEN_LATENCY,
+    QUEUE, PREPARATION, INPUT_TOKENS, OUTPUT_TOKENS, UNKNOWN_FIELDS, RELAYED, RELAYING, NOT_ANSWERING, EVENT_LOOP_LAG,
+    WORKERS_REPLACED,
+)  # fmt: skip
 
 
 def metrics_folder(directory: Path) -> Path:

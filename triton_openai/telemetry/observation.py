@@ -117,7 +117,7 @@ class Stage(msgspec.Struct, eq=False):
     failed: bool = False
 
     def __enter__(self) -> None:
-        """Begin: it was made just now."""
+        """Do nothing: the time counts from the construction."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -164,8 +164,9 @@ class Pool:
     """
     Keeps *count* workers running while :meth:`run` runs.
 
-    *start* starts the worker with a number. Workers *share* a state from when they accept connections until they end. A
-    worker that ends is replaced after a pause, which grows for one that keeps ending. One that hangs is ended.
+    *start* starts the worker with a number. *share* is the state that workers share from when they accept connections
+    until they end. A worker that ends is replaced after a pause, which grows for one that keeps ending. One that hangs
+    is ended.
     """
 
     def __init__(
