@@ -22,6 +22,8 @@ _ENDLESS = 1_000_000
 _FLOOD_TOKENS = 1000
 _BURST_CLIENTS = 256
 CROWD = 2000
+# The service writes an access log: only the second one does so too.
+FLOORS = ("floor", "floor-logged")
 _OURS = ("ours-http", "ours-grpc")
 _ALL = ("triton-http", "triton-grpc", "nginx", *_OURS)
 _TRACED = ("ours-http", "ours-traced")
@@ -110,7 +112,7 @@ def plans(cases: Sequence[str], streams: Sequence[int], seconds: float, rounds: 
                     rounds=rounds,
                     form=form,
                     # Passed on as it is, an answer is streamed.
-                    subjects=("floor", *_OURS) if form == "whole" else ("floor", "nginx", *_OURS),
+                    subjects=(*FLOORS, *_OURS) if form == "whole" else (*FLOORS, "nginx", *_OURS),
                 )
         elif case == "burst":
             yield Plan(case, FLOOD, _BURST_CLIENTS, 4, answers=_BURST_CLIENTS, rounds=rounds)

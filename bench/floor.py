@@ -1,12 +1,14 @@
 """
-``python -m bench.floor PORT``: the least that an aiohttp service does for a chat.
+``python -m bench.floor PORT [--access-log]``: the least that an aiohttp service does for a chat.
 
-It reads the JSON body and writes three events, or one JSON object. There is no Triton behind it.
+It reads the JSON body and writes three events, or one JSON object. There is no Triton behind it. With ``--access-log``,
+aiohttp writes its usual line for each request to standard error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from typing import Any
 
@@ -45,15 +47,16 @@ async def _ready(_: web.Request) -> web.Response:
     return web.Response()
 
 
-async def _run(port: int) -> None:
+async def _run(port: int, *, logged: bool) -> None:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", _chat)
     app.router.add_get("/health/ready", _ready)
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app, access_log=logging.getLogger("access") if logged else None)
     await runner.setup()
     await web.TCPSite(runner, HOST, port, backlog=4096).start()
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    uvloop.run(_run(int(sys.argv[1])))
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    uvloop.run(_run(int(sys.argv[1]), logged="--access-log" in sys.argv))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench.cases import AGENTS, COMPARED, Row
+from bench.cases import AGENTS, COMPARED, FLOORS, Row
 from bench.demo import Demo
 from bench.figures import ratio, table, written
 from bench.footprint import STREAMS, Footprint
@@ -136,7 +136,7 @@ def aims(
         *(_agent(rows, form) for form in AGENTS),
         *(_growth(rows, subject) for subject in ("ours-http", "ours-grpc")),
         _traced(rows),
-        *(_short(rows, form) for form in ("text", "whole")),
+        *(_short(rows, form, floor) for floor in FLOORS for form in ("text", "whole")),
         *_counted(paths),
         Aim("Start until it answers: CPU in s", 1.0, None if footprint is None else footprint.start_cpu),
         Aim("10,000 paced streams: MiB in all", 500.0, None if footprint is None else _of_ten_thousand(footprint)),
@@ -184,11 +184,11 @@ def _traced(rows: Sequence[Row]) -> Aim:
     return Aim(text, _SAME, ratio(traced.cpu_us_per_token, plain.cpu_us_per_token), rounds=rounds)
 
 
-def _short(rows: Sequence[Row], form: str) -> Aim:
+def _short(rows: Sequence[Row], form: str, floor: str) -> Aim:
     """Return what a chat of one token costs, beside an aiohttp handler that does nothing."""
-    text = f"HTTP, {'whole' if form == 'whole' else 'streamed'} chat of one token: CPU / that of a bare handler"
+    text = f"HTTP, {'whole' if form == 'whole' else 'streamed'} chat of one token: CPU / that of {floor}"
     found = {row.subject: row.cpu_us_per_answer for row in rows if (row.case, row.form) == ("short", form)}
-    return Aim(text, _SHORT, ratio(found.get("ours-http"), found.get("floor")))
+    return Aim(text, _SHORT, ratio(found.get("ours-http"), found.get(floor)))
 
 
 def _counted(paths: Sequence[PathRow]) -> Iterator[Aim]:

@@ -82,12 +82,16 @@ def _nginx(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Subject]
 
 
 @contextlib.contextmanager
-def _floor(name: str, triton: EmbeddedTriton, folder: Path) -> Iterator[Subject]:
+def _floor(name: str, triton: EmbeddedTriton, folder: Path, *options: str) -> Iterator[Subject]:
     port = free_port()
-    log = folder / "floor.log"
-    with running([sys.executable, "-m", "bench.floor", str(port)], log) as pid:
+    log = folder / f"{name}.log"
+    with running([sys.executable, "-m", "bench.floor", str(port), *options], log) as pid:
         wait_until_answers(port, "/health/ready", log)
         yield Subject(name, Target(protocol="chat", host=HOST, port=port), (pid,), log)
+
+
+def _floor_logged(name: str, triton: EmbeddedTriton, folder: Path) -> contextlib.AbstractContextManager[Subject]:
+    return _floor(name, triton, folder, "--access-log")
 
 
 def _ours_http(name: str, triton: EmbeddedTriton, folder: Path) -> contextlib.AbstractContextManager[Subject]:
@@ -159,6 +163,7 @@ SUBJECTS: Mapping[str, Starter] = MappingProxyType(
         "triton-grpc": _triton_grpc,
         "nginx": _nginx,
         "floor": _floor,
+        "floor-logged": _floor_logged,
         "ours-http": _ours_http,
         "ours-grpc": _ours_grpc,
         "ours-traced": _ours_traced,
