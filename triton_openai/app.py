@@ -12,7 +12,6 @@ from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.guard import GUARD, Guard
 from triton_openai.adapters._common.registry import Registry
 from triton_openai.answer.run import Background
-from triton_openai.api.bodies import LIMITS
 from triton_openai.api.info import probe
 from triton_openai.api.page import add_page
 from triton_openai.api.responses.state import STATE, ResponseState
@@ -34,6 +33,7 @@ from triton_openai.prompts import infill
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.serving.admission import Admission
 from triton_openai.serving.middleware import add_middleware
+from triton_openai.serving.request_body import LIMITS
 from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.tasks import cancel, first_of
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields

@@ -19,10 +19,10 @@ import structlog
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.scrape import Scrape
 from tests.tls_fixture import Authority
-from triton_openai.api import bodies
 from triton_openai.app import create_app
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import AccessSettings, LimitSettings, Settings, TlsSettings, TritonSettings
+from triton_openai.serving import request_body
 from triton_openai.serving import server as http_server
 from triton_openai.serving.connections import Connection
 from triton_openai.serving.server import HttpServer
@@ -154,7 +154,7 @@ async def test_a_body_that_dribbles(chunked: bool) -> None:
 
 async def test_a_long_body_at_a_fair_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take longer than the time for its beginning."""
-    monkeypatch.setattr(bodies, "MIN_BODY_RATE", 10)
+    monkeypatch.setattr(request_body, "MIN_BODY_RATE", 10)
     limits = msgspec.structs.replace(QUICK, body_timeout=1)
     body = BODY[:-1] + b" " * 120 + b"}"
     async with listening(limits) as port, connected(port) as client:

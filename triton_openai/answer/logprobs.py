@@ -14,7 +14,7 @@ from triton_openai.answer.stages import TokenNames
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Generation, Logits, TokenLogprob
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.offload import run as offloaded
+from triton_openai.offload import run as offloaded
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.observation import UPSTREAM

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import structlog
 
+from triton_openai import offload
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, plan_of, prompt_of
@@ -18,7 +19,6 @@ from triton_openai.api.sse import Renderer
 from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts import offload
 
 _log = structlog.get_logger(__name__)
 

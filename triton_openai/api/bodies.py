@@ -6,22 +6,169 @@ import asyncio
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from email.utils import formatdate
-from functools import lru_cache
 from itertools import accumulate
-from time import time
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import HttpVersion11, web
-from aiohttp.abc import AbstractStreamWriter
+from aiohttp import web
 
+from triton_openai import offload
 from triton_openai.config.tree import LimitSettings
-from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
-from triton_openai.prompts import offload
+from triton_openai.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType
 from triton_openai.prompts.messages import AssistantMessage
-from triton_openai.serving.request_body import ask_for_body, content_coding, decompress
+from triton_openai.serving.connections import WholeResponse
+from triton_openai.serving.request_body import LIMITS, read_body
 from triton_openai.telemetry.observation import OBSERVATION
+
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+#: Most messages of a chat, and most prompts, inputs, texts or documents of a request.
+MAX_MESSAGES = 4096
+MAX_ITEMS = 2048
+
+
+class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Base of all requests to a model; an empty name means the default model."""
+
+    model: str = ""
+
+
+# Bodies of more bytes are read in a thread: on the event loop it takes some 5 ms at most.
+_LONGEST_INLINE = 64 * 1024
+
+
+async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
+    """
+    Return the request's body as *kind*.
+
+    With *strict*, fields that *kind* does not know are refused. Raises :class:`InvalidRequest` and its subclasses.
+    """
+    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if content_type and content_type != "application/json" and not content_type.endswith("+json"):
+        raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
+    limits = request.app[LIMITS]
+    body = await read_body(request, limits)
+    observation = request[OBSERVATION]
+    observation.body_size = len(body)
+    ignored = observation.unknown_fields = []
+    names = None if strict else ignored
+    if len(body) <= _LONGEST_INLINE:
+        return read_within(body, kind, limits, names)
+    # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+    offload.json_decoder(kind)
+    return await asyncio.to_thread(read_within, body, kind, limits, names)
+
+
+def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: list[str] | None = None) -> _T:
+    """Return *body* as *kind*, as :func:`parse_json`. Raises also for a body that exceeds *limits*."""
+    check = JsonCheck(limits)
+    clear = check.check(body)
+    parsed = parse_json(body, kind, ignored)
+    if not clear:
+        _check_texts(parsed, check)
+    return parsed
+
+
+_MENDABLE = re.compile(r"got `float`|^Object contains unknown field `")
+# Unknown fields of a request that are logged.
+_MOST_UNKNOWN = 16
+_NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBERS = re.compile(rb"[\[\],\s\d.eE+-]{1,4096}")
+# Of the largest integers that a backend takes.
+_DIGITS = 20
+
+
+def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) -> _T:
+    """
+    Return *body* as *kind*.
+
+    The names of the first few unknown fields that are not null are added to *ignored*; without it, unknown fields are
+    refused, as OpenAI does it. Raises :class:`InvalidRequest`.
+    """
+    if not body.strip():
+        raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
+    try:
+        try:
+            parsed: _T = offload.json_decoder(kind).decode(body)
+        except msgspec.ValidationError as error:
+            if not _MENDABLE.search(str(error)):
+                raise
+            parsed = offload.json_decoder(kind).decode(_mended(body, kind, ignored))
+        return parsed
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The request's body is not valid JSON: {error}.", code="invalid_json") from error
+    except RecursionError as error:
+        raise InvalidRequest("The request's JSON is nested too deeply.", code="invalid_json") from error
+
+
+def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) -> bytes:
+    """
+    Return *body* without the fields that *kind* does not know, and with whole numbers such as 4.0 written as integers.
+
+    Such numbers are integers in JSON Schema and not in msgspec. Only fields that are a number or a short array of
+    numbers are searched. Raises :class:`InvalidRequest` for an unknown field if there is no *ignored*.
+    """
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    known = kind.__struct_encode_fields__
+    mended = {}
+    for name, raw in fields.items():
+        if name in known:
+            mended[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw))) if _NUMBERS.fullmatch(raw) else raw
+        elif ignored is None:
+            raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
+        elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
+            ignored.append(name)
+    return msgspec.json.encode(mended)
+
+
+def _integer(match: re.Match[bytes]) -> bytes:
+    number = Decimal(match[0].decode())
+    # A number that no integer field can hold is not written out.
+    whole = number.adjusted() < _DIGITS and number == number.to_integral_value()
+    return b"%d" % int(number) if whole else match[0]
+
+
+def missing(field: str) -> InvalidRequest:
+    """Return the error for a request without *field*."""
+    return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
+
+
+_WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>.*)`$")
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
+_WRONG_TYPE = re.compile(r"Expected `[^`]*`(, got `[^`]*`)?$")
+_TYPE = re.compile(r"`([^`]*)`")
+_TYPE_NAMES = {
+    "str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean", "array": "an array",
+    "object": "an object",
+}  # fmt: skip
+
+
+def explain(message: str) -> InvalidRequest:
+    """Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``."""
+    where = _WHERE.search(message)
+    path = where.group("path").lstrip(".") if where else ""
+    # msgspec writes [...] where it does not say which element it is.
+    param = path.replace("[...]", "").rstrip(".") or None
+    what = message[: where.start()] if where else message
+    if lacking := _MISSING.search(what):
+        return missing(f"{param}.{lacking.group('field')}" if param else lacking.group("field"))
+    subject = f"'{param}'" if param else "the request's body"
+    if where and where.group("key"):
+        subject = f"a key of {subject}"
+    too_long = "`array` of length <=" in what
+    fault = "type" if _WRONG_TYPE.search(what) else "value"
+    # Types stand in backticks, with bars between alternatives.
+    what = _TYPE.sub(lambda found: " or ".join(_TYPE_NAMES.get(name, name) for name in found[1].split(" | ")), what)
+    what = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
+    what = f"{what[:1].lower()}{what[1:]}"
+    return InvalidRequest(
+        f"Invalid {fault} for {subject}: {what}.",
+        param=param,
+        code="array_above_max_length" if too_long else f"invalid_{fault}",
+    )
+
 
 _BRACKETS = b"[]{}"
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
@@ -41,8 +188,6 @@ _MOST_DATA_URLS = 4096
 # Levels and values of a request's JSON; the limit of token ids is a setting.
 MAX_DEPTH = 100
 MAX_VALUES = 50_000
-# Bytes per second at which a long body must arrive.
-MIN_BODY_RATE = 4096
 
 
 class JsonCheck:
@@ -162,7 +307,7 @@ def _token_ids(bare: bytes) -> int:
     return sum(inner.count(b",") for inner, _, _ in lists if not inner.translate(None, _DIGIT_BYTES + b","))
 
 
-def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
+def _check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
     """Raise if the JSON in the strings of a request, together with the rest, exceeds the limits of *check*."""
     texts: dict[str, Any] = {"guided_json": getattr(body, "guided_json", None)}
     texts["structured_outputs.json"] = getattr(getattr(body, "structured_outputs", None), "json", None)
@@ -184,247 +329,9 @@ def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
                 raise
 
 
-#: Most messages of a chat, and most prompts, inputs, texts or documents of a request.
-MAX_MESSAGES = 4096
-MAX_ITEMS = 2048
-
-
-class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of all requests to a model; an empty name means the default model."""
-
-    model: str = ""
-
-
-_T = TypeVar("_T", bound=msgspec.Struct)
 _encode = msgspec.json.Encoder().encode
-
-
-class WholeResponse(web.Response):
-    """
-    A response whose body is known, and is some bytes.
-
-    Where nothing is special about the connection, its head is composed here at once, and goes out with the body. That
-    costs less than aiohttp's way, which is for all that a response may be.
-    """
-
-    _sent = False
-
-    @property
-    def keep_alive(self) -> bool:
-        """Whether the connection stays open after it; not if it was closed by force."""
-        return super().keep_alive is not False
-
-    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Send it, or prepare to send it in aiohttp's way."""
-        body, kept = self.body, request.keep_alive and self.keep_alive and request.version == HttpVersion11
-        if (
-            not (kept and body and isinstance(body, bytes) and isinstance(request, web.Request))
-            or request.method == "HEAD"
-        ):
-            return await super().prepare(request)
-        await request.app.on_response_prepare.send(request, self)
-        length = "Transfer-Encoding: chunked" if self.chunked else f"Content-Length: {len(body)}"
-        lines = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
-        if lines.count("\n") + lines.count("\r") != 2 * len(self.headers):
-            raise ValueError("A header has a line break.")
-        head = f"HTTP/1.1 {self.status} {self.reason}\r\n{lines}Date: {_date(int(time()))}\r\n{length}\r\n\r\n".encode()
-        self._sent = True
-        await request.writer.write_eof(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if self.chunked else body))
-        return None
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Send what is not sent yet."""
-        if not self._sent:
-            await super().write_eof(data)
-
-
-@lru_cache(1)
-def _date(seconds: int) -> str:
-    return formatdate(seconds, usegmt=True)
 
 
 def json_response(answer: msgspec.Struct, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return *answer* as a response."""
     return WholeResponse(status=status, body=_encode(answer), content_type="application/json", headers=headers)
-
-
-LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)
-
-# Bodies of more bytes are read in a thread: on the event loop it takes some 5 ms at most.
-_LONGEST_INLINE = 64 * 1024
-# Joining the pieces of a body takes some 0.5 ms per MiB.
-_LONGEST_JOINED = 1024 * 1024
-# Unknown fields of a request that are logged.
-_MOST_UNKNOWN = 16
-
-_WHERE = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>.*)`$")
-_MENDABLE = re.compile(r"got `float`|^Object contains unknown field `")
-_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]*)`")
-_WRONG_TYPE = re.compile(r"Expected `[^`]*`(, got `[^`]*`)?$")
-_TYPE = re.compile(r"`([^`]*)`")
-_NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_NUMBERS = re.compile(rb"[\[\],\s\d.eE+-]{1,4096}")
-# Of the largest integers that a backend takes.
-_DIGITS = 20
-_TYPE_NAMES = {
-    "str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean", "array": "an array",
-    "object": "an object",
-}  # fmt: skip
-
-
-async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
-    """
-    Return the request's body as *kind*.
-
-    With *strict*, fields that *kind* does not know are refused. Raises :class:`InvalidRequest` and its subclasses.
-    """
-    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if content_type and content_type != "application/json" and not content_type.endswith("+json"):
-        raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
-    coding = content_coding(request)
-    limits = request.app[LIMITS]
-    try:
-        body = await _read(request, limits)
-    except web.RequestPayloadError as error:
-        raise InvalidRequest(
-            "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
-        ) from error
-    if coding is not None and body:
-        body = await decompress(body, coding, request.client_max_size)
-    observation = request[OBSERVATION]
-    observation.body_size = len(body)
-    ignored = observation.unknown_fields = []
-    names = None if strict else ignored
-    if len(body) <= _LONGEST_INLINE:
-        return read_within(body, kind, limits, names)
-    # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
-    offload.decoder(kind)
-    return await asyncio.to_thread(read_within, body, kind, limits, names)
-
-
-def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: list[str] | None = None) -> _T:
-    """Return *body* as *kind*, as :func:`parse_json`. Raises also for a body that exceeds *limits*."""
-    check = JsonCheck(limits)
-    clear = check.check(body)
-    parsed = parse_json(body, kind, ignored)
-    if not clear:
-        check_texts(parsed, check)
-    return parsed
-
-
-async def _read(request: web.Request, limits: LimitSettings) -> bytes:
-    """Return the body. Raises :class:`PayloadTooLarge`, and :class:`RequestTimeout` for a slow client."""
-    most = request.client_max_size
-    if (request.content_length or 0) > most:
-        raise _too_large(most)
-    ask_for_body(request)
-    if request.content.is_eof():
-        # It came with the head.
-        body = request.content.read_nowait()
-        if len(body) > most:
-            raise _too_large(most)
-        return body
-    pieces, size = [bytearray()], 0
-    began = asyncio.get_running_loop().time()
-    allowed = limits.body_timeout
-    try:
-        async with asyncio.timeout_at(began + allowed) as deadline:
-            async for piece in request.content.iter_any():
-                if len(pieces[-1]) > _LONGEST_JOINED:
-                    pieces.append(bytearray())
-                pieces[-1] += piece
-                size += len(piece)
-                if size > most:
-                    raise _too_large(most)
-                # A large body may take longer, if it arrives at a minimum rate.
-                allowed = limits.body_timeout + size / MIN_BODY_RATE
-                deadline.reschedule(began + allowed)
-    except TimeoutError as error:
-        raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).") from error
-    return await offload.run(b"".join, pieces, size=size, threshold=_LONGEST_JOINED)
-
-
-def _too_large(most: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
-
-
-def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) -> _T:
-    """
-    Return *body* as *kind*.
-
-    The names of the first few unknown fields that are not null are added to *ignored*; without it, unknown fields are
-    refused, as OpenAI does it. Raises :class:`InvalidRequest`.
-    """
-    if not body.strip():
-        raise InvalidRequest("The request's body is empty; a JSON object is needed.", code="invalid_json")
-    try:
-        try:
-            parsed: _T = offload.decoder(kind).decode(body)
-        except msgspec.ValidationError as error:
-            if not _MENDABLE.search(str(error)):
-                raise
-            parsed = offload.decoder(kind).decode(_mended(body, kind, ignored))
-        return parsed
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The request's body is not valid JSON: {error}.", code="invalid_json") from error
-    except RecursionError as error:
-        raise InvalidRequest("The request's JSON is nested too deeply.", code="invalid_json") from error
-
-
-def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) -> bytes:
-    """
-    Return *body* without the fields that *kind* does not know, and with whole numbers such as 4.0 written as integers.
-
-    Such numbers are integers in JSON Schema and not in msgspec. Only fields that are a number or a short array of
-    numbers are searched. Raises :class:`InvalidRequest` for an unknown field if there is no *ignored*.
-    """
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    known = kind.__struct_encode_fields__
-    mended = {}
-    for name, raw in fields.items():
-        if name in known:
-            mended[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw))) if _NUMBERS.fullmatch(raw) else raw
-        elif ignored is None:
-            raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
-        elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
-            ignored.append(name)
-    return msgspec.json.encode(mended)
-
-
-def _integer(match: re.Match[bytes]) -> bytes:
-    number = Decimal(match[0].decode())
-    # A number that no integer field can hold is not written out.
-    whole = number.adjusted() < _DIGITS and number == number.to_integral_value()
-    return b"%d" % int(number) if whole else match[0]
-
-
-def missing(field: str) -> InvalidRequest:
-    """Return the error for a request without *field*."""
-    return InvalidRequest(f"Missing required parameter: '{field}'.", param=field, code="missing_required_parameter")
-
-
-def explain(message: str) -> InvalidRequest:
-    """Turn a msgspec validation message (``… - at `$.messages[0].role```) into our error with OpenAI's ``param``."""
-    where = _WHERE.search(message)
-    path = where.group("path").lstrip(".") if where else ""
-    # msgspec writes [...] where it does not say which element it is.
-    param = path.replace("[...]", "").rstrip(".") or None
-    what = message[: where.start()] if where else message
-    if lacking := _MISSING.search(what):
-        return missing(f"{param}.{lacking.group('field')}" if param else lacking.group("field"))
-    subject = f"'{param}'" if param else "the request's body"
-    if where and where.group("key"):
-        subject = f"a key of {subject}"
-    too_long = "`array` of length <=" in what
-    fault = "type" if _WRONG_TYPE.search(what) else "value"
-    # Types stand in backticks, with bars between alternatives.
-    what = _TYPE.sub(lambda found: " or ".join(_TYPE_NAMES.get(name, name) for name in found[1].split(" | ")), what)
-    what = what.removeprefix("Invalid enum value ").removeprefix("Invalid value ")
-    what = f"{what[:1].lower()}{what[1:]}"
-    return InvalidRequest(
-        f"Invalid {fault} for {subject}: {what}.",
-        param=param,
-        code="array_above_max_length" if too_long else f"invalid_{fault}",
-    )

@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai import offload
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
@@ -40,7 +41,6 @@ from triton_openai.parsers.registry import Parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.guided import ForcedCall, GuidedCalls, HeldCalls
 from triton_openai.parsers.tools.json_calls import Llama3Json
-from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT, Prompter
 from triton_openai.telemetry.observation import RENDER

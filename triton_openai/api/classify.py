@@ -14,17 +14,17 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from triton_openai import offload
 from triton_openai.api import embeddings
-from triton_openai.api.bodies import WholeResponse
 from triton_openai.api.embeddings import InputRequest, InputUsage
 from triton_openai.api.parameters import refusing, truncation
 from triton_openai.api.service import Service, begin, new_id, now
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError
 from triton_openai.generation import ClassificationJob, ClassificationResult
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation
+from triton_openai.serving.connections import WholeResponse
 
 _encode = msgspec.json.Encoder().encode
 # Larger requests and answers, in characters or tokens and in numbers, are made and read in a thread.

@@ -21,16 +21,16 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from triton_openai import errors
-from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, WholeResponse, json_response
+from triton_openai import errors, offload
+from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
 from triton_openai.api.parameters import TruncatedRequest, accepting, neutral_values, refusing, truncation
 from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated, too_many_tokens
 from triton_openai.api.service import RequestContext, Service, begin, new_id, now
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, ScoreJob, ScoreResult
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
+from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.observation import UPSTREAM
 from triton_openai.triton.client import gather
 from triton_openai.triton.status import no_answer

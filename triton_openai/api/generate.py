@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from triton_openai import offload
 from triton_openai.access.guard import gateway_header
 from triton_openai.answer.logprobs import PromptScoring, score_prompts
 from triton_openai.answer.run import Run
@@ -39,7 +40,6 @@ from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_ids, cut_text
 from triton_openai.telemetry.observation import TOKENIZE

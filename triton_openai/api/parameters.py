@@ -20,7 +20,7 @@ from triton_openai.api.bodies import ModelRequest, explain
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
-from triton_openai.prompts.offload import decoder
+from triton_openai.offload import json_decoder
 from triton_openai.prompts.truncation import Truncation
 
 _Request = TypeVar("_Request", bound=msgspec.Struct)
@@ -484,7 +484,7 @@ def _guide(kind: Any, value: Any, param: str) -> Guide:
     if kind != "json":
         return Guide(kind=kind, value=value if isinstance(value, str) else _encoded(value), param=param)
     try:
-        schema = decoder(dict[str, Any]).decode(value) if isinstance(value, str) else value
+        schema = json_decoder(dict[str, Any]).decode(value) if isinstance(value, str) else value
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise InvalidValue(f"'{param}' must be a JSON schema.", param) from error
     return Guide(kind="json_schema", value=_encoded(schema), param=param)

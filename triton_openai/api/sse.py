@@ -19,13 +19,13 @@ from aiohttp import HttpVersion11, web
 
 from triton_openai.answer.fan_out import RunGroup, too_long
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import WholeResponse
 from triton_openai.api.generate import Task
 from triton_openai.api.service import RequestContext, now, service_of
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
+from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import Observation
 

@@ -12,12 +12,12 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai import offload
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest, json_response
 from triton_openai.api.prompts import check_ids, rendered_chat
 from triton_openai.api.service import read_request
 from triton_openai.api.tools import Tool, plan_tools
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.prompts import offload
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer

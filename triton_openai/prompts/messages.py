@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
-from triton_openai.prompts.offload import decoder
+from triton_openai.offload import json_decoder
 
 
 class ImageUrl(msgspec.Struct, frozen=True):
@@ -365,7 +365,7 @@ def _function(function: MessageFunctionCall, template: PromptTemplate, place: st
     return {"name": function.name, "arguments": text}
 
 
-_JSON: msgspec.json.Decoder[Any] = decoder(Any)
+_JSON: msgspec.json.Decoder[Any] = json_decoder(Any)
 
 
 def _parse(text: str, place: str) -> dict[str, Any]:

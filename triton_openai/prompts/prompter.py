@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 import structlog
 
+from triton_openai import offload
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.parsers.registry import Parsers, choose
-from triton_openai.prompts import offload
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
 from triton_openai.prompts.template import ChatTemplate

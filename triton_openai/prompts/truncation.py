@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 import tokenizers
 
+from triton_openai import offload
 from triton_openai.errors import InvalidRequest, InvalidValue
-from triton_openai.prompts import offload
 from triton_openai.prompts.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 _PARAM = "truncate_prompt_tokens"

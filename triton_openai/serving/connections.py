@@ -1,4 +1,7 @@
-"""A connection of a client: a time limit for request heads, and errors in the API's own form for what is not HTTP."""
+"""
+Connections of clients: a time limit for request heads, errors in the API's own form for what is not HTTP, and responses
+that leave in one write.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from email.utils import formatdate
+from functools import lru_cache
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from triton_openai.config.tree import LimitSettings
@@ -140,3 +146,48 @@ class Connection(web.RequestHandler):
         self._draining = True
         if not self._answering and self._head_began is None:
             self.force_close()
+
+
+class WholeResponse(web.Response):
+    """
+    A response whose body is known, and is some bytes.
+
+    Where nothing is special about the connection, its head is composed here at once, and goes out with the body. That
+    costs less than aiohttp's way, which is for all that a response may be.
+    """
+
+    _sent = False
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection stays open after it; not if it was closed by force."""
+        return super().keep_alive is not False
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Send it, or prepare to send it in aiohttp's way."""
+        body, kept = self.body, request.keep_alive and self.keep_alive and request.version == HttpVersion11
+        if (
+            not (kept and body and isinstance(body, bytes) and isinstance(request, web.Request))
+            or request.method == "HEAD"
+        ):
+            return await super().prepare(request)
+        await request.app.on_response_prepare.send(request, self)
+        length = "Transfer-Encoding: chunked" if self.chunked else f"Content-Length: {len(body)}"
+        lines = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
+        if lines.count("\n") + lines.count("\r") != 2 * len(self.headers):
+            raise ValueError("A header has a line break.")
+        lines += f"Date: {_date(int(time.time()))}\r\n{length}\r\n\r\n"
+        head = f"HTTP/1.1 {self.status} {self.reason}\r\n{lines}".encode()
+        self._sent = True
+        await request.writer.write_eof(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if self.chunked else body))
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Send what is not sent yet."""
+        if not self._sent:
+            await super().write_eof(data)
+
+
+@lru_cache(1)
+def _date(seconds: int) -> str:
+    return formatdate(seconds, usegmt=True)

@@ -1,7 +1,7 @@
 """
-Decompresses request bodies, up to a size, in threads.
+Reads the bodies of requests: within limits of size and time, and decompressed in threads.
 
-The server does not decompress bodies by itself: only an authorized request makes the service decompress anything.
+The server by itself neither answers ``Expect`` nor decompresses: the service does that for authorized requests only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.http import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from triton_openai.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from triton_openai import offload
+from triton_openai.config.tree import LimitSettings
+from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 
+LIMITS: web.AppKey[LimitSettings] = web.AppKey("limits", LimitSettings)
 #: Whether the client waits for ``100 Continue`` before it sends the body.
 EXPECTS_CONTINUE: web.RequestKey[bool] = web.RequestKey("expects_continue", bool)
 
@@ -50,13 +53,71 @@ def ask_for_body(request: web.Request) -> None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
 
+# Bytes per second at which a long body must arrive.
+MIN_BODY_RATE = 4096
+# Joining the pieces of a body takes some 0.5 ms per MiB.
+_LONGEST_JOINED = 1024 * 1024
+
+
+async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
+    """
+    Return the body of *request*, which is authorized, decompressed.
+
+    Raises :class:`InvalidRequest` and its subclasses, such as :class:`PayloadTooLarge`.
+    """
+    coding = _content_coding(request)
+    try:
+        body = await _read(request, limits)
+    except web.RequestPayloadError as error:
+        raise InvalidRequest(
+            "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
+        ) from error
+    return body if coding is None or not body else await decompress(body, coding, request.client_max_size)
+
+
+async def _read(request: web.Request, limits: LimitSettings) -> bytes:
+    """Return the body as it is sent. Raises :class:`PayloadTooLarge`, and :class:`RequestTimeout` for a slow client."""
+    most = request.client_max_size
+    if (request.content_length or 0) > most:
+        raise _too_large(most)
+    ask_for_body(request)
+    if request.content.is_eof():
+        # It came with the head.
+        body = request.content.read_nowait()
+        if len(body) > most:
+            raise _too_large(most)
+        return body
+    pieces, size = [bytearray()], 0
+    began = asyncio.get_running_loop().time()
+    allowed = limits.body_timeout
+    try:
+        async with asyncio.timeout_at(began + allowed) as deadline:
+            async for piece in request.content.iter_any():
+                if len(pieces[-1]) > _LONGEST_JOINED:
+                    pieces.append(bytearray())
+                pieces[-1] += piece
+                size += len(piece)
+                if size > most:
+                    raise _too_large(most)
+                # A large body may take longer, if it arrives at a minimum rate.
+                allowed = limits.body_timeout + size / MIN_BODY_RATE
+                deadline.reschedule(began + allowed)
+    except TimeoutError as error:
+        raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).") from error
+    return await offload.run(b"".join, pieces, size=size, threshold=_LONGEST_JOINED)
+
+
+def _too_large(most: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The request's body is larger than the limit of {most} bytes.")
+
+
 # zlib's name for the format of each coding. Of gzip, a single member is taken: millions of empty ones would take long.
 _FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 # How many bodies are decompressed at the same time: each needs memory for a whole body.
 _THREADS = 2
 
 
-def content_coding(request: web.Request) -> str | None:
+def _content_coding(request: web.Request) -> str | None:
     """Return the coding of the body, if any. Raises :class:`UnsupportedMediaType` for others than gzip and deflate."""
     if hdrs.CONTENT_ENCODING not in request.headers:
         return None

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import serving
-from triton_openai.api.bodies import WholeResponse, explain, parse_json
+from triton_openai import offload
+from triton_openai.api.bodies import explain, parse_json
 from triton_openai.api.parameters import is_neutral
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import InvalidRequest
-from triton_openai.prompts import offload
+from triton_openai.serving.connections import WholeResponse
 
 
 class Part(msgspec.Struct):
@@ -266,7 +267,7 @@ async def test_a_large_body_is_read_in_a_thread_with_a_decoder_made_outside(monk
         serving(Settings(triton=TritonSettings(url=(triton.url,)))) as proxy,
     ):
         await proxy.ready()
-        offload.decoder.cache_clear()
+        offload.json_decoder.cache_clear()
         monkeypatch.setattr(msgspec.json, "Decoder", make)
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"):
             await proxy.post(path, {"model": "m", "metadata": "a" * 100_000})

@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.api import bodies
-from triton_openai.api.bodies import JsonCheck, _read, parse_json, read_within
+from triton_openai.api.bodies import JsonCheck, parse_json, read_within
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.embeddings import SIDES, ScoreRequest
 from triton_openai.api.prompts import separated
 from triton_openai.api.tools import plan_tools
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
+from triton_openai.serving.request_body import _read
 
 SMALL = LimitSettings(max_token_ids=20, max_text_size=400)
 

@@ -14,8 +14,9 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Repo
 
 from tests.cases import every_case
 from tests.unit.prompts.test_template_support import make_backend, save
+from triton_openai import offload
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.prompts import offload, tokenizer_files
+from triton_openai.prompts import tokenizer_files
 from triton_openai.prompts.tokenizer import INLINE_CHARACTERS, Tokenizer
 from triton_openai.prompts.tokenizer_files import HUB_FILES, fetch_from_hub
 

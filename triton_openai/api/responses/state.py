@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from triton_openai import errors
+from triton_openai import errors, offload
 from triton_openai.api.responses.reader import reference
 from triton_openai.api.responses.store import Store
 from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponseStatus
 from triton_openai.api.sse import EventLog
-from triton_openai.prompts import offload
 
 # Whoever makes a response, or holds a conversation, says so again within this time, else it has ended.
 _LEASE = 15.0
