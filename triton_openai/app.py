@@ -11,7 +11,6 @@ from aiohttp import web
 from triton_openai.access.cors import CORS, Cors
 from triton_openai.access.guard import GUARD, Guard
 from triton_openai.adapters._common.registry import Registry
-from triton_openai.answer.run import Background
 from triton_openai.api.info import probe
 from triton_openai.api.page import add_page
 from triton_openai.api.responses.state import STATE, ResponseState
@@ -35,7 +34,7 @@ from triton_openai.serving.admission import Admission
 from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.serving.workers.shared import SharedClient
-from triton_openai.tasks import cancel, first_of
+from triton_openai.tasks import Background, cancel, first_of
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition, ServedName, State
 from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, Metrics

@@ -1,9 +1,24 @@
-"""The end of tasks, and the wait for events."""
+"""Tasks: how they are started and cancelled, and the wait for events."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
+
+import structlog
+
+from triton_openai.errors import ServiceError
+
+_log = structlog.get_logger(__name__)
+
+
+def spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    """Start *work*. *tasks* holds its task until the end, so that it is not garbage-collected."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
@@ -21,3 +36,30 @@ async def first_of(*events: asyncio.Event, timeout: float) -> None:
     finally:
         for task in waiting:
             task.cancel()
+
+
+class Background:
+    """Work for which nobody waits. The last of it has a few seconds when the service ends."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any], *, timeout: float) -> None:
+        """Run *work* for at most *timeout* seconds without waiting for it. A :class:`ServiceError` is logged."""
+        spawn(self._guarded(work, timeout), self._tasks)
+
+    async def close(self, timeout: float = 2.0) -> None:
+        """Wait up to *timeout* seconds for the tasks, then cancel them."""
+        if self._tasks:
+            _, pending = await asyncio.wait(self._tasks, timeout=timeout)
+            await cancel(*pending)
+
+    @staticmethod
+    async def _guarded(work: Coroutine[Any, Any, Any], timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await work
+        except ServiceError as error:
+            _log.warning("background work failed", reason=error.reason)
+        except TimeoutError:
+            _log.warning("background work took too long", seconds=timeout)

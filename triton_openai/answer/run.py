@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
 
 import msgspec
 import structlog
@@ -26,7 +25,7 @@ from triton_openai.generation import Delta, FinishReason, Generation, Lora, Toke
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
-from triton_openai.tasks import cancel
+from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import UPSTREAM, Upstream
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
 from triton_openai.triton.status import failed_midway, no_answer
@@ -36,43 +35,6 @@ _log = structlog.get_logger(__name__)
 
 #: Takes the number of a run and its next deltas, all with something to show.
 Push = Callable[[int, Sequence[Delta]], None]
-
-
-class Background:
-    """Keeps references to running tasks, so that none is garbage-collected, and cancels them at the end."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, Any], *, timeout: float) -> None:
-        """Run *work* for at most *timeout* seconds without waiting for it. A :class:`ServiceError` is logged."""
-        task = asyncio.create_task(self._guarded(work, timeout))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def close(self, timeout: float = 2.0) -> None:
-        """Wait up to *timeout* seconds for the tasks, then cancel them."""
-        if self._tasks:
-            _, pending = await asyncio.wait(self._tasks, timeout=timeout)
-            await cancel(*pending)
-
-    @staticmethod
-    async def _guarded(work: Coroutine[Any, Any, Any], timeout: float) -> None:
-        try:
-            async with asyncio.timeout(timeout):
-                await work
-        except ServiceError as error:
-            _log.warning("background work failed", reason=error.reason)
-        except TimeoutError:
-            _log.warning("background work took too long", seconds=timeout)
-
-
-_STOP_REQUEST_TIMEOUT = 5.0
-# The seconds before each stop request. An engine ignores one that arrives before the request itself, which may still
-# wait for its tokenizer.
-_STOP_DELAYS = (0.0, 1.0, 1.0)
-# A character has at most four tokens; of an incomplete one the first is counted.
-_UNSEEN_TOKENS = 2
 
 
 class Progress:
@@ -156,6 +118,14 @@ class Progress:
         if prompt is None:
             prompt = tokens_in(self._generation.prompt)
         return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
+
+
+# A character has at most four tokens; of an incomplete one the first is counted.
+_UNSEEN_TOKENS = 2
+_STOP_REQUEST_TIMEOUT = 5.0
+# The seconds before each stop request. An engine ignores one that arrives before the request itself, which may still
+# wait for its tokenizer.
+_STOP_DELAYS = (0.0, 1.0, 1.0)
 
 
 class Run:

@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 from aiohttp import web
 
 from triton_openai.access.keys import KEY, ApiKey
-from triton_openai.answer.run import Background
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api.bodies import ModelRequest, read_json
 from triton_openai.api.parameters import refuse_unused
@@ -21,6 +20,7 @@ from triton_openai.media.images import ImageLoader
 from triton_openai.models.control import ModelControl
 from triton_openai.models.served import Models, ServedModel
 from triton_openai.serving.admission import Admission
+from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import OBSERVATION, OBSERVERS, Observation
 from triton_openai.triton.client import TritonClient
 

@@ -28,7 +28,7 @@ from triton_openai.errors import (
 )
 from triton_openai.models.draining import ModelDraining
 from triton_openai.models.served import Models
-from triton_openai.tasks import cancel
+from triton_openai.tasks import cancel, spawn
 from triton_openai.telemetry.logging import warn
 from triton_openai.triton.client import IndexEntry, TritonClient, check_name
 from triton_openai.triton.tensors import ModelConfig
@@ -50,7 +50,7 @@ class ModelControl:
         self._models = models
         self._client = client
         self._draining = draining
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def check_allowed(self) -> None:
         """Raise :class:`ManagementDisabled` unless models may be loaded and unloaded."""
@@ -108,9 +108,7 @@ class ModelControl:
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Return a task of its own for *work*: a client that leaves must not end a claim before Triton is done."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = spawn(work, self._tasks)
         # Looked at, so that asyncio does not complain when the client has left.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task

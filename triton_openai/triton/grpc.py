@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from triton_openai.errors import ServiceError, UpstreamError
-from triton_openai.tasks import cancel
+from triton_openai.tasks import cancel, spawn
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, GrpcFiles, Header
 from triton_openai.triton.http2 import LOST, UNREACHABLE, Call, Channel, varint
@@ -397,10 +397,7 @@ class GrpcClient:
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start *work*, which ends with the client at the latest."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return spawn(work, self._tasks)
 
     def distrust(self) -> None:
         """Use new connections for further calls: one was silent, and may be dead."""

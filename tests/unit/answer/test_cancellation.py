@@ -14,8 +14,8 @@ import pytest
 
 from tests.pictures import png
 from triton_openai.answer.fan_out import collect
-from triton_openai.answer.run import Background
 from triton_openai.media.fetch import AllowedHosts, Fetcher
+from triton_openai.tasks import Background
 from triton_openai.triton.http_stream import ConnectionPool
 
 

@@ -15,6 +15,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from triton_openai.tasks import spawn
+
 _LENGTH = struct.Struct(">I")
 
 
@@ -83,9 +85,7 @@ class Channel:
             return
         result = self.methods[method](*content)
         if asyncio.iscoroutine(result):
-            task = asyncio.create_task(self._answer(number, result))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            spawn(self._answer(number, result), self._tasks)
         elif number:
             self._send(number, None, result)
 
