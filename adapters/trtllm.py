@@ -183,7 +183,7 @@ class TokenDecoder:
         self._repeats = "exclude_input_in_output" not in config.inputs and not config.decoupled
         self._padding: Collection[int | None] = ()
         if "sequence_length" not in config.outputs and vocabulary is not None:
-            # Without lengths (0.5) the ids are filled up behind the end.
+            # Without lengths (0.5) the ids are filled up after the end.
             self._padding = {*vocabulary.end_ids[:1], vocabulary.pad_id, -1}
         # From which log probabilities are made: those of the chosen tokens, or the logits of all
         self._logprobs = None if logprobs is None else GENERATION if logprobs else common.LOGPROBS
@@ -195,7 +195,7 @@ class TokenDecoder:
         """Return the delta of one response; the last one often has no ids."""
         ids = response.numbers("output_ids")
         if lengths := response.numbers("sequence_length"):
-            # One beam, so what is behind the length is padding.
+            # One beam, so what follows the length is padding.
             ids = ids[: int(lengths[0])]
         if self._repeats and tuple(ids[: len(self._prompt_ids)]) == self._prompt_ids:
             ids = ids[len(self._prompt_ids) :]

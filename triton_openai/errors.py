@@ -45,7 +45,7 @@ def summary(text: str) -> str:
     """Return *text* in one line: of a Python traceback what stands before it, and the exception that it ends with."""
     before, _, trace = text.rpartition(_TRACEBACK)
     before = before.partition(_TRACEBACK)[0]
-    # pybind11 puts the frames last, behind "At:".
+    # pybind11 puts the frames last, after "At:".
     trace = trace.partition("\n\nAt:\n")[0]
     if before or text.startswith(_TRACEBACK):
         # Frames are indented.

@@ -340,7 +340,7 @@ class Adapter:
         raise NotImplementedError
 
     def decode_prompt_logits(self, response: InferResponse) -> Logits | None:
-        """Return the scores that *response* to that request brings: row *i* is of the token behind token *i*."""
+        """Return the scores that *response* to that request brings: row *i* is of the token after token *i*."""
         raise NotImplementedError
 
     def cancel(self, generation: Generation) -> InferRequest | None:

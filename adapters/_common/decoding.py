@@ -141,7 +141,7 @@ class CumulativeText:
     """
     Turns text that repeats from its start at every step into deltas, without its first *skip* characters.
 
-    U+FFFD at the end may stand for a character that is still incomplete, and is held back until the text goes on behind
+    U+FFFD at the end may stand for a character that is still incomplete, and is held back until the text goes on after
     it or ends. Only the new part is looked at: the cost is that of the new text.
     """
 

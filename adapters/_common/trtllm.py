@@ -239,7 +239,7 @@ def newest(values: Sequence[float], *, count: int, total: int) -> Sequence[float
     """
     Return the log probabilities of the *count* new tokens, of *total* so far.
 
-    The executor repeats those of all tokens so far, maybe with padding behind them; a list that is just as long as the
+    The executor repeats those of all tokens so far, maybe with padding after them; a list that is just as long as the
     new tokens is taken for theirs. Raises :class:`UpstreamError` for a list that is neither.
     """
     if len(values) >= total:

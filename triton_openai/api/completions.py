@@ -54,7 +54,7 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
-        """The number of alternatives to each token, behind its name; ``None`` for no log probabilities."""
+        """The name of the number of alternatives to each token, and the number; ``None`` for no log probabilities."""
         return "logprobs", self.logprobs
 
 

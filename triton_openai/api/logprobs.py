@@ -75,7 +75,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:
 
 
 def completion_logprobs(entries: Sequence[TokenLogprob], *, offset: int) -> tuple[CompletionLogprobs, int]:
-    """Return *entries* as a plain completion has them, the first at character *offset*, and the offset behind them."""
+    """Return *entries* as a plain completion has them, the first at character *offset*, and the offset after them."""
     offsets = []
     for entry in entries:
         offsets.append(offset)

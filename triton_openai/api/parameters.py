@@ -216,12 +216,12 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The limit of the answer's tokens, behind the name that the client gives it."""
+        """The name that the client gives the limit of the answer's tokens, and the limit."""
         return "max_tokens", self.max_tokens
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
-        """The number of alternatives to each token, behind its name; ``None`` for no log probabilities."""
+        """The name of the number of alternatives to each token, and the number; ``None`` for no log probabilities."""
         raise NotImplementedError
 
 

@@ -357,7 +357,7 @@ class EventLog:
         return b"".join(self._events)
 
     async def send(self, request: web.Request, *, after: int) -> web.StreamResponse:
-        """Stream the events behind number *after*, and those to come, to the client."""
+        """Stream the events that follow number *after*, and those to come, to the client."""
         heartbeat = service_of(request).settings.server.heartbeat_interval
         response = web.StreamResponse(headers=_HEADERS)
         await response.prepare(request)

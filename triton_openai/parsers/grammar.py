@@ -32,7 +32,7 @@ class Output:
     """
     Collects what a grammar finds as events: the events since the last :meth:`take`.
 
-    White space before, between and behind tool calls is markup and is dropped, unless text both precedes and follows
+    White space before, between and after tool calls is markup and is dropped, unless text both precedes and follows
     the calls: then what stands between the last call and that text is kept. Hence white space at the end of content is
     held until it is known what comes next; text without calls passes as it is.
     """
@@ -46,20 +46,20 @@ class Output:
         self.calls = 0
         self._space: list[str] = []
         self._shown = False
-        self._behind_call = False
+        self._after_call = False
 
     def content(self, text: str) -> None:
         """Add *text* of the answer."""
         visible = text.rstrip()
         tail = text[len(visible) :]
         if visible:
-            if self._behind_call and not self._shown:
+            if self._after_call and not self._shown:
                 self._space.clear()
                 visible = visible.lstrip()
             self._add(Content, *self._space, visible)
             self._space.clear()
             self._shown = True
-            self._behind_call = False
+            self._after_call = False
         if tail:
             self._space.append(tail)
 
@@ -71,7 +71,7 @@ class Output:
     def start(self, id: str, name: str) -> None:
         """Add the start of the next call."""
         self._space.clear()
-        self._behind_call = True
+        self._after_call = True
         self._close()
         self._events.append(ToolCallStart(self.calls, id, name))
         self.calls += 1
@@ -87,7 +87,7 @@ class Output:
 
     def finish(self) -> None:
         """Add what was held back: the text has ended."""
-        if self._space and not self._behind_call:
+        if self._space and not self._after_call:
             self._add(Content, *self._space)
         self._space.clear()
 

@@ -20,7 +20,7 @@ class Markers:
     A set of markers, compiled.
 
     The leftmost marker wins, and of those that begin together the longest, however the text is cut: where the text
-    ends inside of what may become a marker, nothing behind that place is looked at. One search by the regular
+    ends inside of what may become a marker, nothing after that place is looked at. One search by the regular
     expression engine finds both, so a piece costs its own length; what is held back is shorter than a marker.
     """
 
@@ -31,7 +31,7 @@ class Markers:
         self._whole_or_begun = re.compile(_branches(frozenset(markers)))
 
     def search(self, text: str, start: int, *, ended: bool) -> Found | None:
-        """Find the first marker at or behind *start*. After the text has *ended*, nothing is only begun."""
+        """Find the first marker at or after *start*. Once the text has *ended*, no marker is incomplete."""
         match = (self._whole if ended else self._whole_or_begun).search(text, start)
         if match is None:
             return None
@@ -57,6 +57,6 @@ def _branches(rest: frozenset[str]) -> str:
 
 
 def _tail(following: frozenset[str]) -> str:
-    """Return a pattern for what stands behind a first character."""
+    """Return a pattern for what follows a first character."""
     branches = _branches(following - {""})
     return f"(?:{branches})?" if "" in following else rf"(?:{branches}|\Z)"

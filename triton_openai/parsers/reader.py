@@ -56,7 +56,7 @@ class Reader:
         self.examined += len(self._text)
 
     def end(self) -> None:
-        """Say that no more text will come."""
+        """Take the end of the text."""
         self._ended = True
 
     def keep(self, already: str = "") -> None:
@@ -163,7 +163,7 @@ class Reader:
             yield
 
     def optional(self, character: str) -> Step[bool]:
-        """Consume *character* if it is the next; say whether it was."""
+        """Consume *character* if it is the next. Return whether it was."""
         if (yield from self.peek()) != character:
             return False
         self.take()

@@ -230,7 +230,7 @@ class _Turns:
         self.places.append((place, []))
 
     def think(self, text: str, place: str) -> None:
-        """Add thinking; behind text or a call it begins the next message."""
+        """Add thinking; after text or a call it begins the next message."""
         if self._said is not None or self._calls:
             self.close()
         self._thought = text if self._thought is None else f"{self._thought}\n{text}"

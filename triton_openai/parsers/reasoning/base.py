@@ -20,5 +20,5 @@ class ReasoningParser(TextParser):
 
     @classmethod
     def inside_after(cls, prompt: str) -> bool | None:  # noqa: ARG003
-        """Say whether *prompt* ends with thinking opened (true) or closed (false), or with neither."""
+        """Return whether *prompt* ends with thinking opened (true) or closed (false), or with neither."""
         return None

@@ -16,7 +16,7 @@ _ANYTHING = re.compile(r"(?s:.*)")
 
 class Delimited(Grammar, ReasoningParser):
     """
-    Thinking, its end, and the answer; what stands behind the end is content whatever it looks like.
+    Thinking, its end, and the answer; what follows the end is content whatever it looks like.
 
     An opening marker counts only as the first of the text, where the prompt did not bring it already. White space next
     to the markers is markup: templates put it there when they write a past answer back. Text that ends inside of the
@@ -30,7 +30,7 @@ class Delimited(Grammar, ReasoningParser):
     implied: ClassVar[tuple[str, ...]] = ()
     #: What holds where the prompt shows nothing: whether the family begins inside of its thinking.
     begins_inside: ClassVar[bool] = False
-    #: What some families put round the answer behind the thinking: dropped at its beginning and at its end.
+    #: What some families put around the answer after the thinking; it is dropped.
     frame: ClassVar[tuple[str, str] | None] = None
 
     def __init__(self, *, inside: bool | None = None) -> None:
@@ -42,7 +42,7 @@ class Delimited(Grammar, ReasoningParser):
 
     @classmethod
     def inside_after(cls, prompt: str) -> bool | None:
-        """Say whether *prompt* ends with thinking opened (true) or closed (false), or with neither."""
+        """Return whether *prompt* ends with thinking opened (true) or closed (false), or with neither."""
         # Only the end is looked at: messages may speak of the markers.
         end = prompt[-200:].rstrip()
         if end.endswith(cls.openings):
@@ -62,7 +62,7 @@ class Delimited(Grammar, ReasoningParser):
         yield from reader.run(_ANYTHING, self._output.content)
 
     def _framed(self, opening: str, closing: str) -> Step[None]:
-        """Read the answer without what is put round it. Text behind a *closing* shows that it was none."""
+        """Read the answer without its frame. A *closing* that text follows is not the frame's."""
         reader = self._reader
         reader.keep()
         try:
@@ -81,7 +81,7 @@ class Delimited(Grammar, ReasoningParser):
             self._output.content(reader.release())
 
     def _opens(self) -> Step[bool]:
-        """Read an opening marker, if one is there; say whether the thinking has begun."""
+        """Read an opening marker, if one is there. Return whether the thinking has begun."""
         self._reader.keep()
         try:
             yield from self._reader.space()
@@ -184,7 +184,7 @@ class Gemma4(Delimited):
 
 
 class Cohere(Delimited):
-    """Cohere's Command models that think, with what they put round the answer."""
+    """Cohere's Command models that think, with their frame around the answer."""
 
     special_tokens = True
     openings = ("<|START_THINKING|>",)

@@ -11,8 +11,8 @@ class HarmonyReasoning(Harmony, ReasoningParser):
     """
     Harmony's ``analysis`` as reasoning, its other messages as content.
 
-    A message to a function passes as content with its markup, exactly as the model wrote it: the tool parser behind
-    reads it, or, where the request has no tools, the client sees it.
+    A message to a function passes as content with its markup, exactly as the model wrote it: the tool parser
+    reads it next, or, where the request has no tools, the client sees it.
     """
 
     def __init__(self, *, inside: bool | None = None) -> None:
@@ -21,7 +21,7 @@ class HarmonyReasoning(Harmony, ReasoningParser):
 
     @classmethod
     def inside_after(cls, prompt: str) -> bool | None:
-        """Say whether *prompt* ends with the header of an analysis."""
+        """Return whether *prompt* ends with the header of an analysis."""
         return True if prompt.endswith("<|channel|>analysis<|message|>") else None
 
     def _text(self) -> Step[None]:

@@ -56,13 +56,13 @@ class CallGrammar(Grammar, ToolParser):
     """
     A grammar that finds tool calls.
 
-    What a call begins with is kept until the call's name and the beginning of its arguments are known, and comes out as
-    content, exactly as the model wrote it, when that never happens. Behind that point nothing can be taken back: a
-    malformed call's arguments then end where they are, and the rest is content.
+    What a call begins with is kept until the call's name and the beginning of its arguments are known. If that never
+    happens, it becomes content, exactly as the model wrote it. After that point nothing can be taken back: the
+    arguments of a malformed call end where the fault is, and the rest is content.
     """
 
     # Stream state
-    _is_behind_call = False
+    _is_after_call = False
     _in_call = False
 
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
@@ -74,7 +74,7 @@ class CallGrammar(Grammar, ToolParser):
         return self._in_call
 
     def _attempt(self, block: Step[None], already: str) -> Step[None]:
-        """Read a *block* that *already* has begun; what of it turns out to be no call becomes content."""
+        """Read a *block* that began with the text *already*. What turns out not to be a call becomes content."""
         self._before_call(already)
         try:
             yield from block
@@ -83,15 +83,15 @@ class CallGrammar(Grammar, ToolParser):
             self._in_call = False
             self._output.content(self._reader.release())
         except Ended:
-            # Separators and the beginning of a closing marker behind a complete call are no text.
+            # Separators and the beginning of a closing marker after a complete call are no text.
             rest = self._reader.release()
-            if not self._is_behind_call:
+            if not self._is_after_call:
                 self._output.content(rest)
 
     def _before_call(self, already: str = "") -> None:
-        """From here on what is read may have to be given back as content."""
+        """Keep *already*, and what is read from here on, in case that it is no call and becomes content."""
         self._reader.keep(already)
-        self._is_behind_call = False
+        self._is_after_call = False
 
     def _start_call(self, name: str, id: str | None = None) -> None:
         """Announce a call: it will not be taken back. Raises :class:`Malformed` for what cannot be a call."""
@@ -101,25 +101,25 @@ class CallGrammar(Grammar, ToolParser):
         self._in_call = True
         self._output.start(id or self._new_id(), name)
 
-    def _behind_call(self) -> None:
-        """Mark the end of a complete call, or of markup behind one."""
+    def _end_call(self) -> None:
+        """Note the end of a complete call, or of the markup after it."""
         self._reader.keep()
-        self._is_behind_call = True
+        self._is_after_call = True
         self._in_call = False
 
     def _close(self, marker: str) -> Step[None]:
-        """Read the *marker* behind a call. Raises :class:`Malformed` or :class:`Ended`."""
+        """Read the *marker* after a call. Raises :class:`Malformed` or :class:`Ended`."""
         yield from self._reader.literal(marker)
-        self._behind_call()
+        self._end_call()
 
     def _json_call(self, name: str, id: str | None = None) -> Step[None]:
-        """Read a call's arguments, a JSON object behind white space. Raises :class:`Malformed` or :class:`Ended`."""
+        """Read white space, and a call's arguments as a JSON object. Raises :class:`Malformed` or :class:`Ended`."""
         yield from self._reader.space()
         if (yield from self._reader.next()) != "{":
             raise Malformed
         self._start_call(name, id)
         yield from json_text.value(self._reader, self._output.arguments)
-        self._behind_call()
+        self._end_call()
 
     def _name(self) -> Step[str]:
         """Read a function's name. Raises :class:`Malformed` where there is none."""
@@ -132,7 +132,7 @@ class CallGrammar(Grammar, ToolParser):
 
 
 class MarkedCalls(CallGrammar):
-    """Content with tool calls in it, each behind a marker."""
+    """Content with tool calls in it, each after a marker."""
 
     #: What opens a call, or a block of calls.
     markers: ClassVar[Markers]
@@ -164,9 +164,9 @@ class MarkedCalls(CallGrammar):
 
 
 class ListedCalls(MarkedCalls):
-    """Calls behind each marker, in brackets with commas between them or one behind the other, then :attr:`closing`."""
+    """Calls after each marker, in brackets with commas between them or one after the other, then :attr:`closing`."""
 
-    #: The marker behind the calls; nothing where there is none.
+    #: The marker after the calls; empty if there is none.
     closing: ClassVar[str] = ""
     #: What may stand between calls without brackets, and what begins a call that is not the first.
     separators: ClassVar[re.Pattern[str]] = SPACE
@@ -203,7 +203,7 @@ class ListedCalls(MarkedCalls):
             self._before_call()
             yield from self._call()
             yield from reader.space()
-        self._behind_call()
+        self._end_call()
 
     @abstractmethod
     def _call(self) -> Step[None]:

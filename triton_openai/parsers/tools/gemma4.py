@@ -42,7 +42,7 @@ class Gemma4(MarkedCalls):
         yield from reader.literal("{")
         self._start_call(name)
         yield from _Values(reader, self.quotes).members(self._output.arguments)
-        self._behind_call()
+        self._end_call()
         yield from reader.space()
         yield from self._close(self.closing)
 

@@ -48,7 +48,7 @@ class HeldCalls(ToolParser):
     """
     The stage for an answer that the backend was to be held to calls: *held* reads it.
 
-    A backend may not do that, and some do it behind the thinking only. What *held* takes for content goes to *own*,
+    A backend may not do that, and some do it only after the thinking. What *held* takes for content goes to *own*,
     which reads the model's own form of calls, until the first call.
     """
 

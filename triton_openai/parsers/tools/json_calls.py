@@ -76,7 +76,7 @@ class JsonCalls(ListedCalls):
             if name is None or self._is_bare:
                 raise Malformed
             begin()("{}")
-        self._behind_call()
+        self._end_call()
 
     def _arguments(self, begin: Callable[[], Sink]) -> Step[None]:
         """Read the arguments; *begin* says where to, once they are known to be some."""
@@ -190,7 +190,7 @@ class Nemotron(JsonCalls):
 
 
 class Phi4Mini(JsonCalls):
-    """As vLLM's chat template for Phi 4 mini asks for calls: ``functools[{…}, …]``, with nothing behind it."""
+    """As vLLM's chat template for Phi 4 mini asks for calls: ``functools[{…}, …]``, with nothing after it."""
 
     markers = Markers("functools[")
 

@@ -25,7 +25,7 @@ _HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrtu')
 _CONTROL = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
-#: Whole items of an array, or members of an object, that hold no others, with the comma behind each. Numbers that come
+#: Whole items of an array, or members of an object, that hold no others, with the comma after each. Numbers that come
 #: near the limit below are left to the reading step by step, which keeps it.
 _SIMPLE = (
     r'(?:"[^"\\\x00-\x1f]*"|-?(?:0|[1-9][0-9]{0,99})(?:\.[0-9]{1,99})?(?:[eE][-+]?[0-9]{1,99})?|true|false|null)'
@@ -58,7 +58,7 @@ def value(reader: Reader, sink: Sink) -> Step[None]:
             yield from string(reader, sink)
         else:
             yield from _scalar(reader, sink, character)
-        # A value, or the inside of an empty object or array, lies behind.
+        # A value, or the inside of an empty object or array, was read.
         while closing:
             yield from reader.run(_SPACE, sink)
             character = yield from reader.next()
@@ -116,12 +116,12 @@ def decoded_string(reader: Reader) -> Step[str]:
 
 
 def is_scalar(text: str) -> bool:
-    """Say whether *text* is a number or a word of JSON."""
+    """Return whether *text* is a number or a word of JSON."""
     return text in _WORDS or NUMBER.fullmatch(text) is not None
 
 
 def is_object(text: str) -> bool:
-    """Say whether *text* is a JSON object."""
+    """Return whether *text* is a JSON object."""
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -44,7 +44,7 @@ class Literals(ABC):
             yield from self._simple(first, sink)
 
     def members(self, sink: Sink, depth: int = 0) -> Step[None]:
-        """Read an object behind its opening brace."""
+        """Read an object after its opening brace."""
         sink("{")
         separator = ""
         while not (yield from self.closes("}", separator)):
@@ -57,7 +57,7 @@ class Literals(ABC):
         sink("}")
 
     def closes(self, closing: str, separator: str) -> Step[bool]:
-        """Read up to the next item, or past *closing* and a comma in front of it. Say whether it was closed."""
+        """Read up to the next item, or past *closing* and a comma before it. Return whether it was closed."""
         yield from self._reader.space()
         if (yield from self._reader.optional(closing)):
             return True

@@ -29,7 +29,7 @@ _LONGEST_WORD = 1_000
 def to_json(text: str) -> str | None:
     """Return *text*, one whole literal, as JSON; nothing if it is none."""
     reader = Reader()
-    # Something must stand behind a word or an empty string to show that it ends there.
+    # Something must follow a word or an empty string to show that it ends there.
     reader.add(text + "\n")
     reader.end()
     parts: list[str] = []

@@ -46,7 +46,7 @@ class Pythonic(ListedCalls):
         if not separator:
             self._start_call(name)
         self._output.arguments("}" if separator else "{}")
-        self._behind_call()
+        self._end_call()
 
 
 class Lfm2(Pythonic):

@@ -41,7 +41,7 @@ class Parameters:
         return self._types[name]
 
     def is_text(self, name: str) -> bool:
-        """Say whether the parameter *name* is a string and nothing else."""
+        """Return whether the parameter *name* is a string and nothing else."""
         return self.types(name) == _STRING
 
     def value(self, name: str, text: str) -> str:

@@ -12,7 +12,7 @@ from triton_openai.parsers.tools.base import MarkedCalls
 
 
 class SectionCalls(MarkedCalls):
-    """A section of calls, each behind a marker of its own; white space between them is markup."""
+    """A section of calls, each after a marker of its own; white space between them is markup."""
 
     #: What opens a call. Where it is one of the :attr:`markers`, a call may stand without a section.
     call: ClassVar[str]
@@ -29,13 +29,13 @@ class SectionCalls(MarkedCalls):
             yield from reader.space()
             tag = yield from reader.one_of((self.call, *self.closings))
             if tag != self.call:
-                self._behind_call()
+                self._end_call()
                 return
             self._before_call(tag)
 
     @abstractmethod
     def _call(self) -> Step[None]:
-        """Read a call behind its opening marker."""
+        """Read a call after its opening marker."""
 
 
 class KimiK2(SectionCalls):

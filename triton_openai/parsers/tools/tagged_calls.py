@@ -39,7 +39,7 @@ class TaggedCalls(MarkedCalls):
     def _finish(self) -> None:
         """End the call."""
         self._output.arguments("}" if self._separator == ", " else "{}")
-        self._behind_call()
+        self._end_call()
 
     def _key(self, characters: re.Pattern[str]) -> Step[str]:
         """Read a parameter's name, made of *characters*."""
@@ -140,10 +140,10 @@ class Qwen3Coder(TaggedCalls):
                 self._before_call(end)
                 end = yield from self._function()
             else:
-                self._behind_call()
+                self._end_call()
 
     def _function(self) -> Step[str]:
-        """Read a function behind ``<function=``; return the tag that ended it."""
+        """Read a function after ``<function=``; return the tag that ended it."""
         name = yield from self._name()
         yield from self._reader.literal(">")
         self._open(name)
@@ -154,7 +154,7 @@ class Qwen3Coder(TaggedCalls):
         return part
 
     def _parameter(self) -> Step[str]:
-        """Read a parameter behind ``<parameter=``; return the next part of the function."""
+        """Read a parameter after ``<parameter=``; return the next part of the function."""
         key = yield from self._key(_QWEN_KEY)
         yield from self._reader.literal(">")
         yield from self._reader.optional("\n")
