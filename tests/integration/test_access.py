@@ -561,7 +561,7 @@ async def test_preflights(keys_file: Path) -> None:
         assert (204, b"") == (status, body)
         assert ORIGIN == headers["access-control-allow-origin"]
         assert "authorization,x-stainless-os" == headers["access-control-allow-headers"]
-        assert "GET, HEAD, POST" == headers["access-control-allow-methods"]
+        assert "GET, HEAD, POST, DELETE" == headers["access-control-allow-methods"]
         assert "Origin" in headers["vary"]
         assert "access-control-allow-credentials" not in headers
         for origin in (
@@ -602,7 +602,7 @@ async def test_answers_to_pages(keys_file: Path) -> None:
     for answer in (*answers, other, no_page):
         assert "Origin" == answer.headers["Vary"]
     assert not [name for name in (*other.headers, *no_page.headers) if name.startswith("Access-Control")]
-    assert "GET, HEAD, POST" == preflight["access-control-allow-methods"]
+    assert "GET, HEAD, POST, DELETE" == preflight["access-control-allow-methods"]
 
 
 async def test_all_pages_and_none() -> None:

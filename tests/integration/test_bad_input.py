@@ -274,6 +274,7 @@ def test_duplicate_keys(service: Service) -> None:
         (COMPLETIONS, {"return_token_ids": True}, "unsupported_parameter", "return_token_ids"),
         (COMPLETIONS, {"return_token_ids": 5}, "invalid_type", "return_token_ids"),
         (COMPLETIONS, {"prompt_logprobs": -2}, "invalid_value", "prompt_logprobs"),
+        (COMPLETIONS, {"stop_token_ids": [10**9]}, "invalid_value", "stop_token_ids[0]"),
         (COMPLETIONS, {"prompt": [1, -2]}, "invalid_value", "prompt"),
         (COMPLETIONS, {"prompt": [[1, 10**8]]}, "invalid_value", "prompt"),
         (EMBEDDINGS, {"input": [[1], []]}, "invalid_value", "input"),
@@ -480,18 +481,25 @@ def test_half_a_request(service: Service, request_bytes: bytes) -> None:
 
 
 def test_http_1_0(service: Service) -> None:
-    """A client of HTTP/1.0 gets whole answers and streams that end with the connection."""
-    for stream in (False, True):
-        body = json.dumps({**VALID[COMPLETIONS], "stream": stream}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    """
+    A client of HTTP/1.0 gets whole answers and streams that end with the connection, also if it asks to keep that open.
+
+    So does one that names a version which is not spoken here.
+    """
+    slow = '<<steer {"text": "one two three", "delay_ms": 20}>>'
+    kinds = ((False, "1.0", ""), (True, "1.0", ""), (True, "1.0", "keep-alive"), (True, "2.0", ""))
+    for stream, version, keep in kinds:
+        body = json.dumps({**VALID[COMPLETIONS], "prompt": slow, "stream": stream}).encode()
+        head = f"POST {COMPLETIONS} HTTP/{version}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        head += f"Connection: {keep}\r\n\r\n" if keep else "\r\n"
         with socket.create_connection((service.host, service.port), timeout=20) as connection:
             connection.sendall(head.encode() + body)
             answer = b"".join(iter(partial(connection.recv, 65536), b""))
         status, _, text = answer.partition(b"\r\n")
-        assert b"200" in status
+        assert b"HTTP/1.0 200 OK" == status, version
         assert b"chunked" not in text.lower()
         if stream:
-            assert answer.endswith(b"data: [DONE]\n\n")
+            assert answer.endswith(b"data: [DONE]\n\n"), (version, keep)
 
 
 # The strict mode

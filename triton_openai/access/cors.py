@@ -70,7 +70,7 @@ class Cors:
         # What is asked for, because * is no answer for the header Authorization.
         allowed = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
         headers = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST",
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, DELETE",
             hdrs.ACCESS_CONTROL_MAX_AGE: str(_MAX_AGE),
             hdrs.VARY: "Access-Control-Request-Headers",
         }

@@ -196,7 +196,7 @@ class SamplingRequest(TruncatedRequest, kw_only=True):
     length_penalty: float | None = None
     stop: str | list[str] | None = None
     include_stop_str_in_output: bool | None = None
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    stop_token_ids: list[_TokenId] | None = None
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[_TokenId] | None = None

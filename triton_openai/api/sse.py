@@ -222,6 +222,8 @@ class EventStream:
             self.response = web.StreamResponse(headers=_HEADERS)
             if self._chunked:
                 self.response.enable_chunked_encoding()
+            else:
+                self.response.force_close()
             await self.response.prepare(self._request)
         self._transport = self._request.transport
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, cast
 
 import msgspec
-from aiohttp import StreamReader, web
+from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.http import RawRequestMessage
 
 from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
@@ -26,6 +26,7 @@ _ACCEPT_SECONDS = 0.05
 _SHUTDOWN_SECONDS = 0.5
 #: Seconds after which a client that takes nothing of its answer is disconnected (on Linux).
 WRITE_TIMEOUT = 300.0
+_VERSIONS = HttpVersion11, HttpVersion10
 # Connections that may wait to be accepted; net.core.somaxconn limits it too.
 _BACKLOG = 4096
 
@@ -62,6 +63,9 @@ class HttpServer:
             """Make a request when its head is complete."""
             protocol.begin_answer()
             message, expects_continue = without_expectations(message)
+            if message.version not in _VERSIONS:
+                # The parser takes HTTP/0.9 and HTTP/2.0 too, which look like HTTP/1.0 to it.
+                message = message._replace(version=HttpVersion10, should_close=True)
             request = make(message, payload, protocol, *rest)
             if expects_continue:
                 request[EXPECTS_CONTINUE] = True

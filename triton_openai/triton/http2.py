@@ -360,7 +360,7 @@ class Connection(asyncio.Protocol):
         if code is not None:
             details = unquote(fields.get(b"grpc-message", b"").decode("latin-1"))
             self._finish(call, _CODES.get(code, "UNKNOWN"), details, ended=ended)
-        elif status is not None and status.startswith(b"1"):
+        elif status is not None and status.startswith(b"1") and not ended:
             pass
         elif status is not None and status != b"200":
             details = f"the server answered with HTTP status {status.decode('latin-1')}"
@@ -384,7 +384,9 @@ class Connection(asyncio.Protocol):
                 # A server that takes none refuses each call itself.
                 self._max_calls = max(value, 1)
             elif setting == MAX_FRAME_SIZE:
-                self._max_frame = max(value, _FRAME_SIZE)
+                if not _FRAME_SIZE <= value < 1 << 24:
+                    raise ValueError(f"the server takes frames of {value} bytes, which HTTP/2 does not have")
+                self._max_frame = value
             elif setting == INITIAL_WINDOW_SIZE:
                 for call in self._calls.values():
                     call.window += value - self._initial_window

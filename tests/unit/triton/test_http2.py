@@ -308,6 +308,7 @@ GRPC = ((":status", "200"), ("content-type", "application/grpc"))
         (ended((":status", "503")), "UNAVAILABLE", "HTTP status 503"),
         (ended((":status", "404"), flags=END_HEADERS) + frame(DATA, END_STREAM, 1, b"<html>"), "UNIMPLEMENTED", "404"),
         (ended((":status", "500")), "UNKNOWN", "HTTP status 500"),
+        (ended((":status", "103")), "UNKNOWN", "HTTP status 103"),
         (ended((":status", "200"), ("content-type", "text/html"), flags=END_HEADERS), "UNKNOWN", "not gRPC"),
         # A good status before the end of a message.
         (BEGUN + frame(DATA, 0, 1, message(b"abc")[:-1]) + ended(("grpc-status", "0")), "INTERNAL", "within a message"),
@@ -417,6 +418,8 @@ async def test_a_call_that_fails_to_take_its_messages(wire):
         (frame(HEADERS, END_HEADERS, 9, OPEN), "unknown stream"),
         (frame(HEADERS, END_HEADERS | PADDED, 1, b"\5abc"), "padding"),
         (frame(SETTINGS, 0, 0, b"abc"), "cannot be read"),
+        (settings(MAX_FRAME_SIZE=16_383), "frames of 16383 bytes"),
+        (settings(MAX_FRAME_SIZE=1 << 24), "frames of 16777216 bytes"),
         (frame(GOAWAY, 0, 0, b"abc"), "cannot be read"),
         (frame(RST_STREAM, 0, 1, b"abc"), "cannot be read"),
         (frame(WINDOW_UPDATE, 0, 0, number(0)), "window"),
