@@ -1,7 +1,7 @@
 """
 Every error, with how a client sees it: status, ``type``, ``code`` and ``param``.
 
-The envelope is OpenAI's (``{"error": {"message", "type", "param", "code"}}``) with ``code`` always a string or null.
+The envelope is OpenAI's (``{"error": {"message", "type", "param", "code"}}``) with ``code`` always a string.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ServiceError(Exception):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
-    code: str | None = "internal_error"
+    code: str = "internal_error"
     retryable: ClassVar[bool] = True
 
     def __init_subclass__(cls, **attributes: Any) -> None:

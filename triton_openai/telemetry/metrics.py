@@ -317,7 +317,7 @@ class Metrics(Observer, Collector):
         # The client did not get the answer, whatever status was sent.
         status = CLIENT_CLOSED_REQUEST if left else observation.status
         child(REQUESTS, operation, model, adapter, str(status), outcome).inc()
-        code = "cancelled" if left else "" if error is None else error.code or "unknown"
+        code = "cancelled" if left else "" if error is None else error.code
         if error is not None and not left:
             child(ERRORS, operation, model, adapter, outcome, code).inc()
         if observation.operation is None:

@@ -206,7 +206,7 @@ class Trace(Upstream):
 
 
 def _fail(span: Span, error: ServiceError) -> None:
-    span.set_attribute("error.type", _error_type(error))
+    span.set_attribute("error.type", error.code)
     # By the conventions, every refusal is an error for a client of Triton. Its message may quote a prompt.
     span.set_status(Status(StatusCode.ERROR))
 
@@ -279,7 +279,7 @@ def response_attributes(observation: Observation) -> Attributes:
     left, error = observation.client_left, observation.error
     found: _Found = {
         "http.response.status_code": None if observation.status == CLIENT_CLOSED_REQUEST else observation.status,
-        "error.type": CANCELLED if left else None if error is None else _error_type(error),
+        "error.type": CANCELLED if left else None if error is None else error.code,
         "triton_openai.client_left": left or None,
     }
     if observation.operation is not None:
@@ -334,11 +334,6 @@ def call_attributes(request: TritonRequest, url: str | None, lora: str | None = 
 
 def _known(found: _Found) -> Attributes:
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _error_type(error: ServiceError) -> str:
-    # The code is from a list; the message may quote a client.
-    return error.code or type(error).__name__
 
 
 def _clean(text: str) -> str:

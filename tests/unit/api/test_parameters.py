@@ -21,7 +21,7 @@ from triton_openai.adapters._common.base import (
     refused,
     values_of,
 )
-from triton_openai.api.bodies import parse_json
+from triton_openai.api.bodies import ModelRequest, parse_json
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
@@ -29,6 +29,7 @@ from triton_openai.api.parameters import (
     guide_of,
     neutral_values,
     refuse_unused,
+    refusing,
     sampling,
     stop_strings,
     stream_options,
@@ -244,11 +245,17 @@ def test_stream_options_without_a_stream(stream):
     assert "stream_options" == caught.value.param
 
 
+@refusing(beams=1)
+class One(ModelRequest):
+    """A request with one such field."""
+
+
 @every_case(
     "kind, base, known",
     [
         (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}]}, {"audio": (), "modalities": (["text"],)}),
         (CompletionRequest, {"prompt": "Hi"}, {"use_beam_search": (False,)}),
+        (One, {}, {"beams": (1,)}),
         (EmbeddingsRequest, {"input": "Hi"}, {"endianness": ("native", "little")}),
         (RerankRequest, {"query": "Hi", "documents": ["a"]}, {"rank_fields": (["text"],), "priority": (0,)}),
     ],

@@ -35,6 +35,7 @@ from triton_openai.telemetry.metrics import (
     INTER_TOKEN_LATENCY,
     PROVIDER,
     Metrics,
+    forget_worker,
     metrics_folder,
     outcome_of,
 )
@@ -127,6 +128,16 @@ def test_several_answers(metrics: Metrics) -> None:
     assert 4 == found.sum("gen_ai_server_time_per_output_token_seconds_count")
 
 
+def test_preparation(metrics: Metrics) -> None:
+    """It ends when the first answer is sent; a second wait in the queue, behind that, does not make it negative."""
+    observed(metrics, FakeAnswer(sent=1.0), FakeAnswer(sent=2.0))
+    observed(metrics, FakeAnswer(sent=0.25), queued_seconds=0.5)
+
+    assert (2, 1.0) == tuple(
+        shown(metrics).sum(f"triton_openai_preparation_seconds_{what}") for what in ("count", "sum")
+    )
+
+
 def test_no_time_between_tokens(metrics: Metrics) -> None:
     """An answer in one piece, or of one token, has no time between tokens."""
     for steps, tokens in ((1, 9), (2, 1), (0, 0)):
@@ -181,6 +192,7 @@ def test_an_answer_that_was_cut_off(metrics: Metrics) -> None:
         metrics,
         FakeAnswer(sent=0.1, first=0.5, ended=1.5, partial=Usage(prompt_tokens=4, completion_tokens=6)),
         client_left=True,
+        error=UpstreamUnavailable("gone"),
     )
     found = shown(metrics)
 
@@ -218,8 +230,8 @@ def test_outcomes() -> None:
         assert outcome == outcome_of(observation)
         assert 1 == found.sum(requests, outcome=outcome) == found.sum(requests)
         if error is not None:
-            assert 1 == found.sum("triton_openai_errors_total", code=error.code or "", outcome=outcome)
-            assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", error_type=error.code or "")
+            assert 1 == found.sum("triton_openai_errors_total", code=error.code, outcome=outcome)
+            assert 1 == found.sum("gen_ai_server_request_duration_seconds_count", error_type=error.code)
 
 
 def test_an_error_after_the_status(metrics: Metrics) -> None:
@@ -263,6 +275,7 @@ def test_labels_are_bounded(metrics: Metrics) -> None:
     assert 10_000 == found.sum("triton_openai_requests_total", operation="other", model="", status="404")
     assert 1 == len([sample for sample in found.samples() if sample.name == "triton_openai_requests_total"])
     assert not any("model-" in str(sample.labels) for sample in found.samples())
+    assert 0 == found.sum("triton_openai_requests_running") == found.sum("triton_openai_queue_seconds_count")
 
 
 def test_two_services_in_one_process() -> None:
@@ -290,6 +303,9 @@ def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     name = "triton_openai_time_between_tokens_seconds"
     assert (6, 10.5) == tuple(found.sum(f"{name}_{what}", **SERVED) for what in ("count", "sum"))
     assert [0, 3, 6] == [found.sum(f"{name}_bucket", le=le, **SERVED) for le in ("0.4", "1.0", "5.0")]
+    forget_worker(tmp_path, 1)
+    found = Scrape(generate_latest(MultiProcessCollector(None, str(metrics_folder(tmp_path)))).decode())
+    assert (3, 1) == tuple(found.sum(f"triton_openai_requests_{what}", **SERVED) for what in ("total", "running"))
 
 
 def test_files_have_their_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,12 +198,15 @@ def script(stream_id: int = 1) -> bytes:
         frame(DATA, 0, stream_id, data[40:]),
         frame(DATA, 0, stream_id, message(b"whole")),
         frame(DATA, 0, stream_id, message(b"a") + message(b"b")),
+        # What looks like a whole message is a part of one.
+        frame(DATA, 0, stream_id, message(message(b"c"))[:5]),
+        frame(DATA, 0, stream_id, message(b"c")),
         frame(HEADERS, END_STREAM, stream_id, TRAILERS[:4]),
         frame(CONTINUATION, END_HEADERS, stream_id, TRAILERS[4:]),
     ])  # fmt: skip
 
 
-TEXTS = [b"one", b"", b"two" * 50, b"three", b"whole", b"a", b"b"]
+TEXTS = [b"one", b"", b"two" * 50, b"three", b"whole", b"a", b"b", message(b"c")]
 
 
 async def test_bytes_cut_at_every_place():
@@ -599,8 +602,8 @@ async def test_requests_share_the_connection_s_window(wire):
 
 @every_case("how", ["cancel", "status", "reset"])
 async def test_a_request_that_is_not_wanted_to_its_end(how: str) -> None:
-    """What is left of it is not sent, and the server knows."""
-    wire = Wire()
+    """What is left of it is not sent when the windows allow it, and the server knows."""
+    wire = Wire(settings(INITIAL_WINDOW_SIZE=200_000))
     call = wire.call(bytes(100_000))
     wire.sent()
     if how == "cancel":
@@ -696,11 +699,17 @@ async def test_silence_of_the_model_alone() -> None:
         clock.advance(1)
         wire.feed(frame(DATA, 0, 1, message(b"token")))
     assert PING not in {kind for kind, *_ in wire.sent()}
+    for _ in range(2):
+        # The server has sent something in between.
+        wire.feed(frame(DATA, 0, 1, message(b"token")))
+        clock.advance(41)
+        assert [PING] == [kind for kind, *_ in wire.sent()]
 
 
 async def test_a_connection_without_calls_is_closed() -> None:
     """Before whoever is between us forgets it."""
     wire = Wire(clock=(clock := Clock()))
+    clock.advance(30)
     call = wire.call()
     wire.feed(answer(1))
     clock.advance(19)
@@ -815,7 +824,7 @@ async def test_one_connection_for_many_calls(server):
 
 async def test_headers(server):
     """Pseudo-headers come first; nothing is put into tables; what does not fit into a frame is continued."""
-    own = {"traceparent": "00-1-2-01", "x-long": "y" * 20_000}
+    own = {"traceparent": "00-1-2-01", **{f"x-{size}": "z" * size for size in (126, 127, 128)}, "x-long": "y" * 20_000}
     for own_headers in ({}, own):
         call = Taking(server.channel.headers(own_headers))
         server.channel.start(call, b"x")
@@ -993,7 +1002,7 @@ async def test_a_server_that_does_not_greet(said: bytes, reason: str) -> None:
 
 
 async def test_a_server_that_only_takes_connections() -> None:
-    """It is not reached within the time for that; the next call tries again."""
+    """It is not reached within the time for that; the next call tries again. Closing ends the attempt."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"grpc://127.0.0.1:{listening.getsockname()[1]}"
         channel = Channel(url, "/service/Method", ConnectionSettings(connect_timeout=0.05))
@@ -1001,7 +1010,10 @@ async def test_a_server_that_only_takes_connections() -> None:
             call = Taking()
             channel.start(call, b"")
             assert ([], UNREACHABLE, "Connection timed out") == await outcome(call)
+        channel.start(Taking(), b"")
+        await asyncio.sleep(0)
         await channel.close()
+        assert {asyncio.current_task()} == asyncio.all_tasks()
 
 
 async def test_closing(server):
