@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import grpc
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -38,6 +38,7 @@ from triton_openai.triton.client import ResponseStream, TritonClient
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient, GrpcStream
 from triton_openai.triton.http import HttpClient
+from triton_openai.triton.http2 import varint
 from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
 REQUEST = InferRequest(
@@ -1078,26 +1079,32 @@ async def test_streams_over_tls(tmp_path: Path, protocol: str, kind: type[object
             st.sampled_from(["", "id", "i" * 120]),
             st.lists(st.sampled_from([b"", b"\x01\x00\x00\x00a", bytes(130), bytes(17_000)]), max_size=3),
             st.booleans(),
+            st.booleans(),
         ),
         max_size=6,
     )
 )
-def test_a_stream_reads_what_protobuf_reads(answers: list[tuple[str, list[bytes], bool]]) -> None:
-    """Whatever the responses of a stream have in common, and also where a response differs from those before it."""
+@example([("i" * 120, [b""], True, True)] * 2)
+def test_a_stream_reads_what_protobuf_reads(answers: list[tuple[str, list[bytes], bool, bool]]) -> None:
+    """
+    Whatever the responses of a stream have in common, and also where a response differs from those before it.
+
+    Contents may come before the other fields.
+    """
     received: list[Any] = []
     stream = GrpcStream(Mock(headers=lambda _: b""), REQUEST, Mock(receive=received.extend), Mock())
-    for number, contents, last in answers:
-        message = service_pb2.ModelStreamInferResponse()
-        answer = message.infer_response
+    for number, contents, last, early in answers:
+        answer = service_pb2.ModelInferResponse()
         answer.model_name, answer.id = "m", number
         answer.parameters["triton_final_response"].bool_param = last
-        for place, content in enumerate(contents):
+        for place in range(len(contents)):
             answer.outputs.add(name=f"t{place}", datatype="BYTES", shape=[1])
-            answer.raw_output_contents.append(content)
-        stream.messages_received([message.SerializeToString()])
+        parts = [answer, service_pb2.ModelInferResponse(raw_output_contents=contents)]
+        data = b"".join(part.SerializeToString() for part in (reversed(parts) if early else parts))
+        stream.messages_received([b"\x12" + varint(len(data)) + data])
 
     found = [[response.tensor(f"t{place}") for place in range(3)] for response in received]
-    assert [contents for _, contents, _ in answers if contents] == [
+    assert [contents for _, contents, *_ in answers if contents] == [
         [tensor.data for tensor in tensors if tensor is not None] for tensors in found
     ]
 
