@@ -77,8 +77,9 @@ class BoundParameter(Parameter, frozen=True, kw_only=True):
 
 def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: BoundParameter) -> tuple[BoundParameter, ...]:
     """
-    Resolve *table* against the inputs that *config* declares. A parameter without a row is refused.
+    Resolve *table* against the inputs that *config* declares.
 
+    A parameter without a row is refused, except ``stop``: the service cuts stop strings out itself.
     *overrides* stand in place of the rows of the same names.
     """
     bound: dict[str, BoundParameter] = {}
@@ -90,12 +91,10 @@ def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: BoundParam
             found = {"rule": Rule.MAPPED, "target": spec.name, "datatype": spec.datatype}
         bound[row.name] = BoundParameter(**msgspec.structs.asdict(row), **found)
     bound |= {row.name: row for row in overrides}
-    missing = [name for name in Sampling.__struct_fields__ if name not in {*bound, *_NEVER_REFUSED}]
+    bound.setdefault("stop", BoundParameter(name="stop", rule=Rule.SERVICE))
+    # Every request has a limit.
+    missing = [name for name in Sampling.__struct_fields__ if name not in {*bound, "max_tokens"}]
     return (*bound.values(), *map(refused, missing))
-
-
-# The service cuts stop strings out itself, and every request has a limit.
-_NEVER_REFUSED = ("stop", "max_tokens")
 
 
 def refused(name: str, why: str = "", *, neutral: tuple[Any, ...] = ()) -> BoundParameter:

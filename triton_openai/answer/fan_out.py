@@ -37,22 +37,22 @@ class RunGroup:
         check: Callable[[float], float] = lambda _: math.inf,
     ) -> None:
         self.runs = runs
-        #: The number of runs that :meth:`ended` has not returned.
-        self.left = len(runs)
+        #: The number of runs that :meth:`wait` has not returned.
+        self.unfinished = len(runs)
         self._push = push
         self._sent = 0
         self._timeout, self._check = timeout, check
         self._began = monotonic()
         self._timer: asyncio.TimerHandle | None = None
-        self._over: deque[int] = deque()
+        self._ended: deque[int] = deque()
         self._loop = asyncio.get_running_loop()
-        # Done when there is something to look at. It takes less than an event.
-        self._news = self._loop.create_future()
+        # Done when :meth:`wait` has something to do. It takes less than an event.
+        self._wakeup = self._loop.create_future()
         self._expired: UpstreamTimeout | None = None
 
     async def start(self) -> None:
         """Send the requests. Raises :class:`ServiceError`."""
-        self._look()
+        self._check_time()
         for _ in range(min(len(self.runs), _PARALLEL_RUNS)):
             self._send_next()
             if self._sent < len(self.runs):
@@ -65,16 +65,16 @@ class RunGroup:
         self.runs[choice].start(choice, self._push, self._end)
 
     def _end(self, choice: int) -> None:
-        self._over.append(choice)
+        self._ended.append(choice)
         self.wake()
 
     def wake(self) -> None:
-        """Make :meth:`ended` return."""
-        if not self._news.done():
-            self._news.set_result(None)
+        """Make :meth:`wait` return."""
+        if not self._wakeup.done():
+            self._wakeup.set_result(None)
 
-    def _look(self) -> None:
-        """Look whether something is late."""
+    def _check_time(self) -> None:
+        """Check what may be late, and when to check again."""
         now = monotonic()
         left = self._check(now)
         for run in self.runs:
@@ -85,28 +85,28 @@ class RunGroup:
                 self._expired = too_long(self._timeout, self.runs)
                 self.wake()
                 return
-        self._timer = self._loop.call_later(left, self._look)
+        self._timer = self._loop.call_later(left, self._check_time)
 
-    async def ended(self) -> Sequence[int]:
+    async def wait(self) -> Sequence[int]:
         """
         Wait until a run has ended, or for :meth:`wake`, and return the numbers of the runs that have ended meanwhile.
 
         Their finish reasons and usage are set. Raises the error of a run that failed.
         """
-        await self._news
-        self._news = self._loop.create_future()
+        await self._wakeup
+        self._wakeup = self._loop.create_future()
         if self._expired is not None:
             raise self._expired
         ended = []
-        while self._over:
-            choice = self._over.popleft()
+        while self._ended:
+            choice = self._ended.popleft()
             run = self.runs[choice]
             if run.failure is not None:
                 raise run.failure
             await run.conclude()
             if self._sent < len(self.runs):
                 self._send_next()
-            self.left -= 1
+            self.unfinished -= 1
             ended.append(choice)
         return ended
 
@@ -130,8 +130,8 @@ class RunGroup:
         del self._push, self._check
 
 
-def too_long(timeout: float | None, runs: Sequence[Run]) -> UpstreamTimeout:
-    """Return the error for *runs* whose answers took more than *timeout* seconds."""
+def too_long(timeout: float | None, runs: Sequence[Run] = ()) -> UpstreamTimeout:
+    """Return the error for an answer, of *runs* if there are any, that took more than *timeout* seconds."""
     cause = next((run.cause_of_silence for run in runs if run.cause_of_silence), "")
     return UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.{cause}")
 
@@ -165,11 +165,11 @@ async def collect(runs: Sequence[Run], *, timeout: float | None, push: Push | No
     Raises :class:`ServiceError`, also when *timeout* seconds were not enough.
     """
     collected: list[list[Delta]] = [[] for _ in runs]
-    answers = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)), timeout=timeout)
+    group = RunGroup(runs, push or (lambda choice, deltas: collected[choice].extend(deltas)), timeout=timeout)
     try:
-        await answers.start()
-        while answers.left:
-            await answers.ended()
+        await group.start()
+        while group.unfinished:
+            await group.wait()
     finally:
-        answers.close()
+        group.close()
     return list(map(Collected, runs, collected))

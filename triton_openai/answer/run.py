@@ -50,8 +50,8 @@ class Progress:
         self.silent = True
         #: The texts of the steps, before stop strings are cut and tool calls are parsed.
         self.pieces: list[str] = []
-        #: The characters of the last piece after a stop string, which the answer does not have.
-        self.behind = 0
+        #: The characters of the last piece after a stop string: the answer does not have them.
+        self.dropped = 0
         self.cumulative_logprob: float | None = None
         # How it ended
         self.finish_reason: FinishReason | None = None
@@ -160,7 +160,7 @@ class Run:
         self._pipeline = Pipeline(model, generation, tokenizer, self.progress)
         self._pauses = 0
         # When the last response came, and the seconds within which the next one has to come.
-        self._last, self._allowed = 0.0, math.inf
+        self._last_response, self._silence_limit = 0.0, math.inf
         self._number = 0
         self._push: Push | None = None
         self._done: Callable[[int], None] | None = None
@@ -180,7 +180,7 @@ class Run:
             receiver = self._decoder = self._logits = LogitsReader(self, self._decoder, self.generation)
         if self._limits.total is None or not self.model.adapter.at_once(self.generation):
             # An answer that comes as a whole has no first token: only the limit for the whole answer applies.
-            self._last, self._allowed = monotonic(), self._limits.first_token
+            self._last_response, self._silence_limit = monotonic(), self._limits.first_token
         try:
             if self.model.lora_delivery is not None:
                 self._stream = LoraAnswers(self.model.lora_delivery, self._open, receiver)
@@ -195,10 +195,10 @@ class Run:
         if self.over:
             return
         progress, pipeline = self.progress, self._pipeline
-        progress.now = self._last = monotonic()
+        progress.now = self._last_response = monotonic()
         if progress.first is None:
             progress.first = progress.now
-            self._allowed = self._limits.idle
+            self._silence_limit = self._limits.idle
         shown: list[Delta] = []
         try:
             for response in responses:
@@ -206,7 +206,7 @@ class Run:
                 pipeline.feed(delta)
                 if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
                     shown.append(delta)
-                if pipeline.ends and pipeline.ended:
+                if pipeline.may_end and pipeline.ended:
                     # Stop the backend first, then send the last text to the client.
                     self._stop()
                     pipeline.flush(self._decoder, shown)
@@ -214,9 +214,9 @@ class Run:
             if shown and self._push is not None:
                 self._push(self._number, shown)
         except Exception as error:  # noqa: BLE001 - the waiting task raises any error
-            self._fail(error)
+            self._abort(error)
         else:
-            if pipeline.ends and pipeline.ended:
+            if pipeline.may_end and pipeline.ended:
                 self._finish(None)
 
     def end(self, error: Exception | None) -> None:
@@ -239,7 +239,7 @@ class Run:
             midway.__cause__ = error.with_traceback(None)
             error = midway
         if error is not None:
-            self._fail(error)
+            self._abort(error)
         else:
             self._stream = None
             self._finish(None)
@@ -254,13 +254,13 @@ class Run:
         """Undo one :meth:`pause`."""
         self._pauses -= 1
         if not self._pauses and self._stream is not None:
-            self._last = monotonic()
+            self._last_response = monotonic()
             self._stream.resume()
 
     def check(self, now: float) -> float:
         """Fail if nothing has come for too long; a pause does not count. Return the seconds until the next check."""
         longest = min(self._limits.first_token, self._limits.idle)
-        left = longest if self.over or self._pauses else self._last + self._allowed - now
+        left = longest if self.over or self._pauses else self._last_response + self._silence_limit - now
         if left <= 0:
             self._fall_silent()
             return longest
@@ -275,7 +275,7 @@ class Run:
     def close(self) -> None:
         """Stop the work on the backend unless it has ended. Never raises; may be called twice."""
         if self._stream is not None:
-            self._fail(None)
+            self._abort(None)
         self.over = True
         # Breaks a reference cycle that would keep prompt and answer in memory.
         self._push = self._done = None
@@ -311,13 +311,13 @@ class Run:
 
     def _fall_silent(self) -> None:
         what = "no further token" if self.progress.steps else "no answer"
-        self._stop(silent=True)
-        message = f"The model sent {what} for {self._allowed:g} seconds.{self.cause_of_silence}"
-        self._fail(UpstreamTimeout(message, code="upstream_silent"))
+        message = f"The model sent {what} for {self._silence_limit:g} seconds.{self.cause_of_silence}"
+        self._abort(UpstreamTimeout(message, code="upstream_silent"), silent=True)
 
-    def _fail(self, error: Exception | None) -> None:
+    def _abort(self, error: Exception | None, *, silent: bool = False) -> None:
+        """End with *error* before the backend has."""
         self.progress.cancelled = self.progress.finish_reason is None
-        self._stop()
+        self._stop(silent=silent)
         self._finish(error)
 
     def _finish(self, error: Exception | None) -> None:
@@ -372,7 +372,7 @@ class Run:
         counted, cut = None, steps >= limit
         if self._tokenizer is not None:
             counted = max(
-                await count_pieces(self._tokenizer, progress.pieces, progress.behind), steps - progress.silent
+                await count_pieces(self._tokenizer, progress.pieces, progress.dropped), steps - progress.silent
             )
             cut = counted + (_UNSEEN_TOKENS if steps == 1 and text.endswith("\ufffd") else 0) >= limit
         if progress.finish_reason is None:

@@ -149,8 +149,8 @@ class StopStrings:
         # Stream state
         self._held = ""
         self.matched: str | None = None
-        #: The characters after the stop string.
-        self.behind = 0
+        #: The characters of the last piece after the stop string.
+        self.dropped = 0
 
     def feed(self, piece: str) -> str:
         """Return the text that can be shown now; empty after a match (see ``matched``)."""
@@ -161,7 +161,7 @@ class StopStrings:
         if found is not None:
             start, self.matched = found
             end = start + len(self.matched)
-            self._held, self.behind = "", len(text) - end
+            self._held, self.dropped = "", len(text) - end
             return text[:end] if self._include else text[:start]
         keep = self._could_begin(text)
         self._held = text[len(text) - keep :] if keep else ""
@@ -293,7 +293,7 @@ class StopStage:
         """Record the stop string, if one was found."""
         if self.stops.matched is not None:
             self._progress.finish_reason, self._progress.stop_reason = FinishReason.STOP, self.stops.matched
-            self._progress.behind = self.stops.behind
+            self._progress.dropped = self.stops.dropped
 
 
 def _in_order(stages: Sequence[Callable[[Delta], None]]) -> Callable[[Delta], None]:
@@ -308,7 +308,7 @@ class Pipeline:
     """
     The stages that one answer needs, created at its start. ``feed`` passes a delta through all of them, in order.
 
-    ``ends`` is whether a stage may end the answer, ``token_ids`` whether the answer shows ids, and ``reads_logits``
+    ``may_end`` is whether a stage may end the answer, ``token_ids`` whether the answer shows ids, and ``reads_logits``
     whether log probabilities may have to be computed from logits.
     """
 
@@ -321,7 +321,7 @@ class Pipeline:
         self._progress = progress
         self._token_text: TokenText | None = None
         self._stop: StopStage | None = None
-        self._held: LogprobsStage | None = None
+        self._logprobs: LogprobsStage | None = None
         stages: list[Callable[[Delta], None]] = []
         # The backend answers in token ids.
         if capabilities.tokens and tokenizer is not None and generation.vocabulary is not None:
@@ -345,11 +345,11 @@ class Pipeline:
             if tokenizer is not None and not capabilities.tokens:
                 stages.append(TokenNames(tokenizer.pieces, skip_special_tokens=skips_special).feed)
             if sampling.stop:
-                self._held = LogprobsStage(sampling.stop, include=include)
-                stages.append(self._held.feed)
+                self._logprobs = LogprobsStage(sampling.stop, include=include)
+                stages.append(self._logprobs.feed)
         #: Most answers only have to be counted.
         self.feed = _in_order(stages) if len(stages) > 1 else progress.add
-        self.ends = self._token_text is not None or self._stop is not None
+        self.may_end = self._token_text is not None or self._stop is not None
         self.token_ids = generation.token_ids
         self.reads_logits = capabilities.tokens and sampling.logprobs is not None
 
@@ -364,7 +364,7 @@ class Pipeline:
         """Append the delayed text and log probabilities to *shown*, the deltas of the last step."""
         if self._stop is None or not self._stop.cut:
             self._flush_text(decoder, shown)
-        entries = self._held.end() if self._held is not None else ()
+        entries = self._logprobs.end() if self._logprobs is not None else ()
         if entries and shown:
             shown[-1].logprobs = [*shown[-1].logprobs, *entries]
         elif entries:

@@ -76,13 +76,11 @@ class ChatRequest(SamplingRequest, kw_only=True):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """The name that the client gives the limit of the answer's tokens, and the limit."""
         newer = self.max_completion_tokens
         return ("max_tokens", self.max_tokens) if newer is None else ("max_completion_tokens", newer)
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
-        """The name of the number of alternatives to each token, and the number; ``None`` for no log probabilities."""
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -250,7 +250,6 @@ class ChatChunks(Chunks):
         return self._chunk(choice, b'{"role":"assistant","content":"","refusal":null}', b"null", tail)
 
     def piece(self, choice: int, delta: Delta) -> bytes:
-        """Return the chunks of a piece of text."""
         head = self._text_heads[choice]
         if head and not delta.logprobs:
             return head + _encode(delta.text) + self._text_tail

@@ -54,7 +54,6 @@ class CompletionRequest(SamplingRequest, kw_only=True):
 
     @property
     def alternatives(self) -> tuple[str, int | None]:
-        """The name of the number of alternatives to each token, and the number; ``None`` for no log probabilities."""
         return "logprobs", self.logprobs
 
 
@@ -223,7 +222,6 @@ class CompletionChunks(Chunks):
         return self._text + _encode(text) + tail + self._tail
 
     def piece(self, choice: int, delta: Delta) -> bytes:
-        """Return the chunk of a piece of text."""
         if not delta.logprobs and not self._continuous and not self._ids:
             return self._text + _encode(delta.text) + self._text_tails[choice]
         logprobs = None

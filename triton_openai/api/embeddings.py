@@ -22,6 +22,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai import errors, offload
+from triton_openai.answer.fan_out import too_long
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
 from triton_openai.api.parameters import TruncatedRequest, accepting, neutral_values, refusing, truncation
 from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated, too_many_tokens
@@ -207,7 +208,7 @@ async def answers_of(
                 await asyncio.sleep(0)
             return await asyncio.gather(*tasks)
     except TimeoutError as error:
-        raise errors.UpstreamTimeout(f"The answer was not complete after {timeout or 0:g} seconds.") from error
+        raise too_long(timeout) from error
     finally:
         for task in tasks:
             task.cancel()

@@ -138,7 +138,7 @@ class EventStream:
     The response of one stream.
 
     :meth:`push` renders and writes deltas in the same turn of the event loop in which they arrive. It does not wake the
-    task, which waits in :meth:`relay` until a run ends or the client reads too slowly. The status line is written with
+    task, which waits in :meth:`run` until a run ends or the client reads too slowly. The status line is written with
     the first text, or after *heartbeat* seconds; until then an error becomes a JSON answer with its own status. While
     nothing else is sent, what keeps the connection alive goes out every *heartbeat* seconds. If the client does not
     read, the runs pause.
@@ -176,7 +176,7 @@ class EventStream:
             self._pending.append(events)
             self._group.wake()
 
-    async def relay(self) -> None:
+    async def run(self) -> None:
         """
         Send the requests to Triton, and the events to the client up to the end.
 
@@ -184,13 +184,13 @@ class EventStream:
         """
         group, renderer = self._group, self._renderer
         await group.start()
-        while group.left:
-            ended = await group.ended()
-            if group.left and not self._flowing:
-                await self._begin()
-            events = b"" if self._flowing else self._opening(answered=bool(ended))
+        while group.unfinished:
+            ended = await group.wait()
+            if group.unfinished and not self._flowing:
+                await self._send_head()
+            events = b"" if self._flowing else self._first_events(answered=bool(ended))
             events += b"".join([renderer.last(choice) for choice in ended])
-            if not group.left:
+            if not group.unfinished:
                 await self._finish(events + await renderer.ended(None))
                 return
             if events:
@@ -204,7 +204,7 @@ class EventStream:
 
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
-        events = b"" if self._flowing or not self._pending else self._opening(answered=True)
+        events = b"" if self._flowing or not self._pending else self._first_events(answered=True)
         await self._finish(events + await self._renderer.ended(error))
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class EventStream:
         """Whether the answer has begun, so that an error can only be an event."""
         return self.response.prepared or bool(self._pending)
 
-    async def _begin(self) -> None:
+    async def _send_head(self) -> None:
         """Write the status line."""
         if not self.response.prepared:
             self.response = web.StreamResponse(headers=_HEADERS)
@@ -227,7 +227,7 @@ class EventStream:
             await self.response.prepare(self._request)
         self._transport = self._request.transport
 
-    def _opening(self, *, answered: bool) -> bytes:
+    def _first_events(self, *, answered: bool) -> bytes:
         """Return the first events; a sign of life if there are none and no run is *answered*."""
         if not answered and not self._pending:
             return self._renderer.keep_alive()
@@ -288,10 +288,10 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
     try:
         try:
             if timeout is None:
-                await event_stream.relay()
+                await event_stream.run()
             else:
                 async with asyncio.timeout(timeout):
-                    await event_stream.relay()
+                    await event_stream.run()
         except TimeoutError as error:
             raise too_long(timeout, runs) from error
         finally:
@@ -306,18 +306,18 @@ async def stream(context: RequestContext[Any], runs: Sequence[Run], renderer: Re
         if reason is None or not event_stream.begun:
             raise
         await _fail(event_stream, observation, reason)
-    except ServiceError as error:
+    except Exception as error:
         if not event_stream.begun:
             raise
         fields = {"request_id": observation.request_id, "model": runs[0].model.name}
-        warn(_log, "stream failed", error, **fields, code=error.code)
-        await _fail(event_stream, observation, error)
-    except Exception:
-        if not event_stream.begun:
-            raise
-        # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
-        _log.exception("stream failed", request_id=observation.request_id, model=runs[0].model.name)
-        await _fail(event_stream, observation, ServiceError("The service failed to answer the request."))
+        if isinstance(error, ServiceError):
+            failure = error
+            warn(_log, "stream failed", error, **fields, code=error.code)
+        else:
+            # A bug, or an error of a third party's parser. The answer has begun, so the error is an event in it.
+            failure = ServiceError("The service failed to answer the request.")
+            _log.exception("stream failed", **fields)
+        await _fail(event_stream, observation, failure)
     return event_stream.response
 
 

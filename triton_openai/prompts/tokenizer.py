@@ -270,24 +270,24 @@ def _max_length(value: Any) -> int | None:
 _PIECE_COST = 20
 
 
-async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], behind: int = 0) -> int:
+async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int = 0) -> int:
     """
     Return the number of tokens in *pieces*, the texts of an answer's steps.
 
-    The last *behind* characters do not count, unless they belong to the last token before them.
+    The last *dropped* characters do not count, unless they belong to the last token before them.
 
     Each piece is tokenized alone, because a step is one token or a few. A backend that decodes token by token shows
     each part of a split character as U+FFFD, which counts as one token, not as the three of its UTF-8 bytes.
     """
     size = sum(map(len, pieces)) + _PIECE_COST * len(pieces)
 
-    def count(piece: str, behind: int = 0) -> int:
-        shown = piece[: len(piece) - behind]
+    def count(piece: str, dropped: int = 0) -> int:
+        shown = piece[: len(piece) - dropped]
         parts, text = shown.count("\ufffd"), piece.replace("\ufffd", "")
-        return parts + (tokenizer.count_to(text, len(shown) - parts) if behind else tokenizer.count(text))
+        return parts + (tokenizer.count_to(text, len(shown) - parts) if dropped else tokenizer.count(text))
 
     return await offload.run(
-        lambda: sum(map(count, pieces[:-1])) + sum(count(piece, behind) for piece in pieces[-1:]),
+        lambda: sum(map(count, pieces[:-1])) + sum(count(piece, dropped) for piece in pieces[-1:]),
         size=size,
         threshold=INLINE_CHARACTERS,
     )

@@ -176,8 +176,8 @@ class WholeResponse(web.Response):
         lines = "".join([f"{name}: {value}\r\n" for name, value in self.headers.items()])
         if lines.count("\n") + lines.count("\r") != 2 * len(self.headers):
             raise ValueError("A header has a line break.")
-        lines += f"Date: {_date(int(time.time()))}\r\n{length}\r\n\r\n"
-        head = f"HTTP/1.1 {self.status} {self.reason}\r\n{lines}".encode()
+        date = _date(int(time.time()))
+        head = f"HTTP/1.1 {self.status} {self.reason}\r\n{lines}Date: {date}\r\n{length}\r\n\r\n".encode()
         self._sent = True
         await request.writer.write_eof(head + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if self.chunked else body))
         return None

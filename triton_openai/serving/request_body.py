@@ -63,30 +63,27 @@ async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
     """
     Return the body of *request*, which is authorized, decompressed.
 
-    Raises :class:`InvalidRequest` and its subclasses, such as :class:`PayloadTooLarge`.
+    Raises :class:`InvalidRequest` and its subclasses, such as :class:`PayloadTooLarge`, and :class:`RequestTimeout` for
+    a slow client.
     """
-    coding = _content_coding(request)
+    coding, most = _content_coding(request), request.client_max_size
+    if (request.content_length or 0) > most:
+        raise _too_large(most)
+    ask_for_body(request)
     try:
-        body = await _read(request, limits)
+        # Mostly it came with the head.
+        body = request.content.read_nowait() if request.content.is_eof() else await _arrived(request, limits)
     except web.RequestPayloadError as error:
         raise InvalidRequest(
             "The request's body cannot be read: it is not what its Transfer-Encoding says.", code="invalid_encoding"
         ) from error
-    return body if coding is None or not body else await decompress(body, coding, request.client_max_size)
-
-
-async def _read(request: web.Request, limits: LimitSettings) -> bytes:
-    """Return the body as it is sent. Raises :class:`PayloadTooLarge`, and :class:`RequestTimeout` for a slow client."""
-    most = request.client_max_size
-    if (request.content_length or 0) > most:
+    if len(body) > most:
         raise _too_large(most)
-    ask_for_body(request)
-    if request.content.is_eof():
-        # It came with the head.
-        body = request.content.read_nowait()
-        if len(body) > most:
-            raise _too_large(most)
-        return body
+    return body if coding is None or not body else await decompress(body, coding, most)
+
+
+async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
+    """Return a body that is still arriving. Raises :class:`PayloadTooLarge` and :class:`RequestTimeout`."""
     pieces, size = [bytearray()], 0
     began = asyncio.get_running_loop().time()
     allowed = limits.body_timeout
@@ -97,8 +94,8 @@ async def _read(request: web.Request, limits: LimitSettings) -> bytes:
                     pieces.append(bytearray())
                 pieces[-1] += piece
                 size += len(piece)
-                if size > most:
-                    raise _too_large(most)
+                if size > request.client_max_size:
+                    raise _too_large(request.client_max_size)
                 # A large body may take longer, if it arrives at a minimum rate.
                 allowed = limits.body_timeout + size / MIN_BODY_RATE
                 deadline.reschedule(began + allowed)

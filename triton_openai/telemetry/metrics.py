@@ -155,11 +155,8 @@ WORKERS_REPLACED = Instrument(
     "Worker processes that died and were replaced. Their running requests are in no counter.",
 )  # fmt: skip
 
-INSTRUMENTS = (
-    REQUESTS, ERRORS, RUNNING, QUEUED, TOKENS, FINISHED, DURATION, FIRST_TOKEN, PER_TOKEN, INTER_TOKEN_LATENCY,
-    QUEUE, PREPARATION, INPUT_TOKENS, OUTPUT_TOKENS, UNKNOWN_FIELDS, RELAYED, RELAYING, NOT_ANSWERING, EVENT_LOOP_LAG,
-    WORKERS_REPLACED,
-)  # fmt: skip
+#: All of the above.
+INSTRUMENTS: Sequence[Instrument] = [one for one in tuple(vars().values()) if isinstance(one, Instrument)]
 
 
 def metrics_folder(directory: Path) -> Path:
@@ -195,15 +192,15 @@ def forget_worker(directory: Path, index: int) -> None:
 
 
 class _Shared(list[float]):
-    """Numbers that are also written to the *places* where all workers read them."""
+    """Numbers that are also in *cells* of the files that all workers read."""
 
-    def __init__(self, places: Sequence[Any]) -> None:
-        super().__init__(place.get() for place in places)
-        self._places = places
+    def __init__(self, cells: Sequence[Any]) -> None:
+        super().__init__(cell.get() for cell in cells)
+        self._cells = cells
 
     def __setitem__(self, index: Any, number: Any) -> None:
         super().__setitem__(index, number)
-        self._places[index].set(number)
+        self._cells[index].set(number)
 
 
 class Series:
@@ -256,7 +253,7 @@ class Metrics(Observer, Collector):
     def __init__(self, worker: Worker) -> None:
         self.folder = None if worker.directory is None else metrics_folder(worker.directory)
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
-        self._place = None if self.folder is None else MultiProcessValue(lambda: worker.index)
+        self._cell = None if self.folder is None else MultiProcessValue(lambda: worker.index)
         self._made: list[tuple[Instrument, Sequence[str], Series]] = []
         #: Returns the series of an instrument with these values of its labels.
         self.child = cache(self._make)
@@ -268,14 +265,14 @@ class Metrics(Observer, Collector):
 
     def _make(self, instrument: Instrument, *labels: str) -> Series:
         one, names = instrument, tuple(instrument.labels)
-        if self._place is None:
+        if self._cell is None:
             numbers = [0.0] * (len(one.bounds) + 1)
         else:
             parts = [(f"{one.name}_bucket", (*names, "le"), (*labels, bound)) for bound in one.bounds]
             parts.append((f"{one.name}_sum" if one.buckets else one.name, names, labels))
             family = one.kind, one.name.removesuffix("_total")
             # A gauge is the sum over the workers that live.
-            numbers = _Shared([self._place(*family, *part, one.help, multiprocess_mode="livesum") for part in parts])
+            numbers = _Shared([self._cell(*family, *part, one.help, multiprocess_mode="livesum") for part in parts])
         series = Series(one.buckets, numbers)
         self._made.append((one, labels, series))
         return series

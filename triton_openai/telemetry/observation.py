@@ -256,7 +256,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Passes the events that every request has on to those of several observers that override the method."""
+    """Calls the method for each event of every request on those of *observers* that override it."""
 
     def __init__(self, *observers: Observer) -> None:
         for event in ("started", "identified", "ended"):

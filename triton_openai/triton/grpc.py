@@ -183,17 +183,17 @@ class GrpcStream(Call):
     """
     One ``ModelStreamInfer`` call on *channel*. See :class:`triton_openai.triton.client.ResponseStream`.
 
-    *distrust* is called when the connection to Triton may be dead.
+    *reconnect* is called when the connection to Triton may be dead.
     """
 
     def __init__(
-        self, channel: Channel, request: InferRequest, receiver: Receiver, distrust: Callable[[], None]
+        self, channel: Channel, request: InferRequest, receiver: Receiver, reconnect: Callable[[], None]
     ) -> None:
         super().__init__(channel.headers(request.headers))
         self._receiver: Receiver | None = receiver
         self._model = request.model
         self._cancellable = request.cancellable
-        self._distrust = distrust
+        self._reconnect = reconnect
         # What the responses have in common: their outputs, and the bytes before the contents
         self._layout = Layout(())
         self._head = b""
@@ -271,7 +271,7 @@ class GrpcStream(Call):
             self.resume()
             asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self.cancel)
         if silent:
-            self._distrust()
+            self._reconnect()
 
 
 class GrpcioStream:
@@ -345,7 +345,7 @@ class GrpcioStream:
             self._resumed.set()
             asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self._task.cancel)
         if silent:
-            self._client.distrust()
+            self._client.reconnect()
 
 
 class GrpcClient:
@@ -363,7 +363,7 @@ class GrpcClient:
         self._files = settings.grpc_files() if parts.scheme == "grpcs" else None
         self._used: GrpcFiles | None = None
         self._channel: grpc.aio.Channel | None = None
-        self._distrusted = False
+        self._reconnects = False
         self._streams = Channel(url, _STREAM_METHOD, settings) if settings.grpc_client == "own" else None
         # Streams that run on the channel, and older channels that are closing.
         self._tasks: set[asyncio.Task[None]] = set()
@@ -378,10 +378,10 @@ class GrpcClient:
         """The channel to begin calls on, with :attr:`metadata`."""
         # Created on first use: a channel belongs to the running loop.
         files = self._files.current() if self._files is not None else None
-        if self._channel is None or self._distrusted or files is not self._used:
+        if self._channel is None or self._reconnects or files is not self._used:
             if self._channel is not None:
                 self.start(self._channel.close(_OLD_CHANNEL_SECONDS))
-            self._used, self._distrusted = files, False
+            self._used, self._reconnects = files, False
             self._channel = self._connect(files)
         return self._channel
 
@@ -399,11 +399,11 @@ class GrpcClient:
         """Start *work*, which ends with the client at the latest."""
         return spawn(work, self._tasks)
 
-    def distrust(self) -> None:
+    def reconnect(self) -> None:
         """Use new connections for further calls: one was silent, and may be dead."""
-        self._distrusted = True
+        self._reconnects = True
         if self._streams is not None:
-            self._streams.distrust()
+            self._streams.reconnect()
 
     async def _unary(
         self,
@@ -427,11 +427,11 @@ class GrpcClient:
         except asyncio.CancelledError:
             # The caller gave up on a silent connection. Further calls must not wait for it too.
             if loop.time() - began >= self._settings.connect_timeout:
-                self.distrust()
+                self.reconnect()
             raise
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                self.distrust()
+                self.reconnect()
             raise translate(error.code().name, error.details() or "", model) from error
 
     async def live(self) -> bool:
@@ -473,7 +473,7 @@ class GrpcClient:
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         if self._streams is None:
             return GrpcioStream(self, request, receiver)
-        return GrpcStream(self._streams, request, receiver, self.distrust)
+        return GrpcStream(self._streams, request, receiver, self.reconnect)
 
     async def close(self) -> None:
         """Close every connection; calls in flight are cancelled."""

@@ -142,12 +142,12 @@ class HttpClient:
             async with asyncio.timeout(self._settings.control_timeout if limited else None):
                 answer = await HttpCall.send(self._pool, message)
         except TimeoutError as error:
-            self._pool.distrust()
+            self._pool.close_idle()
             raise UpstreamTimeout("Triton did not answer in time.") from error
         except asyncio.CancelledError:
             # The caller gave up on a silent connection. Further calls must not wait for it too.
             if monotonic() - began >= self._settings.connect_timeout:
-                self._pool.distrust()
+                self._pool.close_idle()
             raise
         if answer.status >= 300:
             raise classify(error_text(b"".join(answer.parts)), model, str(answer.status))

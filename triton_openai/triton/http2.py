@@ -82,12 +82,6 @@ def header_block(headers: Iterable[Header]) -> bytes:
     return b"".join([_NEVER_INDEXED + _string(name) + _string(value) for name, value in headers])
 
 
-@lru_cache(maxsize=64)
-def _decoded(block: bytes) -> Mapping[bytes, bytes]:
-    """Return the fields of a header block. Nearly all calls have the same two, at their beginning and at their end."""
-    return dict(hpack.Decoder(max_header_list_size=_MAX_HEADERS).decode(block, raw=True))
-
-
 def _string(text: str) -> bytes:
     data = text.encode()
     size = len(data)
@@ -104,6 +98,12 @@ def varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+@lru_cache(maxsize=64)
+def _decoded(block: bytes) -> Mapping[bytes, bytes]:
+    """Return the fields of a header block. Nearly all calls have the same two, at their beginning and at their end."""
+    return dict(hpack.Decoder(max_header_list_size=_MAX_HEADERS).decode(block, raw=True))
 
 
 class Call:
@@ -208,7 +208,7 @@ class Connection(asyncio.Protocol):
         self._channel = channel
         self._transport: asyncio.Transport | None = None
         #: Done when the server has sent its settings; fails with :class:`ConnectionError`.
-        self.greeted: asyncio.Future[None] = self._loop.create_future()
+        self.ready: asyncio.Future[None] = self._loop.create_future()
         # Accepts no new calls, and closes after the last one.
         self._draining = False
         self._reason = ""
@@ -225,7 +225,7 @@ class Connection(asyncio.Protocol):
         self._window = _DEFAULT_WINDOW
         self._blocked: dict[int, Call] = {}
         # Keepalive
-        self._heard = True
+        self._active = True
         self._next_ping = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._pong: asyncio.TimerHandle | None = None
@@ -235,7 +235,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not asserted: uvloop's transports are no subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        self._timer = self._loop.call_later(SILENCE_SECONDS, self._look)
+        self._timer = self._loop.call_later(SILENCE_SECONDS, self._check_silence)
         # Without a table, a header block means the same on every connection.
         wanted = (HEADER_TABLE_SIZE, 0), (ENABLE_PUSH, 0), (INITIAL_WINDOW_SIZE, WINDOW)
         settings = b"".join([_SETTING.pack(*setting) for setting in wanted])
@@ -275,7 +275,7 @@ class Connection(asyncio.Protocol):
                 if size > 5 and not (flags or call.partial) and _MESSAGE.unpack_from(data, start) == (0, size - 5):
                     call.messages.append(data[start + 5 : end])
                 else:
-                    self._data_received(call, flags, data[start:end])
+                    self._on_data(call, flags, data[start:end])
                 if call.unacknowledged > _HALF_WINDOW:
                     self.acknowledge(call)
         except (ValueError, hpack.HPACKError, struct.error, IndexError) as error:
@@ -286,7 +286,7 @@ class Connection(asyncio.Protocol):
             self._write(frame(WINDOW_UPDATE, 0, 0, _UINT32.pack(self._unacknowledged)))
             self._unacknowledged = 0
         if received:
-            self._heard = True
+            self._active = True
             for call in received:
                 call.deliver()
 
@@ -297,12 +297,12 @@ class Connection(asyncio.Protocol):
                 timer.cancel()
         self._draining = True
         reason = self._reason or ("the server closed the connection" if error is None else failure_reason(error))
-        if not self.greeted.done():
+        if not self.ready.done():
             if self._transport.get_extra_info("sslcontext") and not (self._reason or isinstance(error, ssl.SSLError)):
                 reason = PERHAPS_REFUSED
-            self.greeted.set_exception(ConnectionError(reason))
+            self.ready.set_exception(ConnectionError(reason))
             # Retrieved, because maybe no task waits for it any more.
-            self.greeted.exception()
+            self.ready.exception()
         # The end of one may cancel others, here and wherever several end together.
         while self._calls:
             call = next(iter(self._calls.values()))
@@ -312,7 +312,7 @@ class Connection(asyncio.Protocol):
     # Frames
 
     def _frame_received(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
-        if not self.greeted.done() and kind != SETTINGS:
+        if not self.ready.done() and kind != SETTINGS:
             raise ValueError("the server does not start with HTTP/2 settings")
         if (self._block is None) is (kind == CONTINUATION):
             raise ValueError("the server broke off a header block")
@@ -322,7 +322,7 @@ class Connection(asyncio.Protocol):
         if handler is not None:
             handler(self, flags, stream_id, payload)
 
-    def _data_received(self, call: Call, flags: int, payload: bytes) -> None:
+    def _on_data(self, call: Call, flags: int, payload: bytes) -> None:
         try:
             call.feed(_unpadded(flags, payload))
         except ValueError as problem:
@@ -349,7 +349,7 @@ class Connection(asyncio.Protocol):
             fields = _decoded(payload)
             call = self._calls.get(stream_id)
             if call is not None:
-                self._heard = True
+                self._active = True
                 self._headers_received(call, fields, ended=bool(flags & END_STREAM))
         else:
             self._block = stream_id, flags, payload
@@ -392,8 +392,8 @@ class Connection(asyncio.Protocol):
                     call.window += value - self._initial_window
                 self._initial_window = value
         self._write(frame(SETTINGS, ACK, 0))
-        if not self.greeted.done():
-            self.greeted.set_result(None)
+        if not self.ready.done():
+            self.ready.set_result(None)
         self._send_blocked()
 
     def _on_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
@@ -533,10 +533,10 @@ class Connection(asyncio.Protocol):
         self._channel.restart(call)
         return True
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(SILENCE_SECONDS, self._look)
-        if self._heard:
-            self._heard, self._next_ping = False, 0.0
+    def _check_silence(self) -> None:
+        self._timer = self._loop.call_later(SILENCE_SECONDS, self._check_silence)
+        if self._active:
+            self._active, self._next_ping = False, 0.0
         elif self._calls:
             self.ping()
         else:
@@ -611,7 +611,7 @@ class Channel:
         """Send *call*, which the server has not seen."""
         if self._tls is not None and self._tls.current() is not self._context:
             self._context = self._tls.current()
-            self.distrust()
+            self.reconnect()
         if self._current is not None and self._current.has_room:
             self._current.open(call)
             return
@@ -627,7 +627,7 @@ class Channel:
         with contextlib.suppress(ValueError):
             self._waiting.remove(call)
 
-    def distrust(self) -> None:
+    def reconnect(self) -> None:
         """Use a new connection for further calls, and ping the server on the old one."""
         if self._current is not None:
             self._current.drain()
@@ -648,7 +648,7 @@ class Channel:
                 self._connections.add(connection)
                 try:
                     async with asyncio.timeout(self._settings.connect_timeout):
-                        await self._greet(connection)
+                        await self._establish(connection)
                 except (TimeoutError, OSError) as error:
                     connection.close()
                     self._fail_waiting(
@@ -663,7 +663,7 @@ class Channel:
         finally:
             self._connecting = None
 
-    async def _greet(self, connection: Connection) -> None:
+    async def _establish(self, connection: Connection) -> None:
         """Connect, and wait for the server's settings: accepting a connection alone proves nothing."""
         transport, _ = await asyncio.get_running_loop().create_connection(
             lambda: connection, *self._address, ssl=self._context, server_hostname=self._settings.access.server_name
@@ -672,7 +672,7 @@ class Channel:
         encrypted = transport.get_extra_info("ssl_object")
         if encrypted is not None and encrypted.selected_alpn_protocol() != "h2":
             raise ConnectionError("TLS: the server does not speak HTTP/2 (ALPN h2)")
-        await connection.greeted
+        await connection.ready
 
     def _fail_waiting(self, code: str, details: str) -> None:
         waiting, self._waiting = self._waiting, deque()

@@ -303,7 +303,7 @@ class ConnectionPool:
             self._idle.popleft()[1].close()
         self._idle.append((now, connection))
 
-    def distrust(self) -> None:
+    def close_idle(self) -> None:
         """Close every idle connection: one was silent, and the others may be dead too."""
         while self._idle:
             self._idle.pop()[1].close()
@@ -311,7 +311,7 @@ class ConnectionPool:
     def close(self) -> None:
         """Close every idle connection; those in use close when they are given back."""
         self._closed = True
-        self.distrust()
+        self.close_idle()
 
 
 class HttpCall:
@@ -536,7 +536,7 @@ class HttpStream:
             self._connecting.cancel()
         self._stop(whole=False)
         if silent:
-            self._pool.distrust()
+            self._pool.close_idle()
 
 
 def error_text(body: bytes) -> str:

@@ -28,7 +28,7 @@ from triton_openai.api.prompts import separated
 from triton_openai.api.tools import plan_tools
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import InvalidRequest, PayloadTooLarge, RequestTimeout
-from triton_openai.serving.request_body import _read
+from triton_openai.serving.request_body import read_body
 
 SMALL = LimitSettings(max_token_ids=20, max_text_size=400)
 
@@ -264,7 +264,7 @@ async def read(*pieces: bytes, ended: bool, **limits: Any) -> bytes:
     protocol.connection_made(Mock(spec=asyncio.Transport))
     content = aiohttp.StreamReader(protocol, 2**16, loop=loop)
     request = make_mocked_request("POST", "/", payload=content, client_max_size=100)
-    reading = asyncio.create_task(_read(request, LimitSettings(**limits)))
+    reading = asyncio.create_task(read_body(request, LimitSettings(**limits)))
     for piece in pieces:
         await asyncio.sleep(0)
         content.feed_data(piece)

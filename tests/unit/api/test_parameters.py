@@ -93,6 +93,7 @@ def test_what_has_no_row_is_refused() -> None:
     """Also where the table has a row that an override replaces; stop strings are cut out by the service."""
     rules = {row.name: row.rule for row in bind((), CONFIG)}
 
+    assert Rule.SERVICE is rules.pop("stop")
     assert rules.keys() == {*Sampling.__struct_fields__} - {"max_tokens", "stop"}
     assert {*rules.values()} == {Rule.REFUSED}
     assert [Rule.REFUSED] == [row.rule for row in bind(TABLE, CONFIG, refused("seed")) if row.name == "seed"]

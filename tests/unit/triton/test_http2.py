@@ -955,7 +955,7 @@ async def test_doubt(server):
     call = server.call()
     old = await server.peer()
     await old.request()
-    server.channel.distrust()
+    server.channel.reconnect()
     await old.frame(PING)
     server.call(b"next")
     new = await server.peer()

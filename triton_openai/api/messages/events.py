@@ -112,11 +112,9 @@ class MessageEvents(Renderer):
         return self._message(*stop_of(self.run.progress, self.parser, limited=self.limited))
 
     def keep_alive(self) -> bytes:
-        """Return a ping."""
         return self.opening() + _event(types.MessageEvent(type="ping"))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
-        """Return the events of a piece of text."""
         return self._render(
             [Content(delta.text)] if self.parser is None else self.parser.feed(delta.text, delta.tokens)
         )
@@ -134,7 +132,6 @@ class MessageEvents(Renderer):
         return _event(ended) + _event(types.MessageEvent(type="message_stop"))
 
     def failed(self, error: ServiceError) -> bytes:
-        """Return the error."""
         return event("error", envelope(error, self.request_id))
 
     def _render(self, events: Sequence[Event]) -> bytes:

@@ -89,7 +89,6 @@ class ResponseEvents(Renderer):
         return _encode(msgspec.structs.replace(self.response, status="in_progress", error=None, output=()))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
-        """Return the events for *delta*."""
         parser = self.parser
         if parser is None and type(self._item) is types.OutputMessage and not delta.logprobs:
             return self._text(delta.text)

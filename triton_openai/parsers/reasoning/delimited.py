@@ -42,7 +42,6 @@ class Delimited(Grammar, ReasoningParser):
 
     @classmethod
     def inside_after(cls, prompt: str) -> bool | None:
-        """Return whether *prompt* ends with thinking opened (true) or closed (false), or with neither."""
         # Only the end is looked at: messages may speak of the markers.
         end = prompt[-200:].rstrip()
         if end.endswith(cls.openings):

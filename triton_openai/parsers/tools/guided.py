@@ -60,15 +60,12 @@ class HeldCalls(ToolParser):
 
     @property
     def unfinished(self) -> bool:
-        """Whether the text ended in the middle of a call; known after the flush."""
         return self._held.unfinished or self._own.unfinished
 
     def feed(self, text: str) -> list[Event]:
-        """Return what *text* adds."""
         return self._pass_on(self._held.feed(text))
 
     def flush(self) -> list[Event]:
-        """Return what was held back: the text has ended."""
         return self._pass_on(self._held.flush()) + self._own.flush()
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
