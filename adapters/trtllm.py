@@ -143,8 +143,7 @@ class Trtllm(common.TrtllmAdapter):
         """
         Return a request of its own that generates one token and answers at once.
 
-        Not asked for in passing: a stream repeats the prompt's logits at every step, and several answers to one prompt
-        would each bring them.
+        Not asked in passing: a stream repeats the prompt's logits at every step, and several answers each bring them.
         """
         if generation.vocabulary is not None:
             check_size(self.config, _CONTEXT, len(generation.prompt_ids or ()), generation.vocabulary, param=None)

@@ -13,8 +13,7 @@ class TrtllmBls(TrtllmText):
     Streams have deltas, or with ``accumulate_tokens`` the whole text at every step, with every character. A model
     without that parameter decodes in a way of its own.
 
-    Its inner request has an id of its own and it never looks whether it was cancelled: work that is abandoned runs to
-    its end.
+    Its inner request has an id of its own and it never looks whether it was cancelled: abandoned work goes on.
     """
 
     name = "trtllm-bls"

@@ -161,7 +161,7 @@ def _state(models: Models, worker: Worker) -> State:
         served.append(
             ServedName(
                 name=name,
-                triton_model=model.owner,
+                triton_model=model.triton_model,
                 adapter=adapter.name,
                 can_chat=model.can_chat,
                 engines=engines if inner is None else engines | {inner.name},

@@ -33,8 +33,7 @@ def weigh(value: Any, limit: int, *, per_item: int = 0) -> int:
     """
     Return roughly the number of characters in *value*, which consists of lists, dicts, structs and strings.
 
-    Each item of a list, dict or struct adds *per_item*. Counting stops when the sum exceeds *limit*, so that counting
-    stays cheap.
+    Each item of a list, dict or struct adds *per_item*. Counting stops when the sum exceeds *limit*, so it stays cheap.
     """
     total = 0
     pending: list[Any] = [value]
@@ -60,8 +59,7 @@ def json_decoder(kind: type[_T]) -> msgspec.json.Decoder[_T]:
     """
     Return the decoder of *kind* for JSON from untrusted sources.
 
-    If *kind* does not fix a number's type, msgspec takes 6 to 20 µs for a number such as 1e308; Python's own conversion
-    takes less than 1 µs.
+    If *kind* does not fix a number's type, msgspec takes 6 to 20 µs for a number such as 1e308, and Python under 1 µs.
     """
     return msgspec.json.Decoder(kind, float_hook=_number)
 

@@ -32,8 +32,7 @@ class TextDecoder:
 
     *stage* is for backends whose responses are not simply the new text. The others are names of outputs: that of the
     text, that with the count of the prompt's tokens and that with the count of a step's (``None`` where there are
-    none), and that of the finish reason, which the last response of every answer has. *readers* add what else was asked
-    for.
+    none), and that of the finish reason, which the last response of every answer has. *readers* add the rest.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ class PromptEcho:
     """
     Removes the prompt from the start of an answer that repeats it and comes in one response.
 
-    *forms* are the ways in which it may appear: as it was sent, or as the backend's tokenizer gives it back (without
-    its special tokens).
+    *forms* are the ways in which it may appear: as it was sent, or as the backend's tokenizer decodes it.
     """
 
     def __init__(self, *forms: str | None) -> None:

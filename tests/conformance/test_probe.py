@@ -15,7 +15,7 @@ pytestmark = in_session_loop
 async def test_every_model_answers_it(proxy, triton):
     """Whatever a model needs in a request, and whatever it makes: none is held to be silent for want of a good one."""
     service = proxy.client.server.app[SERVICE]
-    owners = {model.owner: model for model in proxy.models.served.values()}
+    owners = {model.triton_model: model for model in proxy.models.served.values()}
     assert {"ensemble", "tensorrt_llm_bls", "vllm_model", "text_embedding", "text_rerank_ids"} <= owners.keys()
     for name, model in owners.items():
         if name == "vllm_embedding":

@@ -1,7 +1,4 @@
-"""
-What opens the service to a request: API keys, from the settings and from a file that may change, and the headers of
-restricted APIs.
-"""
+"""What opens the service to a request: API keys of the settings and of a file, and the headers of restricted APIs."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """
     A key and its rights: ``models`` are names or patterns with ``*``, and ``None`` all models.
 
-    ``manage`` is whether the key may load and unload models and manage Triton in other ways, if the service allows
-    that at all.
+    ``manage`` is whether the key may load and unload models and manage Triton in other ways, if the service does.
     """
 
     name: str

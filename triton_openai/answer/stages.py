@@ -20,8 +20,7 @@ _REPLACEMENT = "\ufffd"
 
 class TokenNames:
     """
-    Adds the names of tokens to log probabilities that have ids. A part of a character shows as U+FFFD; its bytes are
-    exact.
+    Adds the names of tokens to log probabilities that have ids. A part of a character shows as U+FFFD, with its bytes.
 
     *skip_special_tokens* is whether the answer's text omits special tokens.
     """
@@ -79,8 +78,7 @@ class TokenText:
     Sets the text of deltas from their token ids. Has one stream's state.
 
     The answer ends before the first of the token ids *ends*, or before one of *stops* after *min_tokens* tokens. Then
-    ``stopped`` is true, and ``stop_id`` is the id if it is one of *stops*. The id is neither shown nor counted, like an
-    engine's own end id.
+    ``stopped`` is true, and ``stop_id`` is the id if it is one of *stops*. The id is neither shown nor counted.
     """
 
     def __init__(
@@ -202,8 +200,7 @@ class LogprobsStage:
     Delays log probabilities until no stop string can cut their token from the answer. Has one stream's state.
 
     An incomplete stop string begins less than its own length before the end of the text. So the lengths of the tokens
-    determine which entries to delay, whatever text the backend delays. Lengths are in bytes, because a token may be a
-    part of a character.
+    (in bytes: tokens split characters) determine which entries to delay, whatever text the backend delays.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:

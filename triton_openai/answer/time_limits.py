@@ -33,8 +33,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
         """
         Return the limits of a request with *headers*; a *stream* has another total.
 
-        Raises :class:`InvalidRequest` for a header that is no number of seconds, or that asks for more than the
-        operator allows.
+        Raises :class:`InvalidRequest` for a header that is no number of seconds, or that asks for too much.
         """
         total = settings.stream_timeout if stream else settings.request_timeout
         return cls(

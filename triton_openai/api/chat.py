@@ -139,9 +139,9 @@ async def prompt_of(
     return as_sent(model, prompter.tokenizer, prompt), pictures
 
 
-async def turn_of(context: RequestContext[ChatRequest], task_id: str, *, fitting: bool = False) -> Turn:
+async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitting: bool = False) -> Turn:
     """
-    Return the turn that answers the chat of *context*; *task_id* is the id of the answer.
+    Return the turn that answers the chat of *context*; *answer_id* is the id of the answer.
 
     With *fitting*, ``max_tokens`` may ask for more than the model's context has room for. Raises
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
@@ -150,7 +150,7 @@ async def turn_of(context: RequestContext[ChatRequest], task_id: str, *, fitting
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = prompter.parsers
-    task = await _task(context, task_id, plan, prompter)
+    task = await _task(context, answer_id, plan, prompter)
     if fitting and not task.open_ended:
         task = msgspec.structs.replace(task, open_ended=True, open_limit=task.sampling.max_tokens)
     with observation.stage(RENDER):
@@ -199,7 +199,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     return json_response(completion)
 
 
-async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPlan, prompter: Prompter) -> Task:
+async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter) -> Task:
     body, model, parsers = context.body, context.model, prompter.parsers
     if body.top_logprobs and not body.logprobs:
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
@@ -208,7 +208,7 @@ async def _task(context: RequestContext[ChatRequest], task_id: str, plan: ToolPl
         # The schemas are walked, in Python.
         size = offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT)
         forced = await offload.run(plan.guide, size=size, threshold=INLINE_WEIGHT)
-    task = task_of(context, task_id, defaults=model.default_parameters(prompter), n=body.n or 1, keeps_special=False)
+    task = task_of(context, answer_id, defaults=model.default_parameters(prompter), n=body.n or 1, keeps_special=False)
     if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(
             "The model has no guided decoding, so it cannot be forced to call a tool. Use 'auto'.", param=plan.param

@@ -69,9 +69,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    The whole answer; ``usage`` is left out if the tokens are not known. The last two fields are vLLM's, on request.
-    """
+    """The whole answer, without ``usage`` if the tokens are not known. The last two fields are vLLM's, on request."""
 
     id: str
     object: Literal["chat.completion"] = msgspec.field(name="object")
@@ -204,9 +202,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    """
-    One event of a stream. ``usage`` is there when it was asked for: null but for the last chunk, which has no choices.
-    """
+    """One event of a stream. ``usage`` is there on request: null but for the last chunk, which has no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"] = msgspec.field(name="object")

@@ -130,8 +130,7 @@ async def as_taken(
     model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None
 ) -> Sequence[str] | Sequence[Sequence[int]]:
     """
-    Return *inputs* truncated as *cut* says, as text for a model that takes no token ids, and as ids for one that takes
-    only ids.
+    Return *inputs* truncated as *cut* says, as text for a model that takes no token ids, and as ids where it needs ids.
 
     Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` or :class:`ConfigurationError` if that needs a
     tokenizer and there is none.
@@ -186,8 +185,7 @@ async def answers_of(
     """
     Return the first answer to each of *requests*, in their order.
 
-    Raises :class:`ServiceError` for the first that fails, and :class:`UpstreamTimeout` when all together take more than
-    *timeout* seconds.
+    Raises :class:`ServiceError` for the first that fails, and :class:`UpstreamTimeout` for more than *timeout* seconds.
     """
     slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
 
@@ -243,10 +241,7 @@ async def embed(context: RequestContext[Any], job: EmbeddingJob) -> EmbeddingRes
 async def count_inputs(
     model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], counted: int | None
 ) -> int | None:
-    """
-    Return the tokens of *inputs*: as the backend *counted* them, else from the tokenizer that is configured, else
-    ``None``.
-    """
+    """Return the tokens of *inputs*: as the backend *counted* them, else by the tokenizer, ``None`` without one."""
     if counted is not None:
         return counted
     texts = [item for item in inputs if isinstance(item, str)]

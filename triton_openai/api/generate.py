@@ -86,7 +86,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 def task_of(
     context: RequestContext[_Body],
-    task_id: str,
+    answer_id: str,
     *,
     defaults: DefaultParameters,
     n: int,
@@ -110,7 +110,7 @@ def task_of(
         name = gateway_header(context.request.headers, "objective")
         objective = settings.access.gateway.objectives.get(name, 0)
     return Task(
-        id=task_id,
+        id=answer_id,
         sampling=sampling(body, defaults=defaults, default_max_tokens=settings.api.default_max_tokens, adapter=adapter),
         stream=bool(body.stream),
         options=stream_options(body, always_usage=settings.api.always_include_usage),

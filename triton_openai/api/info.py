@@ -40,8 +40,7 @@ class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     One model; ``created`` is 0: Triton does not tell when a model was made, and all workers and replicas say the same.
 
     ``max_model_len``, vLLM's extension that many clients read, is there where the operator or the model's files give
-    it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as vLLM's server gives
-    them.
+    it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as in vLLM.
     """
 
     id: str
@@ -144,7 +143,7 @@ def describe(models: Models, name: str) -> ModelObject:
     return ModelObject(
         id=name,
         root=served.lora.name if served.lora is not None else msgspec.UNSET,
-        parent=served.owner if served.lora is not None else msgspec.UNSET,
+        parent=served.triton_model if served.lora is not None else msgspec.UNSET,
         max_model_len=served.settings.max_model_len or msgspec.UNSET,
     )
 

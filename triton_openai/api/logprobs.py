@@ -1,6 +1,4 @@
-"""
-Log probabilities in the forms of OpenAI's two APIs (openai-openapi 2.3.0), and of vLLM's ``prompt_logprobs``.
-"""
+"""Log probabilities in the forms of OpenAI's two APIs (openai-openapi 2.3.0), and of vLLM's ``prompt_logprobs``."""
 
 from __future__ import annotations
 

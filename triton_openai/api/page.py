@@ -1,8 +1,7 @@
 """
 The page for people at ``/`` and the description of the API at ``/docs``: static files that the package brings.
 
-They are open without a key, because they hold nothing of this service; what they show they fetch with the key that
-their reader types in.
+They are open without a key, because they hold nothing of this service: they fetch it with their reader's key.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ async def _as_text(model: ServedModel, ids: list[int]) -> Rewritten:
 def no_tokenizer(model: ServedModel) -> ConfigurationError:
     """Return the error for texts where the model takes token ids and its tokenizer is not known."""
     return ConfigurationError(
-        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.owner}=SOURCE."
+        f"The model '{model.name}' takes token ids: give its tokenizer with --tokenizer {model.triton_model}=SOURCE."
     )
 
 

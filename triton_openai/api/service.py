@@ -113,8 +113,8 @@ class RequestContext(Generic[_Body]):
         input and names no field. Raises as :meth:`Admission.enter`, and the engine's :class:`UnsupportedParameter` if
         neither takes the request.
         """
-        admission, owner = self.service.admission, self.model.owner
-        task = await admission.enter(owner, self.observation, patience=self.limits.patience)
+        admission, triton_model = self.service.admission, self.model.triton_model
+        task = await admission.enter(triton_model, self.observation, patience=self.limits.patience)
         try:
             self.limits = self.limits.after(self.observation.queued_seconds)
             try:
@@ -131,7 +131,7 @@ class RequestContext(Generic[_Body]):
             error.param = error.param or param
             raise
         finally:
-            admission.leave(owner, task)
+            admission.leave(triton_model, task)
 
 
 async def begin(request: web.Request, kind: type[_Body], operation: str) -> RequestContext[_Body]:

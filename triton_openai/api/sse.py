@@ -140,8 +140,7 @@ class EventStream:
     :meth:`push` renders and writes deltas in the same turn of the event loop in which they arrive. It does not wake the
     task, which waits in :meth:`run` until a run ends or the client reads too slowly. The status line is written with
     the first text, or after *heartbeat* seconds; until then an error becomes a JSON answer with its own status. While
-    nothing else is sent, what keeps the connection alive goes out every *heartbeat* seconds. If the client does not
-    read, the runs pause.
+    nothing else is sent, what keeps the connection alive goes out every *heartbeat* seconds. A slow client pauses runs.
     """
 
     def __init__(self, request: web.Request, runs: Sequence[Run], renderer: Renderer, *, heartbeat: float) -> None:

@@ -124,7 +124,7 @@ async def report(models: Models) -> list[ModelReport]:
     """Return the reports, by name."""
     served: dict[str, dict[str, ServedModel]] = {}
     for public, model in models.served.items():
-        served.setdefault(model.owner, {})[public] = model
+        served.setdefault(model.triton_model, {})[public] = model
     reports = list(await asyncio.gather(*(_served(models, names) for names in served.values())))
     reports += [
         ModelReport(name=entry.name, reason=entry.why, problems=() if entry.role else (entry.why,))
@@ -145,7 +145,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     model = await models.settled(list(names.values())[-1])
     await model.check()
     problem = model.lazy_prompter.problem
-    lora_problems = models.lora_problems.get(model.owner, ())
+    lora_problems = models.lora_problems.get(model.triton_model, ())
     capabilities = model.adapter.capabilities
     found: dict[str, Any] = {"images": "none"}
     try:
@@ -180,7 +180,7 @@ async def _served(models: Models, names: Mapping[str, ServedModel]) -> ModelRepo
     sigmoid = model.settings.score_activation == "sigmoid"
     scores = "the sigmoid of what the model gives" if sigmoid else "as the model gives them (score_activation)"
     return ModelReport(
-        name=model.owner,
+        name=model.triton_model,
         served_as=list(names),
         adapter=model.adapter.name,
         reason=model.reason,

@@ -104,8 +104,7 @@ class FromFiles(Generic[_Value]):
     What *read* makes of *paths*, made again when one of them has changed.
 
     The first reading happens here, and raises what *read* raises. A later one that raises :class:`ConfigurationError`
-    or :class:`OSError` is logged and leaves what there was: a certificate is often replaced before its key. *what*
-    names it in the log.
+    or :class:`OSError` is logged as *what* and leaves what there was: a certificate is often replaced before its key.
     """
 
     def __init__(self, read: Callable[[], _Value], paths: Sequence[Path | None], *, what: str) -> None:

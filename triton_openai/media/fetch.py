@@ -3,8 +3,7 @@ Fetches images from the hosts that the operator allows.
 
 A URL in a request makes this service connect to where a stranger says, from inside the operator's network (server-side
 request forgery). So: only listed hosts, only public addresses, every redirect checked like the first URL, no cookies,
-no credentials, no proxy from the environment, no content encoding that could swell, and limits on size, time and
-number.
+no credentials, no proxy from the environment, no content encoding that could swell, limits on size, time and number.
 """
 
 from __future__ import annotations

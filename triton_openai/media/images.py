@@ -128,9 +128,7 @@ class ImageReference(msgspec.Struct, frozen=True):
 
 
 class ImageLoader:
-    """
-    Loads images: at most *most* for a request, of at most *largest* bytes each and *together* bytes (in base64) in all.
-    """
+    """Loads images: *most* of a request, of *largest* bytes each and *together* bytes (in base64) in all, at most."""
 
     def __init__(self, fetcher: Fetcher, *, most: int, largest: int, together: int) -> None:
         self._fetcher = fetcher

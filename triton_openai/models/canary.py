@@ -1,6 +1,5 @@
 """
-Finds models that do not answer although Triton calls them ready: its state is that of their loading, not of an engine
-that died or hangs.
+Finds models that do not answer although Triton calls them ready: it sees that they loaded, not that an engine hangs.
 
 Clients' requests show it first: after :data:`FAILURES` in a row that got nothing from a model, the service sends small
 requests of its own until one is answered. Each process has its own view.
@@ -60,15 +59,15 @@ class Canary(Observer):
     def any_answers(self) -> bool:
         """Whether a served model is left that answers; where some generate text, one of those."""
         served = self._models.served.values()
-        wanted = {model.owner for model in served if model.adapter.capabilities.generate}
-        return not self._silent or not (wanted or {model.owner for model in served}) <= self._silent.keys()
+        wanted = {model.triton_model for model in served if model.adapter.capabilities.generate}
+        return not self._silent or not (wanted or {model.triton_model for model in served}) <= self._silent.keys()
 
     def ended(self, observation: Observation) -> None:
         """Learn from the end of a request whether its model answers."""
         model = self._models.served.get(observation.model or "")
         if model is None:
             return
-        name = model.owner
+        name = model.triton_model
         if _answered(observation):
             self._forget(name)
         elif _left_without(observation):
@@ -123,7 +122,7 @@ class Canary(Observer):
             self._gauge(model).set(0)
 
     def _gauge(self, model: ServedModel) -> Series:
-        return self._metrics.child(NOT_ANSWERING, model.owner, model.adapter.name)
+        return self._metrics.child(NOT_ANSWERING, model.triton_model, model.adapter.name)
 
 
 def _answered(observation: Observation) -> bool:

@@ -99,10 +99,11 @@ class ModelControl:
         served = self._models.served.get(name)
         if served is not None and served.lora is not None:
             raise InvalidRequest(
-                f"'{name}' is a LoRA adapter of the model '{served.owner}', and is served as long as that is loaded.",
+                f"'{name}' is a LoRA adapter of the model '{served.triton_model}', and is served as long as that is "
+                "loaded.",
                 param="model",
             )
-        model = self._models.owner(name)
+        model = self._models.triton_model(name)
         check_name(model)
         return model
 

@@ -81,8 +81,7 @@ ModelChange = Literal["close", "end", "open", "renew"]
 
 class ModelDraining:
     """
-    The requests of one process by model, and the models that take no new ones. *peers* is the connection to the other
-    processes.
+    The requests of one process by model, and the models that take no new ones. *peers* connects to the others.
 
     Models are those that Triton knows, not their aliases.
     """

@@ -33,8 +33,8 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
     snapshot = models.catalog.snapshot
     further: dict[str, tuple[list[str], list[str]]] = {}
     for name, model in sorted(models.served.items()):
-        if name != model.owner:
-            further.setdefault(model.owner, ([], []))[model.lora is not None].append(name)
+        if name != model.triton_model:
+            further.setdefault(model.triton_model, ([], []))[model.lora is not None].append(name)
     lines = [
         ModelLine(
             name=name,
@@ -48,7 +48,7 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
             loras=tuple(further.get(name, ([], []))[1]),
         )
         for name, model in sorted(models.served.items())
-        if name == model.owner
+        if name == model.triton_model
     ]
     # Their adapters are known when they are ready.
     lines += [

@@ -53,7 +53,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """
     A model that clients can use: one Triton model under one public *name*.
 
-    *owner* is the Triton model whose name and settings these are. *adapter* may answer for it with another one, which
+    *triton_model* is the Triton model whose settings these are. *adapter* may answer for it with another one, which
     needs the tokenizer; then *text_level* is the model's own. *lora* is the LoRA adapter that the name stands for,
     *lora_delivery* sends its weights where requests have to. *priorities* are the levels of its queue, 0 where there
     are none. *fingerprint*, OpenAI's ``system_fingerprint``, changes with Triton's version and the model's config.
@@ -62,7 +62,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    owner: str
+    triton_model: str
     adapter: Adapter
     reason: str
     settings: ModelSettings
@@ -77,7 +77,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def answers_as(self) -> str:
         """The name of what answers: that of the Triton model, or of the LoRA adapter."""
-        return self.owner if self.lora is None else self.lora.name
+        return self.triton_model if self.lora is None else self.lora.name
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -147,7 +147,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
         # Another adapter stands in where the tokenizer turns out to be missing.
         capabilities = (self.text_level or self.adapter).capabilities
         needs_tokenizer = capabilities.tokens or capabilities.encoded
-        await self.lazy_prompter.check(self.owner, chats="generate" in self.tasks, needs_tokenizer=needs_tokenizer)
+        await self.lazy_prompter.check(
+            self.triton_model, chats="generate" in self.tasks, needs_tokenizer=needs_tokenizer
+        )
 
 
 class Unserved(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,7 +200,7 @@ class Models:
         """Whether Triton answers and at least one served model is ready."""
         return self.catalog.snapshot.reachable and bool(self.served)
 
-    def owner(self, name: str) -> str:
+    def triton_model(self, name: str) -> str:
         """Return the Triton model that *name* stands for, loaded or not: an alias's, or *name* itself."""
         return name if self._exists(name) else self._aliases.get(name, name)
 
@@ -225,8 +227,7 @@ class Models:
 
         An empty name, and ``default`` unless a model has that name, is the default model where one is configured.
         *allows* says which names the client may use. Raises :class:`InvalidRequest` for an empty name without a default
-        model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or the model is being
-        loaded.
+        model, :class:`ModelNotFound`, or :class:`UpstreamUnavailable` when Triton does not answer or loads the model.
         """
         version = self._version()
         if version != self._seen:
@@ -246,12 +247,12 @@ class Models:
             raise UpstreamUnavailable(
                 "Triton cannot be reached at the moment.", detail=snapshot.error.detail, retry_after=2
             )
-        owner = self._waiting_loras.get(name) or self._aliases.get(name, name)
-        if owner in snapshot.coming:
+        triton_model = self._waiting_loras.get(name) or self._aliases.get(name, name)
+        if triton_model in snapshot.coming:
             raise UpstreamUnavailable(f"The model '{name}' is not ready.", param="model", retry_after=2)
-        if owner in snapshot.waiting:
+        if triton_model in snapshot.waiting:
             # Nobody loads it for a client that tries again, as the official ones do after a 503.
-            raise ModelNotFound(name, why="is not loaded", detail=snapshot.waiting[owner])
+            raise ModelNotFound(name, why="is not loaded", detail=snapshot.waiting[triton_model])
         raise ModelNotFound(name, hint=self._suggestion(name, allows))
 
     def _suggestion(self, name: str, allows: Callable[[str], bool]) -> str:
@@ -329,7 +330,7 @@ class Models:
         for name in self.served.keys() - served.keys():
             _log.info("model is gone", model=name)
         self.served, self.unserved = served, unserved
-        self._prompters.keep({model.owner for model in served.values()})
+        self._prompters.keep({model.triton_model for model in served.values()})
         known = {entry.name for entry in snapshot.index}
         self._warned = _warn_of_names(self._settings, known, served.keys() | self._waiting_loras, self._warned)
         self.changed.set()
@@ -341,23 +342,23 @@ class Models:
         named: dict[str, list[ServedModel]] = {}
         problems: dict[str, Sequence[str]] = {}
         for model in served.values():
-            if model.name == model.owner and model.adapter.capabilities.lora:
+            if model.name == model.triton_model and model.adapter.capabilities.lora:
                 found, problems[model.name] = await asyncio.to_thread(self._find_loras, model)
                 for lora in found:
                     bound = self._bind_lora(model, lora)
                     for name in served_names(model.name, lora.name, separator):
                         named.setdefault(name, []).append(msgspec.structs.replace(bound, name=name))
-            elif model.name == model.owner and model.settings.loras:
+            elif model.name == model.triton_model and model.settings.loras:
                 problems[model.name] = ["Its LoRA adapters are not served: the model has no inputs for them."]
         for name, models in named.items():
             if len(models) > 1 or name in served or name in snapshot.configs:
                 _log.warning("a LoRA adapter's name is taken", name=name)
             else:
                 served[name] = models[0]
-        for owner, sentences in problems.items():
+        for name, sentences in problems.items():
             for sentence in sentences:
-                if sentence not in self.lora_problems.get(owner, ()):
-                    _log.warning("LoRA adapter is not served", model=owner, reason=sentence)
+                if sentence not in self.lora_problems.get(name, ()):
+                    _log.warning("LoRA adapter is not served", model=name, reason=sentence)
         self.lora_problems = problems
         self._waiting_loras = await asyncio.to_thread(
             names_of, snapshot.waiting, settings.model, repositories, separator
@@ -427,7 +428,7 @@ class Models:
             settings = msgspec.structs.replace(settings, max_model_len=hints.max_model_len)
         return ServedModel(
             name=name,
-            owner=name,
+            triton_model=name,
             adapter=adapter,
             reason=reason,
             settings=settings,
@@ -495,8 +496,8 @@ async def keep_loaded(models: Models) -> None:
     """
     while True:
         models.changed.clear()
-        owners = {model.owner: model for model in models.served.values() if model.lora is None}
-        await asyncio.gather(*(model.check() for model in owners.values() if not model.lazy_prompter.settled))
+        by_triton_model = {model.triton_model: model for model in models.served.values() if model.lora is None}
+        await asyncio.gather(*(model.check() for model in by_triton_model.values() if not model.lazy_prompter.settled))
         await first_of(models.changed, timeout=_RECHECK_SECONDS)
 
 
@@ -506,8 +507,7 @@ def _warn_of_names(
     """
     Warn of names in *settings* that no model has, which nothing else would show, and return them.
 
-    *known* are the models that Triton has, loaded or not, *served* further public names; *warned* are names of which it
-    was warned before.
+    *known* are the models that Triton has, loaded or not, *served* further public names, *warned* names already told.
     """
     aliases = settings.aliases()
     unknown = {

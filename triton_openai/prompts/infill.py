@@ -2,8 +2,7 @@
 Filling in the middle: a prompt and a ``suffix`` become one text, in the form that a model was trained on.
 
 A vocabulary with the tokens of a form does not show that the model was trained on it: families share one vocabulary
-between their code models and all others. So the operator chooses the form. The forms are those that the models' authors
-publish.
+between their code models and all others. So the operator chooses the form. The forms are the authors' own.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True):
     How a prompt is cut: to at most *tokens*, on the *side* "left" (which keeps the last ones) or "right".
 
     -1 stands for as many tokens as the context has room for. *keeps_special* is whether special tokens around a text
-    stay, and count: vLLM keeps them in a completion's prompt without a side, and cuts them like other tokens in a
-    chat.
+    stay, and count: vLLM keeps them in a completion's prompt without a side, and cuts them in a chat.
     """
 
     tokens: int

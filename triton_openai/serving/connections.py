@@ -1,7 +1,4 @@
-"""
-Connections of clients: a time limit for request heads, errors in the API's own form for what is not HTTP, and responses
-that leave in one write.
-"""
+"""Connections of clients, errors in the API's own form for what is not HTTP, and responses that leave in one write."""
 
 from __future__ import annotations
 

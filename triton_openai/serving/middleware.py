@@ -3,8 +3,7 @@ The one middleware: what every request goes through before and after its handler
 
 It gives the request its id and its record, answers browsers' preflights, authenticates the client and counts it against
 its limits, and turns errors into the body that its API has for them. After the first byte of an answer, handlers end
-their streams with an error event themselves. An unforeseen error is logged with its traceback, and the client learns
-nothing of it.
+their streams with an error event themselves. An unforeseen error is logged with its traceback; no client sees it.
 """
 
 from __future__ import annotations

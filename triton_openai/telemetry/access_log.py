@@ -1,7 +1,4 @@
-"""
-Log lines about requests: one for each, one with its content where the operator asks for it, and a warning for each
-unknown field.
-"""
+"""Log lines about requests: one for each, one with its content if that is wanted, and warnings of unknown fields."""
 
 from __future__ import annotations
 

@@ -149,12 +149,12 @@ def _state_metrics(state: State) -> list[Metric]:
     ]
 
 
-def _renamed(name: str, counted: Mapping[str, Metric], owners: Mapping[str, str]) -> Iterable[Metric]:
+def _renamed(name: str, counted: Mapping[str, Metric], triton_models: Mapping[str, str]) -> Iterable[Metric]:
     """
     Yield the metric that vLLM calls *name*, if any of it is *counted*.
 
-    *owners* are the Triton models behind served names. Aliases and LoRA adapters count for their model: a reader of
-    these names may take one series for the whole model.
+    *triton_models* are those of served names. Aliases and LoRA adapters count for their model: a reader of these names
+    may take one series for the whole model.
     """
     instrument, only = RENAMED[name]
     source = counted.get(instrument.name.removesuffix("_total"))
@@ -164,7 +164,7 @@ def _renamed(name: str, counted: Mapping[str, Metric], owners: Mapping[str, str]
     for sample in source.samples:
         if only.items() <= sample.labels.items():
             labels = {RENAMED_LABELS[label]: value for label, value in sample.labels.items() if label in RENAMED_LABELS}
-            labels["model_name"] = owners.get(labels["model_name"], labels["model_name"])
+            labels["model_name"] = triton_models.get(labels["model_name"], labels["model_name"])
             sums[sample.name.removeprefix(source.name), tuple(labels.items())] += sample.value
     metric = Metric(name.removesuffix("_total"), instrument.help, source.type)
     for (suffix, pairs), value in sums.items():
@@ -272,7 +272,7 @@ class Exposition:
         self._relay, self._vllm_names = settings.relay_triton, settings.vllm_names
         self._triton = TritonMetrics(triton_url) if self._relay or self._vllm_names else None
         # Kept when a model is unloaded: the counts of its aliases must stay in the same series.
-        self._owners: dict[str, str] = {}
+        self._triton_models: dict[str, str] = {}
         self._loads: Mapping[str, Mapping[str, float]] = {}
         self._loads_until = 0.0
         self._reading = asyncio.Lock()
@@ -292,7 +292,7 @@ class Exposition:
             families += _cache_metrics(state, cache_blocks(triton))
         openmetrics = not self._relay and "application/openmetrics-text" in accept.lower()
         # Reading the files of many workers takes a while.
-        body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._owners), state.served)
+        body = await asyncio.to_thread(self._text, families, openmetrics, dict(self._triton_models), state.served)
         if triton is not None and self._relay:
             # A name may stand in an exposition once: ours stay where names meet, also while they have counted nothing.
             ours = {*RENAMED, *(one.name for one in LOOKED_UP_RENAMED)} if self._vllm_names else ()
@@ -312,7 +312,7 @@ class Exposition:
             if time.monotonic() >= self._loads_until:
                 self._loads = await self._read_loads()
                 self._loads_until = time.monotonic() + _LOAD_SECONDS
-        return self._loads.get(self._owners.get(name, name), {})
+        return self._loads.get(self._triton_models.get(name, name), {})
 
     async def _read_loads(self) -> Mapping[str, Mapping[str, float]]:
         triton = None
@@ -322,7 +322,7 @@ class Exposition:
                     triton = await self._triton.read()
         state = self._current_state()
         gauges = [] if triton is None else _cache_metrics(state, cache_blocks(triton))[:1]
-        gauges += _renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._owners)
+        gauges += _renamed("vllm:num_requests_waiting", await asyncio.to_thread(self._counted), self._triton_models)
         loads: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for sample in (sample for gauge in gauges for sample in gauge.samples):
             loads[sample.labels["model_name"]][sample.name.removeprefix("vllm:")] = sample.value
@@ -333,7 +333,7 @@ class Exposition:
         state = self._state()
         for name in state.served:
             self._metrics.add_gauges(name.name, name.adapter, alias=name.name != name.triton_model)
-            self._owners[name.name] = name.triton_model
+            self._triton_models[name.name] = name.triton_model
         return state
 
     def figures(self) -> Figures:
@@ -351,14 +351,14 @@ class Exposition:
         )
 
     def _text(
-        self, families: list[Metric], openmetrics: bool, owners: Mapping[str, str], served: Sequence[ServedName]
+        self, families: list[Metric], openmetrics: bool, triton_models: Mapping[str, str], served: Sequence[ServedName]
     ) -> bytes:
         counted = self._counted()
         if self._vllm_names:
             families.append(_lora_requests(served, counted))
         families = [one for one in (*families, *counted.values()) if one.samples]
         if self._vllm_names:
-            families += [metric for name in RENAMED for metric in _renamed(name, counted, owners)]
+            families += [metric for name in RENAMED for metric in _renamed(name, counted, triton_models)]
         return (generate_openmetrics if openmetrics else generate_latest)(_Families(families))
 
     def _counted(self) -> Mapping[str, Metric]:

@@ -352,8 +352,7 @@ class GrpcClient:
     """
     One Triton behind its gRPC port. See :class:`triton_openai.triton.client.TritonClient`.
 
-    Running calls keep their connection when the certificates change. Raises :class:`ConfigurationError` for files that
-    cannot be used.
+    Running calls keep their connection when certificates change. Raises :class:`ConfigurationError` for unusable files.
     """
 
     def __init__(self, url: str, settings: ConnectionSettings) -> None:

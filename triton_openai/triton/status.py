@@ -3,8 +3,7 @@ One table that turns Triton's and the backends' error texts into our errors; bot
 
 Triton reports a failed stream by text only (gRPC), or with an HTTP status that is unreliable for ``generate``. So the
 text decides, by the first rule that matches; the transport's status decides only for texts that no rule knows. The
-texts are those of the backends' sources. What may have server paths, addresses or tracebacks goes to the log as
-``detail``.
+texts are those of the backends' sources. What may have paths, addresses or tracebacks is ``detail``, for the log.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ def public_reason(text: str) -> str | None:
     """
     Return *text* as it may be shown to a client, on one line of at most 500 characters.
 
-    Request ids, ensemble prefixes and stack traces are dropped. Paths and addresses become an ellipsis. ``None`` when
-    nothing is left.
+    Request ids, ensemble prefixes and stack traces are dropped. Paths and addresses become ``…``. ``None`` if empty.
     """
     text = _ENSEMBLE.sub("", _REQUEST_ID.sub("", text[:_LONGEST_TEXT]))
     stack = _STACK.search(text)

@@ -47,8 +47,7 @@ class EmbeddedTriton:
 
     *environment* is the environment to start from (callers pass ``os.environ``); *backends* a folder with further
     Python-based backends; *binary* an installed ``tritonserver``, instead of the one inside ``nvidia-pytriton``.
-    Free ports are chosen, at the latest by the start. The object can be started again after it has ended, on the same
-    ports.
+    Free ports are chosen, at the latest by the start. After its end it can be started again, on the same ports.
     """
 
     def __init__(

@@ -406,7 +406,7 @@ async def test_without_a_tokenizer_the_flag_is_named() -> None:
     """Token ids cannot be made without one, which is configured under Triton's name of the model."""
     model = ServedModel(
         name="alias",
-        owner="engine",
+        triton_model="engine",
         adapter=adapter("tensorrt_llm"),
         reason="",
         settings=ModelSettings(),

@@ -64,7 +64,7 @@ def context_of(text_level: type[Adapter] | None) -> RequestContext[Any]:
     prompter: Any = SimpleNamespace(resolved=SimpleNamespace(tokenizer=None))
     model = ServedModel(
         name="m",
-        owner="m",
+        triton_model="m",
         adapter=adapters[0],
         reason="",
         settings=ModelSettings(),

@@ -178,7 +178,7 @@ async def test_an_embedding_model_is_asked_for_a_vector() -> None:
 
 async def test_a_triton_that_is_away_is_not_asked() -> None:
     """Failures while nothing can be reached say nothing about a model, even if Triton is back a moment later."""
-    models = MagicMock(served={"m": MagicMock(owner="m")})
+    models = MagicMock(served={"m": MagicMock(triton_model="m")})
     models.catalog.refresh = AsyncMock()
     models.catalog.snapshot.reachable = False
     small = AsyncMock(side_effect=UpstreamError("nobody is there"))

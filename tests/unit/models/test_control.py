@@ -79,7 +79,7 @@ def control(
         catalog=SimpleNamespace(renew=renew, snapshot=snapshot),
         served={name: SimpleNamespace(lora=None) for name in configs},
         unserved=[],
-        owner=lambda name: name,
+        triton_model=lambda name: name,
     )
     client: Any = triton
     return ModelControl(settings, models, client, draining or ModelDraining(Draining()))

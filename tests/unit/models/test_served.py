@@ -26,7 +26,7 @@ async def test_names_of_lora_adapters() -> None:
             served = proxy.models.served
 
     assert {"m", "n", "m-french", "n-french", "n-german", "n-m", "german"} == served.keys()
-    assert ("n", "german") == (served["german"].owner, served["german"].answers_as)
+    assert ("n", "german") == (served["german"].triton_model, served["german"].answers_as)
     assert None is served["m"].lora
 
 
@@ -45,13 +45,13 @@ async def test_settings_that_take_a_model_away_change_nothing() -> None:
             assert "vllm" == proxy.models.served["m"].adapter.name
 
             await proxy.models.take_over(replace(settings, models={"m": ModelSettings(aliases=("a",))}), renew=False)
-            assert "m" == (await proxy.models.find("a")).owner
+            assert "m" == (await proxy.models.find("a")).triton_model
 
             patterns = {"m": ModelSettings(aliases=("gpt-*",)), "n": ModelSettings(aliases=("gpt-5*",))}
             await proxy.models.take_over(replace(settings, models=patterns), renew=False)
             for name, owner in (("gpt-4", "m"), ("gpt-5.5", "n"), ("m", "m")):
                 found = await proxy.models.find(name)
-                assert (owner, owner) == (found.owner, found.name)
+                assert (owner, owner) == (found.triton_model, found.name)
             assert {"m", "n"} == proxy.models.served.keys()
             with pytest.raises(ModelNotFound):
                 await proxy.models.find("gp")
@@ -91,7 +91,7 @@ async def test_a_model_that_is_gone() -> None:
                 await proxy.models.catalog.renew()
             with pytest.raises(ModelNotFound):
                 await proxy.models.find(old)
-            assert new == (await proxy.models.find(new)).owner
+            assert new == (await proxy.models.find(new)).triton_model
 
 
 async def test_an_engine_without_a_tokenizer_that_works() -> None:
@@ -99,7 +99,7 @@ async def test_an_engine_without_a_tokenizer_that_works() -> None:
     models, prompter = Models(Settings(), Mock()), Mock(tokenizer=None)
     models.catalog.snapshot = Snapshot()
     model = ServedModel(
-        name="m", owner="m", adapter=Mock(), reason="", settings=ModelSettings(),
+        name="m", triton_model="m", adapter=Mock(), reason="", settings=ModelSettings(),
         lazy_prompter=Mock(resolved=prompter), text_level=(own := Mock()),
     )  # fmt: skip
     models.served = {"m": model}

@@ -55,7 +55,7 @@ def served(settings: ModelSettings, *refused: str) -> ServedModel:
         for name in DefaultParameters.__struct_fields__
     ]
     return ServedModel(
-        name="m", owner="m", adapter=adapter, reason="", settings=settings,
+        name="m", triton_model="m", adapter=adapter, reason="", settings=settings,
         lazy_prompter=LazyPrompter(settings, None),
     )  # fmt: skip
 

@@ -145,9 +145,7 @@ class OutputMessage(_OutputItem, kw_only=True, tag="message"):
 
 
 class OutputReasoning(_OutputItem, kw_only=True, tag="reasoning"):
-    """
-    The model's thinking. ``encrypted_content`` holds the same as ``content`` in the form in which clients send it back.
-    """
+    """The model's thinking. ``encrypted_content`` holds the same as ``content``, in the form that clients send back."""
 
     summary: Sequence[Any] = ()
     content: Sequence[ReasoningText] = ()

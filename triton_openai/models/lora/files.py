@@ -33,8 +33,7 @@ class FoundLora(msgspec.Struct, frozen=True, kw_only=True):
     """
     An adapter that can be served: by its *name*, by a *number* that the engine knows, or with the files in *folder*.
 
-    *root* is the folder that its files must not lead out of. *path* and *ckpt_source* are for a model that reads the
-    files itself.
+    *root* is the folder that its files must not lead out of. *path* and *ckpt_source* are for models that read it.
     """
 
     name: str
@@ -143,10 +142,7 @@ def names_of(
 
 
 def served_names(model: str, lora: str, separator: str | None) -> Iterator[str]:
-    """
-    Yield the public names of an adapter: ``MODEL<separator>LORA`` where there is a separator, and its own, as vLLM's
-    server has it.
-    """
+    """Yield the public names of an adapter: ``MODEL<separator>LORA`` if there is a separator, and its own."""
     if separator:
         yield f"{model}{separator}{lora}"
     yield lora
@@ -173,8 +169,7 @@ def find_folder(path: str, *, root: Path, bases: Sequence[Path]) -> Path:
     """
     Return the folder that *path* means: absolute, or relative to the first of *bases* where there is one.
 
-    Raises :class:`ConfigurationError` when there is none, or when it lies outside of *root* once every link and ``..``
-    is resolved.
+    Raises :class:`ConfigurationError` when there is none, or when it lies outside of *root*, links and ``..`` resolved.
     """
     try:
         inside = root.resolve(strict=True)

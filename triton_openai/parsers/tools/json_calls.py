@@ -212,10 +212,7 @@ class Cohere(JsonCalls):
 
 
 class Jamba(JsonCalls):
-    """
-    As the chat templates of AI21's Jamba 1.5 and later, Hunyuan A13B and Apriel ask for calls; MiniMax M1 writes an
-    object a line instead.
-    """
+    """AI21's Jamba 1.5 and later, Hunyuan A13B and Apriel; MiniMax M1 writes an object a line instead of an array."""
 
     special_tokens = True
     markers = Markers("<tool_calls>")

@@ -77,8 +77,7 @@ class DeepSeekV3(SectionCalls):
         {…}
         ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 
-    and that of V3.1, ``f<｜tool▁sep｜>{…}`` between begin and end of a call. What follows on the separator tells them
-    apart.
+    and that of V3.1, ``f<｜tool▁sep｜>{…}`` between begin and end of a call. What follows the separator shows which.
     """
 
     special_tokens = True

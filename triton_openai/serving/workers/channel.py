@@ -30,8 +30,7 @@ class Channel:
     """
     One end of the connection.
 
-    The other end calls *methods* by their names. They are called in the order in which the calls come; coroutines go on
-    as tasks.
+    The other end calls *methods* by their names. They begin in the order of the calls; coroutines go on as tasks.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
