@@ -29,6 +29,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     default: Any
     help: str
     metavar: str | tuple[str, ...] | None = None
+    form: str = ""
     common: bool = False
     file_only: bool = False
     verbatim: bool = False

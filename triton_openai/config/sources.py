@@ -106,6 +106,9 @@ def _read_text(given: Mapping[str, Any], known: Mapping[str, Option]) -> _Layer:
             written[option.path] = _split(value, "\n" if option.verbatim else ","), origin
         else:
             written[option.path] = value, origin
+        if option.secret and written[option.path][0] == []:
+            # Such as "$KEY" in a shell that has no KEY.
+            raise ConfigurationError(f"{origin} is given and empty: leave it out to let every client in.")
     return {
         path: (_converted(value, known[origin].annotation, path, origin, strict=False), origin)
         for path, (value, origin) in written.items()
@@ -229,11 +232,13 @@ def _converted(value: Any, annotation: Any, path: _Path, origin: str, *, strict:
     # Raised here, without the cause, whose traceback could show a secret.
     like = ("defaults" if path[0] == "models" else path[0], path[-1])
     option = next((option for option in options() if option.path == like), None)
+    if option is not None and option.form:
+        problem = re.sub("`str` matching regex .*", lambda _: option.form, problem)
     if option is not None and option.secret:
-        form = "without spaces and commas"
+        form = "text without spaces and commas"
         if repr(NAMED_KEY) in problem:
             form += ", and with one colon at most (--api-keys-file takes keys that have a colon themselves)"
-        reason = re.sub("matching regex .*", lambda _: form, problem)
+        reason = re.sub("`str` matching regex .*", lambda _: form, problem)
         raise ConfigurationError(f"{origin} is not accepted: {reason[0].lower()}{reason[1:]}.")
     if option is not None and option.choices:
         reason = f"expected {', '.join(option.choices[:-1])} or {option.choices[-1]}"

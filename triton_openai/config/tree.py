@@ -9,6 +9,8 @@ holds for all settings of the group:
     The flag's name, where the field's own name would be too short; of a group, what its flags begin with (``prefix``).
 ``metavar``
     What the help shows for the value.
+``form``
+    What an error message says that a text should be, in place of the pattern that it has to match.
 ``common``
     ``serve --help`` shows the flag; ``serve --help-all`` shows every flag.
 ``file_only``
@@ -258,6 +260,7 @@ class ResponsesSettings(_Group, frozen=True):
             "Where responses and conversations are kept: none, memory, sqlite[:PATH], redis://... or postgresql://...; "
             "by default a SQLite file in the user's state folder.",
             metavar="STORE",
+            form="none, memory, sqlite[:PATH], redis://... or postgresql://...",
             secret=True,
         ),
     ] = "sqlite"
@@ -414,7 +417,8 @@ class AccessSettings(_Group, frozen=True):
         tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
         _flag(
             "Let web pages of this origin (https://HOST[:PORT]) call the service; the port * is any port, and * alone "
-            "is every origin."
+            "is every origin.",
+            form="https://HOST[:PORT] without a path, with * for any port, or * alone",
         ),
     ] = ()
     trust_gateway: Annotated[

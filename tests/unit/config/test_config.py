@@ -279,6 +279,11 @@ def test_mistakes_in_the_file(read, yaml: str, message: str) -> None:
         ({"triton-url": ["grpc://a:1/b"]}, {}, "has a path, which a gRPC address cannot have."),
         ({"triton-url": ["http://a:1", "https://b:1"]}, {}, "are two HTTP addresses"),
         ({"triton-url": [","]}, {}, "--triton-url: at least one address is needed."),
+        ({"api-key": [""]}, {}, "--api-key is given and empty: leave it out to let every client in."),
+        ({}, {"TRITON_OPENAI_OPENAI_RESTRICTED_API": ";"}, "TRITON_OPENAI_OPENAI_RESTRICTED_API is given and empty"),
+        ({"api-key": ["a b"]}, {}, "--api-key is not accepted: expected text without spaces and commas, and with one"),
+        ({"responses-store": "x"}, {}, "expected none, memory, sqlite[:PATH], redis://... or postgresql://..."),
+        ({"cors-allow-origin": ["a.b"]}, {}, "expected https://HOST[:PORT] without a path, with * for any port, or *"),
         (
             {"triton-url": ["http://a"], "model-repository": ["m"]},
             {},
