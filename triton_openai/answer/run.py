@@ -20,7 +20,7 @@ from triton_openai.adapters._common.base import Decoder
 from triton_openai.answer.logprobs import LogitsReader
 from triton_openai.answer.stages import Pipeline
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout
+from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
@@ -238,10 +238,12 @@ class Run:
             # Its traceback would keep the request in a cycle.
             midway.__cause__ = error.with_traceback(None)
             error = midway
+        if error is None or (isinstance(error, UpstreamUnavailable) and not self.progress.steps):
+            # Nothing is left to be stopped, or the request has not reached the model.
+            self._stream = None
         if error is not None:
             self._abort(error)
         else:
-            self._stream = None
             self._finish(None)
 
     def pause(self) -> None:

@@ -188,6 +188,8 @@ async def gather(client: TritonClient, request: InferRequest) -> Sequence[InferR
     stream = client.stream(request, gathering)
     try:
         await gathering.ended
+        return gathering.responses
     finally:
         stream.close()
-    return gathering.responses
+        # Breaks a reference cycle: an error's traceback has frames with the receiver.
+        del gathering.ended

@@ -237,6 +237,8 @@ class GrpcStream(Call):
             self.close()
             if receiver is not None:
                 receiver.end(error)
+            # It has this frame in its traceback: a reference cycle.
+            del error
 
     def _read(self, data: bytes) -> Sequence[BinaryResponse]:
         """Return the response in *data*, if it is one. Raises :class:`ServiceError` for an error in it."""

@@ -448,19 +448,18 @@ class HttpStream:
         if rest:
             parts.append(rest)
         responses: list[InferResponse] = []
-        failure: Exception | None = None
         for text in events:
             try:
                 response = self._response(text)
             except ServiceError as error:
-                failure = error
-                break
+                if responses:
+                    receiver.receive(responses)
+                self._end(error)
+                return
             if response is not None:
                 responses.append(response)
         if responses:
             receiver.receive(responses)
-        if failure is not None:
-            self._end(failure)
 
     def _response(self, text: bytes) -> InferResponse | None:
         """Return the response in the event *text*, if it is one. Raises :class:`ServiceError` for an error in it."""
@@ -534,6 +533,8 @@ class HttpStream:
             return
         if self._connecting is not None:
             self._connecting.cancel()
+            # Its error has a frame with this stream in its traceback: a reference cycle.
+            self._connecting = None
         self._stop(whole=False)
         if silent:
             self._pool.close_idle()

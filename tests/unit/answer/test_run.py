@@ -20,7 +20,7 @@ from triton_openai.answer.logprobs import INLINE_NUMBERS
 from triton_openai.answer.run import Progress, Run
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.config.tree import TritonSettings
-from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout
+from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout, UpstreamUnavailable
 from triton_openai.generation import Delta, Generation, Logits, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
@@ -154,6 +154,20 @@ async def test_closed_before_the_first_answer() -> None:
     await answer.background.close()
 
     assert 3 == len(answer.engine.orders)
+
+
+async def test_a_request_that_reached_no_model() -> None:
+    """There is nothing to stop, unless the answer had begun."""
+    for texts, orders in (((), 0), (("one",), 1)):
+        answer = Answer()
+        if texts:
+            answer.engine.bring(*texts)
+        answer.engine.receiver.end(UpstreamUnavailable("x"))
+        answer.run.close()
+        await answer.background.close()
+
+        assert orders == len(answer.engine.orders)
+        assert UpstreamUnavailable is type(answer.run.failure)
 
 
 @given(

@@ -5,6 +5,7 @@ Both transports against servers that do exactly what a test says: one suite for 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -34,11 +35,12 @@ from triton_openai.errors import (
     UpstreamError,
     UpstreamUnavailable,
 )
-from triton_openai.triton.client import ResponseStream, TritonClient
+from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.grpc import GrpcClient, GrpcStream
+from triton_openai.triton.grpc import GrpcClient, GrpcioStream, GrpcStream
 from triton_openai.triton.http import HttpClient
 from triton_openai.triton.http2 import varint
+from triton_openai.triton.http_stream import HttpStream
 from triton_openai.triton.tensors import InferRequest, InferResponse, Tensor
 
 REQUEST = InferRequest(
@@ -512,6 +514,34 @@ async def test_nobody_listens(triton):
         assert error.retry_after
         assert "127.0.0.1" not in error.message
     await client.close()
+    await triton.start()
+
+
+async def test_no_failure_waits_for_the_collector(triton):
+    """A call that fails, or that is closed while it connects, leaves no reference cycle."""
+    failures = [Reply(error="something"), Reply(texts=["one"], error="something"), Reply(end="cut")]
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for reply in (*failures, None):
+            triton.reply = reply or Reply()
+            if reply is None:
+                await triton.stop()
+            client = type(triton.client)(triton.url, ConnectionSettings(connect_timeout=0.5))
+            client.stream(REQUEST, Mock()).close()
+            with pytest.raises(ServiceError):
+                await gather(client, REQUEST)
+            await client.close()
+        # Tasks that were cancelled have ended.
+        await asyncio.sleep(0)
+        gc.collect()
+        streams = (HttpStream, GrpcStream, GrpcioStream, ServiceError)
+        assert [] == [each for each in gc.garbage if isinstance(each, streams)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
     await triton.start()
 
 
