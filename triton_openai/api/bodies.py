@@ -69,7 +69,7 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
     return parsed
 
 
-_MENDABLE = re.compile(r"got `float`|^Object contains unknown field `")
+_NORMALIZABLE = re.compile(r"got `float`|^Object contains unknown field `")
 # Unknown fields of a request that are logged.
 _MOST_UNKNOWN = 16
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
@@ -91,9 +91,9 @@ def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) ->
         try:
             parsed: _T = offload.json_decoder(kind).decode(body)
         except msgspec.ValidationError as error:
-            if not _MENDABLE.search(str(error)):
+            if not _NORMALIZABLE.search(str(error)):
                 raise
-            parsed = offload.json_decoder(kind).decode(_mended(body, kind, ignored))
+            parsed = offload.json_decoder(kind).decode(_normalized(body, kind, ignored))
         return parsed
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
@@ -103,7 +103,7 @@ def parse_json(body: bytes, kind: type[_T], ignored: list[str] | None = None) ->
         raise InvalidRequest("The request's JSON is nested too deeply.", code="invalid_json") from error
 
 
-def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) -> bytes:
+def _normalized(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) -> bytes:
     """
     Return *body* without the fields that *kind* does not know, and with whole numbers such as 4.0 written as integers.
 
@@ -112,15 +112,15 @@ def _mended(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | None) 
     """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     known = kind.__struct_encode_fields__
-    mended = {}
+    normalized = {}
     for name, raw in fields.items():
         if name in known:
-            mended[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw))) if _NUMBERS.fullmatch(raw) else raw
+            normalized[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw))) if _NUMBERS.fullmatch(raw) else raw
         elif ignored is None:
             raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
         elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:
             ignored.append(name)
-    return msgspec.json.encode(mended)
+    return msgspec.json.encode(normalized)
 
 
 def _integer(match: re.Match[bytes]) -> bytes:

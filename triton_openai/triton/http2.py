@@ -530,7 +530,7 @@ class Connection(asyncio.Protocol):
         if call.request is None or call.attempts >= _ATTEMPTS:
             return False
         self._forget(call)
-        self._channel.restart(call)
+        self._channel.submit(call)
         return True
 
     def _check_silence(self) -> None:
@@ -605,9 +605,9 @@ class Channel:
     def start(self, call: Call, message: bytes) -> None:
         """Send *call* with its one *message*, as soon as there is a connection."""
         call.request = _MESSAGE.pack(0, len(message)) + message
-        self.restart(call)
+        self.submit(call)
 
-    def restart(self, call: Call) -> None:
+    def submit(self, call: Call) -> None:
         """Send *call*, which the server has not seen."""
         if self._tls is not None and self._tls.current() is not self._context:
             self._context = self._tls.current()
