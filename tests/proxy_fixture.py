@@ -121,17 +121,16 @@ def proxy_settings(triton: TestTriton, transport: str, **overrides: Any) -> Sett
     """
     Return settings for the session's Triton over one *transport*, or over both (``"both"``).
 
-    What vLLM and the LLM API do not tell (their tokenizer) is configured, the engine behind the ensembles is served by
-    its own name too, and models of text answer themselves, so that they are what is tested. *overrides* are fields of
-    the Triton part.
+    Models that name no tokenizer are given one, the engine behind the ensembles is served by its own name too, and
+    models of text answer themselves, so that they are what is tested. *overrides* are fields of the Triton part.
     """
     urls = {"http": (triton.http_url,), "grpc": (triton.grpc_url,), "both": (triton.http_url, triton.grpc_url)}
     tokenizer = ModelSettings(tokenizer=str(triton.tokenizer))
-    told = ("tensorrt_llm_llmapi", "vllm_model", "text_model", "text_embedding", "text_rerank_ids")
+    unnamed = ("tensorrt_llm_llmapi", "vllm_model", "text_model", "text_embedding", "text_rerank_ids")
     return Settings(
         triton=TritonSettings(url=urls[transport], **{"prefer_token_level": "never", **overrides}),
         models={
-            **dict.fromkeys((*told, "text_classification_ids"), tokenizer),
+            **dict.fromkeys((*unnamed, "text_classification_ids"), tokenizer),
             "tensorrt_llm": ModelSettings(adapter="trtllm"),
         },
     )
