@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import time
 import zlib
@@ -28,6 +29,7 @@ ROOM = ServerSettings().max_body_size
 MEBIBYTE = bytes(1024 * 1024)
 
 
+@functools.cache
 def bomb(coding: str) -> bytes:
     """Return much that becomes far more: one GiB of zeros in brotli, else as much as a body may have, and a byte."""
     if coding == "br":
