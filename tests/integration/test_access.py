@@ -598,7 +598,9 @@ async def test_answers_to_pages(keys_file: Path) -> None:
     for answer in answers:
         assert ORIGIN == answer.headers["Access-Control-Allow-Origin"]
         exposed = answer.headers["Access-Control-Expose-Headers"]
-        assert all(name in exposed for name in ("x-request-id", "retry-after", "x-ratelimit-remaining-tokens"))
+        assert all(
+            name in exposed for name in ("x-request-id", "retry-after", "x-max-tokens", "x-ratelimit-remaining-tokens")
+        )
     for answer in (*answers, other, no_page):
         assert "Origin" == answer.headers["Vary"]
     assert not [name for name in (*other.headers, *no_page.headers) if name.startswith("Access-Control")]

@@ -18,6 +18,7 @@ from triton_openai.errors import OriginNotAllowed
 EXPOSED = (
     "x-request-id",
     "retry-after",
+    "x-max-tokens",
     "x-should-retry",
     "x-session-token",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),

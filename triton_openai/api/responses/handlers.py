@@ -361,7 +361,7 @@ async def refuse_websocket(request: web.Request) -> web.Response:
     """
     if request.headers.get("Upgrade", "").lower() == "websocket":
         raise errors.UpgradeRefused("Responses are not served over WebSocket: use POST, with 'stream' for events.")
-    raise errors.MethodNotAllowed(f"{request.path} does not take {request.method}, only POST.")
+    raise web.HTTPMethodNotAllowed(request.method, ("POST",))
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
