@@ -8,6 +8,7 @@ import asyncio
 import gc
 import json
 import math
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,11 +34,12 @@ from triton_openai.errors import (
     RequestRefused,
     ServiceError,
     UpstreamError,
+    UpstreamTimeout,
     UpstreamUnavailable,
 )
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
-from triton_openai.triton.grpc import GrpcClient, GrpcioStream, GrpcStream
+from triton_openai.triton.grpc import GrpcClient, GrpcioStream, GrpcStream, translate
 from triton_openai.triton.http import HttpClient
 from triton_openai.triton.http2 import varint
 from triton_openai.triton.http_stream import HttpStream
@@ -1001,12 +1003,14 @@ async def test_a_call_that_cannot_be_stopped_is_read_out(grpc_server):
         yield stream_response("one")
         await go_on.wait()
         for _ in range(100):
-            yield stream_response("more")
+            # More than a stream's window.
+            yield stream_response("more" * 5_000)
             grpc_server.sent += 1
 
     grpc_server.script = script
     stream = Reading(grpc_server.client, msgspec.structs.replace(REQUEST, cancellable=False))
     await stream.read()
+    stream.stream.pause()
     stream.close()
     stream.close()
     go_on.set()
@@ -1016,14 +1020,18 @@ async def test_a_call_that_cannot_be_stopped_is_read_out(grpc_server):
     assert () == tuple(await stream.read())
 
 
-async def test_closing_the_client_ends_what_is_read_out(grpc_server):
-    """Nothing keeps the service from ending."""
+@pytest.mark.parametrize("how", ["client", "time"])
+async def test_the_end_of_what_is_read_out(grpc_server, monkeypatch, how):
+    """Nothing keeps the service from ending, and no call goes on for ever."""
     grpc_server.reply = Reply(texts=["one"], end="hang")
     stream = Reading(grpc_server.client, msgspec.structs.replace(REQUEST, cancellable=False))
     await stream.read()
+    if how == "time":
+        monkeypatch.setattr("triton_openai.triton.grpc._READ_OUT_SECONDS", 0.0)
     stream.close()
 
-    await grpc_server.client.close()
+    if how == "client":
+        await grpc_server.client.close()
 
     await asyncio.wait_for(grpc_server.left.wait(), 10)
 
@@ -1141,7 +1149,8 @@ def test_a_stream_reads_what_protobuf_reads(answers: list[tuple[str, list[bytes]
 
 async def test_an_answer_that_cannot_be_read() -> None:
     """It is the upstream's fault; the responses before it are received, and the call is cancelled."""
-    incomplete = stream_response("two")
+    whole, incomplete = stream_response("one"), stream_response("two")
+    whole.infer_response.id = incomplete.infer_response.id = "i" * 120
     incomplete.infer_response.ClearField("raw_output_contents")
     for bad in (b"\xff", incomplete.SerializeToString()):
         ended: list[Exception | None] = []
@@ -1149,9 +1158,46 @@ async def test_an_answer_that_cannot_be_read() -> None:
         receiver = Mock(receive=received.extend, end=ended.append)
         stream = GrpcStream(Mock(headers=lambda _: b""), REQUEST, receiver, Mock())
         stream.connection = connection = Mock()
-        stream.messages_received([stream_response("one").SerializeToString(), bad])
+        stream.messages_received([whole.SerializeToString(), bad])
         stream.messages_received([stream_response("two").SerializeToString()])
 
         assert [["one"]] == [response.texts("text_output") for response in received]
         assert [UpstreamError] == [type(error) for error in ended]
         assert connection.reset.called
+
+
+def test_doubts_about_a_connection() -> None:
+    """A stream that was silent is the last on its connection, a stream that was closed for another reason is not."""
+    for silent in (True, False):
+        distrust = Mock()
+        GrpcStream(Mock(headers=lambda _: b""), REQUEST, Mock(), distrust).close(silent=silent)
+        assert silent is distrust.called
+
+
+@every_case("limit", [0.05, None])
+async def test_calls_that_are_not_answered(limit: float | None) -> None:
+    """After one that took too long, or that its caller gave up on, further calls get a new connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"grpc://127.0.0.1:{listening.getsockname()[1]}"
+        settings = ConnectionSettings(connect_timeout=60, control_timeout=limit or 60)
+        client = GrpcClient(url, settings)
+        before = client.channel
+        settings.connect_timeout = 0
+        with pytest.raises(UpstreamTimeout if limit else TimeoutError):
+            async with asyncio.timeout(None if limit else 0.05):
+                await client.live()
+
+        assert before is not client.channel
+        await client.close()
+
+
+def test_connections_that_break() -> None:
+    """Those are the texts of grpc.aio for an answer that was cut off; the others say that Triton was not reached."""
+    for text, kind in (
+        ("Socket closed", UpstreamError),
+        ("Connection reset by peer", UpstreamError),
+        ("GOAWAY received", UpstreamError),
+        ("failed to connect to all addresses; last error: Connection reset by peer", UpstreamUnavailable),
+        ("DNS resolution failed", UpstreamUnavailable),
+    ):
+        assert kind is type(translate("UNAVAILABLE", text, "m"))
