@@ -112,11 +112,9 @@ class Admission:
         try:
             async with asyncio.timeout(seconds):
                 await turn
-            # It may be unloading by now.
-            self._model_draining.check(model)
         except BaseException as error:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                # Admitted, and it gave up or is refused: its place goes to the next one.
+                # Admitted, and it gave up: its place goes to the next one.
                 self.leave(model, task)
             if isinstance(error, TimeoutError):
                 reason = f"The request waited {seconds:g} seconds for others to end."

@@ -50,7 +50,12 @@ def test_cumulative_text_becomes_deltas(texts, expected):
 
 @every_case(
     "texts, expected",
-    [(["Hi", "Hi th", "Hi there"], ["", " th", "ere", ""]), (["Hi"], ["", ""]), ([f"H{BROKEN}"], ["", ""])],
+    [
+        (["Hi", "Hi th", "Hi there"], ["", " th", "ere", ""]),
+        (["Hi"], ["", ""]),
+        ([f"H{BROKEN}"], ["", ""]),
+        (["H", "Hi th"], ["", " th", ""]),
+    ],
 )
 def test_cumulative_text_skips_the_prompt(texts, expected):
     """Characters that stand in front of the answer are left out."""

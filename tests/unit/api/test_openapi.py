@@ -84,7 +84,9 @@ def test_no_field_is_left_undescribed() -> None:
     for operation in OPERATIONS:
         if operation.request is None:
             continue
-        for name, schema in document()["components"]["schemas"][operation.request.__name__]["properties"].items():
+        request = document()["components"]["schemas"][operation.request.__name__]
+        assert request["description"], operation.request
+        for name, schema in request["properties"].items():
             assert schema, name
             refused = neutral_values(operation.request)
             if name in refused:

@@ -28,6 +28,8 @@ from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
 from triton_openai.api.parameters import (
     guide_of,
     neutral_values,
+    priority,
+    prompt_scoring,
     refuse_unused,
     refusing,
     sampling,
@@ -155,8 +157,12 @@ def test_stop_strings(stop, expected):
 
 
 @every_case(
-    "stop, code", [("", "invalid_value"), (["a", ""], "invalid_value"), (list("abcde"), "array_above_max_length")]
-)
+    "stop, code",
+    [
+        ("", "invalid_value"), (["a", ""], "invalid_value"), (list("abcde"), "array_above_max_length"),
+        (["a" * 5_000, "b" * 5_001], "string_above_max_length"),
+    ],
+)  # fmt: skip
 def test_stop_strings_that_are_refused(stop, code):
     """Empty ones would match everywhere, and OpenAI takes four."""
     with pytest.raises(InvalidRequest) as caught:
@@ -209,6 +215,47 @@ def test_a_parameter_that_an_adapter_does_not_mention():
     assert "seed" == caught.value.param
 
 
+def test_the_name_of_what_is_refused():
+    """It is the client's own; a limit that no client has set is no reason to refuse a request."""
+    no_limit = BoundParameter(name="max_tokens", rule=Rule.REFUSED)
+    small = BoundParameter(name="top_k", rule=Rule.MAPPED, target="k", datatype="INT32")
+    assert 16 == sampled({}, no_limit).max_tokens
+    messages = [{"role": "user", "content": "Hi"}]
+    for kind, fields, row, param in (
+        (CompletionRequest, {"prompt": "Hi", "max_tokens": 5}, no_limit, "max_tokens"),
+        (ChatRequest, {"messages": messages, "max_completion_tokens": 5}, no_limit, "max_completion_tokens"),
+        (CompletionRequest, {"prompt": "Hi", "top_k": 2**31}, small, "top_k"),
+        (
+            CompletionRequest,
+            {"prompt": "Hi", "logprobs": 1},
+            BoundParameter(name="logprobs", rule=Rule.MAPPED),
+            "logprobs",
+        ),
+    ):
+        request = parse_json(msgspec.json.encode(fields), kind)
+        with pytest.raises(InvalidRequest) as caught:
+            sampling(request, defaults=DefaultParameters(), default_max_tokens=16, adapter=Fake(row))
+        assert param == caught.value.param
+
+
+def test_priorities():
+    """The gateway's comes before the client's, if the queue has that level."""
+    request = parse_json(b'{"prompt": "Hi", "priority": 2}', CompletionRequest)
+
+    assert [2, 1, 3, 2] == [priority(request, 3, objective) for objective in (0, 1, 3, 4)]
+
+
+def test_scores_of_the_prompt():
+    """As many alternatives as ``prompt_logprobs`` or ``echo`` with ``logprobs`` asks for."""
+    model = Fake()
+    model.capabilities = Capabilities(generate=True, prompt_logprobs=True)
+    for asked, echo, count in ((None, 3, 3), (2, None, 2), (2, 3, 3), (3, 2, 3)):
+        request = parse_json(msgspec.json.encode({"prompt": "Hi", "prompt_logprobs": asked}), CompletionRequest)
+        found = prompt_scoring(request, model, echo_logprobs=echo, timeout=1)
+        assert found is not None
+        assert count == found.count
+
+
 def test_a_minimum_above_the_limit():
     """They contradict each other, also where the limit is the default."""
     for fields in ({"min_tokens": 3, "max_tokens": 2}, {"min_tokens": 17}):
@@ -234,6 +281,7 @@ def test_stream_options(fields, expected):
     request = parse_json(msgspec.json.encode({"model": "m", "prompt": "Hi", **fields}), CompletionRequest)
 
     assert expected == bool(stream_options(request, always_usage=False).include_usage)
+    assert stream_options(request, always_usage=True).include_usage
 
 
 @every_case("stream", [None, False])

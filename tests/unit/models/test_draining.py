@@ -25,6 +25,7 @@ class Process:
     def __init__(self, shared: SharedClient | None = None) -> None:
         self.draining = Draining()
         self.models = ModelDraining(self.draining, shared)
+        self.admission = Admission(ServerSettings(), lambda: 0.0, model_draining=self.models)
         if shared is not None:
             shared.listen(self.models.apply)
 
@@ -42,13 +43,12 @@ class Visitor:
     async def _visit(self, model: str) -> None:
         task = self._process.draining.enter()
         try:
-            self._process.models.check(model)
-            self._process.models.enter(model, task)
+            await self._process.admission.enter(model, Observation(request_id="r", method="POST", path="/"))
             try:
                 self.inside = True
                 await self._leave.wait()
             finally:
-                self._process.models.leave(model, task)
+                self._process.admission.leave(model, task)
         except asyncio.CancelledError:
             self.error = self._process.draining.reason()
         except ServiceError as error:

@@ -188,6 +188,19 @@ async def test_who_gives_up_while_being_let_in_passes_the_place_on() -> None:
     assert {} == dict(admission.running)
 
 
+async def test_who_gives_up_is_not_turned_away() -> None:
+    """It has left when its model is unloaded, though it may not know yet."""
+    admission = gate(max_running_requests=1)
+    first, second = Visitor(admission), Visitor(admission)
+    await settled()
+    second.task.cancel()
+    admission.turn_away("m")
+
+    with pytest.raises(asyncio.CancelledError):
+        await second.task
+    await first.leave()
+
+
 async def test_a_late_process_takes_nobody_in() -> None:
     """It is told before anything else is looked at."""
     with pytest.raises(ServiceOverloaded):
@@ -258,20 +271,18 @@ async def test_lag_is_measured() -> None:
 async def test_new_limits_hold_at_once() -> None:
     """A higher limit lets those in who wait; a lower one sends nobody away."""
     admission = gate(max_running_requests=1)
-    first, second, third = (Visitor(admission) for _ in range(3))
+    visitors = [Visitor(admission) for _ in range(4)]
     await settled()
-    assert [True, False, False] == [visitor.inside for visitor in (first, second, third)]
+    assert [0] == inside(visitors)
 
-    admission.replace(ServerSettings(max_running_requests=2))
+    admission.replace(ServerSettings(max_running_requests=3))
     await settled()
-    assert [True, True, False] == [visitor.inside for visitor in (first, second, third)]
+    assert [0, 1, 2] == inside(visitors)
 
     admission.replace(ServerSettings(max_running_requests=1))
-    await first.leave()
-    assert [True, False] == [visitor.inside for visitor in (second, third)]
-    await second.leave()
-    assert third.inside
-    await third.leave()
+    for number, left in enumerate(([1, 2], [2], [3], [])):
+        await visitors[number].leave()
+        assert left == inside(visitors)
 
 
 @given(total=st.integers(4, 20), per_model=st.integers(4, 20), queued=st.integers(0, 20), count=st.integers(1, 4))
