@@ -127,6 +127,26 @@ def test_accounts_that_nobody_uses_any_more(limits: RateLimits, clock: Clock) ->
     assert admit(limits, "4999", limit).refusal is not None
     assert admit(limits, "running", kept).refusal is not None
     running.close(0)
+    spent = RateLimit(tokens_per_minute=1)
+    admit(limits, "spent", spent).close(5)
+    for number in range(2100):
+        admit(limits, f"new {number}", limit).close(0)
+    assert admit(limits, "spent", spent).refusal is not None
+
+
+def test_several_limits(limits: RateLimits) -> None:
+    """One is told, and a wait that the official clients keep to: they wait for a minute at most."""
+    limit = RateLimit(concurrent_requests=1, requests_per_minute=1, tokens_per_minute=1)
+    first = admit(limits, "a", limit)
+    busy = admit(limits, "a", limit).refusal
+    first.close(1)
+    used = admit(limits, "a", limit).refusal
+
+    assert busy is not None
+    assert used is not None
+    assert "at the same time" in busy.message
+    assert "requests per minute" in used.message
+    assert "60" == used.headers()["Retry-After"]
 
 
 def test_limits_that_are_not_there(limits: RateLimits) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,13 @@ import pytest
 from tests.cases import every_case
 from tests.unit.adapters.test_profiles import MINIMAL, check, generation, profiles, registry
 from triton_openai.adapters._common.base import Adapter
+from triton_openai.adapters.trtllm_llmapi import TrtllmLlmapi
+from triton_openai.adapters.vllm import Vllm
 from triton_openai.config.tree import LoraSettings, ModelSettings
-from triton_openai.errors import ConfigurationError, PromptRefused
+from triton_openai.errors import ConfigurationError, PromptRefused, UpstreamError
 from triton_openai.generation import Lora
 from triton_openai.models.lora.files import find_loras
+from triton_openai.triton.tensors import TensorSpec
 
 RELEASES = {"P19": "0.19", "P20": "0.20 or 0.21", "P100": "1.0 to 1.2", "P121V": "1.0 to 1.2", "P130": "1.3 or newer"}
 LORA = Lora(name="french", number=7, path="/loras/french", ckpt_source="hf")
@@ -37,6 +41,14 @@ def test_releases(release: str) -> None:
     request = found.encode(generation(MINIMAL, found))
     streaming = next(tensor for tensor in request.inputs if tensor.name == "streaming")
     assert (newest,) == streaming.values
+    flags = {"return_finish_reason", "sampling_param_exclude_input_from_output"} & found.config.inputs.keys()
+    assert dict.fromkeys(flags, (True,)) == {
+        tensor.name: tensor.values for tensor in request.inputs if tensor.name in flags
+    }
+    # An answer without its last response is noticed by the finish reason that it lacks.
+    decoder = found.decoder(generation(MINIMAL, found))
+    with pytest.raises(UpstreamError) if "return_finish_reason" in flags else nullcontext():
+        decoder.flush()
     assert newest is found.capabilities.lora is found.capabilities.lora_paths
     assert newest is not found.at_once(generation(MINIMAL))
     assert newest is (found.notes == ())
@@ -45,6 +57,16 @@ def test_releases(release: str) -> None:
     assert () == adapter(release, decoupled=False).notes
     with pytest.raises(PromptRefused):
         found.encode(msgspec.structs.replace(generation(MINIMAL), prompt=""))
+
+
+def test_a_model_that_requires_more() -> None:
+    """Nobody would fill it."""
+    for kind, name in ((TrtllmLlmapi, "llmapi/tensorrt_llm@P130"), (Vllm, "vllm@r25.11")):
+        config = profiles()[name]
+        for optional in (True, False):
+            extra = TensorSpec(name="extra", datatype="BYTES", dims=(1,), optional=optional)
+            more = msgspec.structs.replace(config, inputs={**config.inputs, "extra": extra})
+            assert optional is (kind.matches(more) is not None)
 
 
 def test_a_lora_adapter() -> None:
@@ -58,8 +80,15 @@ def test_a_lora_adapter() -> None:
         tensor.name: tensor.values[0] for tensor in request.inputs if tensor.name.startswith("lora")
     }
     assert "LoRA" in (found.cause_of_silence(msgspec.structs.replace(generation(MINIMAL), lora=LORA)) or "")
-    with pytest.raises(ConfigurationError):
-        found.encode(msgspec.structs.replace(generation(MINIMAL), lora=Lora(name="french")))
+    plain = found.encode(
+        msgspec.structs.replace(generation(MINIMAL), lora=msgspec.structs.replace(LORA, ckpt_source=None))
+    )
+    assert "lora_ckpt_source" not in [tensor.name for tensor in plain.inputs]
+    for unnamed in (Lora(name="french"), Lora(name="french", number=7)):
+        with pytest.raises(ConfigurationError):
+            found.encode(msgspec.structs.replace(generation(MINIMAL), lora=unnamed))
+    inputs = {name: spec for name, spec in found.config.inputs.items() if name != "lora_path"}
+    assert not type(found)(msgspec.structs.replace(found.config, inputs=inputs), {}).capabilities.lora
 
 
 def test_adapters_that_the_model_reads(tmp_path: Path) -> None:
@@ -101,6 +130,7 @@ def test_adapters_that_the_model_reads(tmp_path: Path) -> None:
         ("model: m\nenable_lora: true", {"loras": True, "max_loras": None}),
         ("model: m\nlora_config: {max_lora_rank: 8, max_loras: 2}", {"loras": True, "max_loras": 2}),
         ("model: m\ntriton_config: {multimodal: true}", {"images": True}),
+        ("model: m\ntriton_config: {multimodal: false}", {"images": False}),
         ("model: m\ntriton_config: [multimodal]", {"images": False}),
         ("[", {"loras": True, "images": False}),
     ],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.cases import every_case
 from triton_openai.adapters.vllm import Vllm, VllmLogprobs
-from triton_openai.generation import Delta, Generation, Sampling
+from triton_openai.errors import InvalidRequest
+from triton_openai.generation import Delta, EmbeddingJob, Generation, Guide, Lora, Sampling
 from triton_openai.triton.tensors import JsonResponse, ModelConfig, TensorSpec
 
 INPUTS = {
@@ -28,6 +32,7 @@ INPUTS = {
         ({"max_model_len": 4096}, {"max_model_len": 4096, "tokenizer": None}),
         *(({"max_model_len": given}, {"max_model_len": None}) for given in (-1, "auto", True)),
         ({"enable_lora": "true", "max_loras": 3}, {"loras": True, "max_loras": 3}),
+        ({"max_loras": "3"}, {"max_loras": None}),
         ({}, {"generates": True, "embeds": True}),
         ({"runner": "pooling"}, {"generates": False, "embeds": True}),
         ({"task": "embed"}, {"generates": False, "embeds": True}),
@@ -64,3 +69,61 @@ def test_a_position_without_log_probabilities() -> None:
     VllmLogprobs(0)(JsonResponse({"logprobs": '[{}, {"5": {"logprob": -0.5}}]'}), delta)
 
     assert [5] == [entry.id for entry in delta.logprobs]
+
+
+NEWEST = ModelConfig(
+    name="m",
+    inputs=INPUTS
+    | {
+        name: TensorSpec(name=name, datatype="BOOL", dims=(1,), optional=True)
+        for name in ("embedding_request", "return_logprobs", "return_num_output_tokens")
+    },
+    outputs={
+        name: TensorSpec(name=name, datatype="BYTES", dims=(1,))
+        for name in ("text_output", "finish_reason", "logprobs", "num_output_tokens")
+    },
+)
+
+
+def test_what_goes_as_json() -> None:
+    """The guide is JSON within the JSON; log probabilities that are asked for are not fewer for the sake of ids."""
+    generation = Generation(
+        id="1",
+        prompt="a",
+        sampling=Sampling(max_tokens=1, logprobs=3),
+        token_ids=True,
+        guide=Guide(kind="choice", value='["a"]'),
+        lora=Lora(name="french"),
+    )
+    request = Vllm(NEWEST, {}).encode(generation)
+    (text,) = next(tensor.values for tensor in request.inputs if tensor.name == "sampling_parameters")
+    expected = {"max_tokens": 1, "logprobs": 3, "structured_outputs": '{"choice":["a"]}', "lora_name": "french"}
+
+    assert expected == json.loads(text)
+    with pytest.raises(InvalidRequest) as caught:
+        Vllm(NEWEST, {}).encode(Generation(id="1", prompt="a", sampling=Sampling(max_tokens=1, seed=2**63)))
+    assert "seed" == caught.value.param
+
+
+def test_log_probabilities() -> None:
+    """They are ordered by rank, may be minus infinity, and a part of a character has no bytes."""
+    delta = Delta()
+    text = (
+        '[{"7": {"logprob": -Infinity, "rank": 9, "decoded_token": "\ufffd"},'
+        ' "6": {"logprob": -2.0, "rank": 2, "decoded_token": "b"}, "5": {"logprob": -1.0, "rank": 1}}]'
+    )
+    VllmLogprobs(2)(JsonResponse({"logprobs": text}), delta)
+    (entry,) = delta.logprobs
+
+    assert (7, -math.inf, None, [5, 6]) == (entry.id, entry.logprob, entry.raw, [other.id for other in entry.top])
+
+
+def test_embeddings_that_are_not_all_counted() -> None:
+    """Their sum is unknown."""
+    job = EmbeddingJob(id="1", inputs=["a", "b"])
+    vector = {"text_output": "[1.0]"}
+    for answers, tokens in (
+        ([{**vector, "num_input_tokens": 2}] * 2, 4),
+        ([{**vector, "num_input_tokens": 2}, vector], None),
+    ):
+        assert tokens == Vllm(NEWEST, {}).decode_embeddings(job, list(map(JsonResponse, answers))).prompt_tokens
