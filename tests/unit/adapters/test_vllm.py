@@ -121,9 +121,7 @@ def test_log_probabilities() -> None:
 def test_embeddings_that_are_not_all_counted() -> None:
     """Their sum is unknown."""
     job = EmbeddingJob(id="1", inputs=["a", "b"])
-    vector = {"text_output": "[1.0]"}
-    for answers, tokens in (
-        ([{**vector, "num_input_tokens": 2}] * 2, 4),
-        ([{**vector, "num_input_tokens": 2}, vector], None),
-    ):
-        assert tokens == Vllm(NEWEST, {}).decode_embeddings(job, list(map(JsonResponse, answers))).prompt_tokens
+    uncounted = JsonResponse({"text_output": "[1.0]"})
+    counted = JsonResponse({"text_output": "[1.0]", "num_input_tokens": 2})
+    for answers, tokens in (([counted, counted], 4), ([counted, uncounted], None)):
+        assert tokens == Vllm(NEWEST, {}).decode_embeddings(job, answers).prompt_tokens
