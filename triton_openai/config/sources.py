@@ -57,8 +57,11 @@ def load_settings(
 
 
 def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | None:
-    """Return the YAML file that *flags* or *environ* name, if either does."""
-    named = flags.get("config") or environ.get(_CONFIG_VARIABLE)
+    """Return the YAML file that *flags* or *environ* name, if either does. Raises :class:`ConfigurationError`."""
+    named = flags.get("config")
+    if named == "":
+        raise ConfigurationError("--config: '' is not accepted: expected a path.")
+    named = named or environ.get(_CONFIG_VARIABLE)
     return Path(named) if named else None
 
 

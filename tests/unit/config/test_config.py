@@ -265,6 +265,7 @@ def test_mistakes_in_the_file(read, yaml: str, message: str) -> None:
         ({"prt": "1"}, {}, "--prt is not a setting. Did you mean --port?"),
         ({"port": "x"}, {}, "--port: 'x' is not accepted: expected a whole number."),
         ({"config": "/nowhere.yaml"}, {}, "The settings file /nowhere.yaml cannot be read: No such file or directory."),
+        ({"config": ""}, {}, "--config: '' is not accepted: expected a path."),
         ({"alias": ["x"]}, {}, "--alias: 'x' is not accepted: write NAME=MODEL."),
         ({"tokenizer": ["m="]}, {}, "--tokenizer: 'm=' is not accepted: write MODEL=VALUE or VALUE."),
         ({"tokenizer": ["a", "b"]}, {}, "--tokenizer is given twice for all models: 'a' and 'b'."),
