@@ -245,6 +245,19 @@ def test_a_text_that_ends_within_a_call(name: str) -> None:
         assert unfinished is parser.unfinished
 
 
+def test_a_text_that_ends_behind_a_malformed_call() -> None:
+    """It does not end in the middle of one."""
+    for name, text in (
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": nil}}'),
+        ("openai", '<|channel|>commentary to=functions.f<|message|>{"a": nil}'),
+    ):
+        parser = make(name, ONE_TOOL)
+        assert isinstance(parser, CallGrammar)
+        assert any(isinstance(event, ToolCallStart) for event in parser.feed(text))
+        parser.flush()
+        assert not parser.unfinished
+
+
 @every_case("name", CALLS)
 def test_arguments_stream(name: str) -> None:
     """Each piece of a long argument comes out as soon as it came in; the name comes first, without arguments."""

@@ -62,6 +62,13 @@ WEATHER = '{"city": "Paris", "days": 2}'
 HERMES = (
     Case(
         "hermes",
+        "arguments twice",
+        '<tool_call>{"parameters": {"a": 1}, "arguments": {"b": 2}, "name": "f"}</tool_call>',
+        (("f", '{"a": 1}'),),
+    ),
+    *_same("a comma left out", '<tool_call>{"name": "f" "arguments": {}}</tool_call>', "hermes"),
+    Case(
+        "hermes",
         "one call",
         f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER}}}\n</tool_call>',
         (("get_weather", WEATHER),),
@@ -185,6 +192,13 @@ LLAMA = (
         (("now", "{}"),),
         "There.",
     ),
+    Case(
+        "llama3_json",
+        "a call behind JSON",
+        '{"name": "Alice"}\n<|python_tag|>{"name": "other", "parameters": {}}',
+        (("other", "{}"),),
+        '{"name": "Alice"}',
+    ),
     *_same("JSON that is the answer", '{"name": "Alice", "age": 7, "parameters": {}}', "llama3_json"),
     *_same("a name that a tool has too", '{"name": "now", "age": 7, "parameters": {}}', "llama3_json"),
     *_same("other JSON", '{"answer": {"name": "now", "parameters": {}}}', "llama3_json"),
@@ -249,6 +263,12 @@ QWEN3_CODER = (
         "<tool_call>\n<function=now>\n</function>\n</tool_call>\n<tool_call>\n<function=other>\n<parameter=a>\n1\n"
         "</parameter>\n</function>\n</tool_call>\n",
         (("now", "{}"), ("other", '{"a": 1}')),
+    ),
+    Case(
+        "qwen3_coder",
+        "two functions in a call",
+        "<tool_call>\n<function=now>\n</function>\n<function=other>\n</function>\n</tool_call>",
+        (("now", "{}"), ("other", "{}")),
     ),
     Case(
         "qwen3_coder",
@@ -338,6 +358,7 @@ HARMONY = (
         "<|channel|>commentary to=functions.f<|message|>print(1)<|call|>",
         content="<|channel|>commentary to=functions.f<|message|>print(1)",
     ),
+    Case("openai", "a bare name", "<|channel|>commentary to=now<|message|>{}<|call|>", (("now", "{}"),)),
     Case(
         "openai",
         "the recipient first",

@@ -6,6 +6,9 @@ from triton_openai.parsers.reader import Step
 from triton_openai.parsers.reasoning.base import ReasoningParser
 from triton_openai.parsers.tools.harmony import BODY_END, Harmony
 
+#: The tools of the model's server, as the format names them.
+_SERVER_TOOLS = frozenset({"python", "browser", "container"})
+
 
 class HarmonyReasoning(Harmony, ReasoningParser):
     """
@@ -26,6 +29,10 @@ class HarmonyReasoning(Harmony, ReasoningParser):
 
     def _text(self) -> Step[None]:
         yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))
+
+    def _is_function(self, recipient: str) -> bool:
+        # The request's tools are not known here: the tool parser decides about what is not the server's for certain.
+        return recipient.partition(".")[0] not in _SERVER_TOOLS
 
     def _call(self, name: str) -> Step[str]:
         self._output.content(self._reader.release())

@@ -125,8 +125,6 @@ class CallGrammar(Grammar, ToolParser):
         """Read a function's name. Raises :class:`Malformed` where there is none."""
         name = yield from self._reader.collect(NAME, LONGEST_NAME)
         if not name:
-            # At the end of the text this is an end and no fault.
-            yield from self._reader.next()
             raise Malformed
         return name
 

@@ -74,12 +74,16 @@ class Harmony(CallGrammar):
             return ""
         channel = _CHANNEL.search(header)
         recipient = _RECIPIENT.search(header)
-        if recipient is not None and (recipient[1].startswith("functions.") or recipient[1] in self.tools):
+        if recipient is not None and self._is_function(recipient[1]):
             return (yield from self._call(recipient[1].removeprefix("functions.")))
         self._reader.release()
         if recipient is not None or (channel is not None and channel[1] == "analysis"):
             return (yield from self._reasoning())
         return (yield from self._reader.until(BODY_END, self._output.content))
+
+    def _is_function(self, recipient: str) -> bool:
+        """Return whether the client runs *recipient*."""
+        return recipient.startswith("functions.") or recipient in self.tools
 
     def _header(self, marker: str) -> Step[str]:
         header = marker
