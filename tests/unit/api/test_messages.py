@@ -482,7 +482,7 @@ async def test_errors_from_before_the_handler() -> None:
             async with client.request(method, path, headers=headers, data=body) as response:
                 found = await response.json()
                 assert (status, "error", kind) == (response.status, found["type"], found["error"]["type"]), path
-                assert response.headers["x-request-id"] == found["request_id"]
+                assert found["request_id"] == response.headers["x-request-id"] == response.headers["request-id"]
         async with client.get("/v1/models") as response:
             assert ["error"] == list(await response.json())
 

@@ -84,4 +84,7 @@ def error_body(request: web.Request, error: ServiceError) -> tuple[int, bytes] |
     """Return the status and the body of *error* for a request of Anthropic's API; ``None`` for other requests."""
     if not asks_anthropic(request):
         return None
-    return status_of(type(error)), envelope(error, request[OBSERVATION].request_id)
+    observation = request[OBSERVATION]
+    # Anthropic's clients read it; a refused body has not come as far as the handler, which sets it too.
+    observation.headers = {**observation.headers, "request-id": observation.request_id}
+    return status_of(type(error)), envelope(error, observation.request_id)
