@@ -12,6 +12,7 @@ import gc
 import json
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +36,24 @@ def state() -> dict[str, Any]:
 
         kinds += (GrpcStream,)
 
-    def count() -> int:
-        return sum(type(each) in (Observation, Run) for each in gc.get_objects())
+    def count(objects: list[Any]) -> int:
+        types = Counter(map(type, objects))
+        return types[Observation] + types[Run]
 
     # The service freezes what lives at its start, and the collector does not list what is frozen.
     gc.unfreeze()
     # What only the collector of cycles finds stays for a long time. So it counts, also in later looks, and from the
     # first one on nobody else calls the collector.
     gc.disable()
-    freed = count()
+    freed = count(gc.get_objects())
     # A call that failed is in a circle with its traceback, and a connection with it: that is seldom, and no leak.
     gc.collect()
-    COLLECTED.append(freed - count())
+    objects = gc.get_objects()
+    records = count(objects)
+    COLLECTED.append(freed - records)
     alive: dict[str, list[Any]] = {kind.__name__: [] for kind in kinds}
-    for each in gc.get_objects():
-        if type(each) in kinds:
-            alive[type(each).__name__].append(each)
+    for each in [each for each in objects if type(each) in kinds]:
+        alive[type(each).__name__].append(each)
     streams = [*alive["HttpStream"], *alive.get("GrpcStream", ())]
     idle = [connection for pool in alive["ConnectionPool"] for _, connection in pool._idle if connection.usable]
     kept = [connection for pool in alive["TCPConnector"] for group in pool._conns.values() for connection in group]
@@ -60,7 +63,7 @@ def state() -> dict[str, Any]:
         "streams": sum(each._receiver is not None for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]),
         "idle": len(idle) + len(kept),
-        "records": count() + sum(COLLECTED),
+        "records": records + sum(COLLECTED),
         # Those of clients, when they have ended.
         "ended": sum(each.transport is None for each in alive["Connection"]),
     }
