@@ -47,6 +47,8 @@ from triton_openai.triton.endpoint import Endpoint
 _log = structlog.get_logger(__name__)
 # Longest time that the last spans have to leave when the service ends.
 _LAST_SPANS_SECONDS = 3.0
+# Longest time to connect to the store of responses.
+_STORE_SECONDS = 10.0
 # Longest time that the first look at Triton's models may hold up the first connection.
 _FIRST_LOOK_SECONDS = 2.0
 
@@ -237,6 +239,9 @@ async def _run_service(app: web.Application) -> AsyncIterator[None]:
             _log.warning("prompts and answers are logged", characters=settings.server.log_content)
         if settings.traces.content is not None and settings.traces.otlp_endpoint is not None:
             _log.warning("prompts and answers are sent with traces", characters=settings.traces.content)
+        if ":" in settings.responses.store:
+            # The operator chose it. The file in the state folder is opened when the first response is stored.
+            service.background.start(app[STATE].check(), timeout=_STORE_SECONDS)
     models = service.models
     work = (models.catalog.run(), keep_loaded(models), app[LOOP_LAG].run())
     tasks = [asyncio.create_task(one) for one in work]

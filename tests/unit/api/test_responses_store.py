@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
@@ -297,6 +298,17 @@ async def test_a_background_response_is_a_request() -> None:
     running = [line for line in lines if line.startswith("triton_openai_requests_running{")]
     assert running
     assert all(line.endswith(" 0.0") for line in running), running
+
+
+async def test_a_store_that_cannot_be_used(tmp_path: Path) -> None:
+    """The operator learns of it at the start; the service runs without it."""
+    (tmp_path / "file").mkdir()
+    with capture_logs() as logs:
+        async with service(f"sqlite:{tmp_path / 'file'}") as proxy:
+            assert 200 == (await proxy.get("/health/ready")).status
+    (line,) = [line for line in logs if line["event"] == "responses cannot be stored"]
+    assert "warning" == line["log_level"]
+    assert "directory" in line["reason"]
 
 
 async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.MonkeyPatch) -> None:

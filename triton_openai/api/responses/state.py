@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from triton_openai import errors, offload
@@ -16,7 +17,9 @@ from triton_openai.api.responses.reader import reference
 from triton_openai.api.responses.store import Store
 from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponseStatus
 from triton_openai.api.sse import EventLog
+from triton_openai.telemetry.logging import warn
 
+_log = structlog.get_logger(__name__)
 # Whoever makes a response, or holds a conversation, says so again within this time, else it has ended.
 _LEASE = 15.0
 # Values of more bytes are read and written in a thread.
@@ -112,6 +115,13 @@ class ResponseState:
         if self._store is None:
             raise errors.UnsupportedParameter("This service keeps no responses (--responses-store none).", param=param)
         return self._store
+
+    async def check(self) -> None:
+        """Warn the operator if the store cannot be used."""
+        try:
+            await self.store().get("")
+        except errors.ServiceError as error:
+            warn(_log, "responses cannot be stored", error)
 
     async def _load(self, kind: type[_Kept], key: str, owner: str) -> tuple[_Kept, int, int] | None:
         """Return the value of *key*, its version and its size; ``None`` also for one of another owner or kind."""
