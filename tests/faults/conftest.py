@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.clients.service import until
 from tests.faults.surroundings import COMPLETIONS, PATIENT, TRANSPORTS, Own, Watched, assert_works, body, left, watched
+from tests.triton_fixture import embedded
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
-from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 MODELS = ["ensemble", "vllm_model", "text_embedding"]
 
@@ -23,13 +22,7 @@ def faulty_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
     folder = tmp_path_factory.mktemp("triton")
     record = folder / "record.jsonl"
     repository = build_repository(folder, models=MODELS, record=record)
-    server = EmbeddedTriton(
-        model_repository=repository.path,
-        backends=repository.backends,
-        environment=os.environ,
-        model_control_mode="explicit",
-        load_models=MODELS,
-    )
+    server = embedded(repository, model_control_mode="explicit", load_models=MODELS)
     server.start()
     try:
         yield Own(server, repository, Record(record))
