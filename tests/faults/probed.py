@@ -21,16 +21,16 @@ COLLECTED: list[int] = []
 
 
 def state() -> dict[str, Any]:
-    """Return the tasks by their names, and the numbers of requests, streams, connections and records of requests."""
+    """Return the tasks by their names, and the numbers of requests, streams, connections, records and descriptors."""
     from aiohttp import TCPConnector
 
     from triton_openai.answer.run import Run
     from triton_openai.serving.admission import Admission
     from triton_openai.serving.connections import Connection
     from triton_openai.telemetry.observation import Observation
-    from triton_openai.triton.http_stream import ConnectionPool, HttpStream
+    from triton_openai.triton.http_stream import ConnectionPool, HttpCall, HttpStream
 
-    kinds: tuple[type, ...] = (Admission, Connection, ConnectionPool, HttpStream, TCPConnector)
+    kinds: tuple[type, ...] = (Admission, Connection, ConnectionPool, HttpCall, HttpStream, TCPConnector)
     if "triton_openai.triton.grpc" in sys.modules:
         from triton_openai.triton.grpc import GrpcStream
 
@@ -56,14 +56,17 @@ def state() -> dict[str, Any]:
         alive[type(each).__name__].append(each)
     streams = [*alive["HttpStream"], *alive.get("GrpcStream", ())]
     idle = [connection for pool in alive["ConnectionPool"] for _, connection in pool._idle if connection.usable]
+    calls = [call for call in alive["HttpCall"] if not call._ended.done()]
     kept = [connection for pool in alive["TCPConnector"] for group in pool._conns.values() for connection in group]
     return {
         "tasks": sorted(str(getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks()),
         "running": sum(sum(each.running.values()) + each.queued for each in alive["Admission"]),
         "streams": sum(each._receiver is not None for each in streams),
-        "used": sum(len(each._acquired) for each in alive["TCPConnector"]),
+        "used": sum(len(each._acquired) for each in alive["TCPConnector"]) + len(calls),
         "idle": len(idle) + len(kept),
         "records": records + sum(COLLECTED),
+        # Counted in the same moment as the connections, without the one that lists them.
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())) - 1,
         # Those of clients, when they have ended.
         "ended": sum(each.transport is None for each in alive["Connection"]),
     }

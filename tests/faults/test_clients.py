@@ -197,7 +197,7 @@ def test_no_request_waits_for_the_collector(service: Watched) -> None:
 def test_levels_tell_what_runs(service: Watched) -> None:
     """What all of these tests compare in the end shows a stream while it is there."""
     # A look for models, several times a second, has connections too.
-    before = min((service.level() for _ in range(5)), key=lambda level: level.descriptors - level.idle)
+    before = min((service.level() for _ in range(5)), key=lambda level: level.held)
     with Stream(service, "vllm_model", steered(text=WORDS, eos=False, delay_ms=50)) as stream:
         stream.chunk()
         above = service.level().above(before)
