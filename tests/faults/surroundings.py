@@ -146,11 +146,14 @@ class Watched(Service):
 
 
 @contextlib.contextmanager
-def watched(folder: Path, *arguments: str, triton: Mapping[str, float] | None = None) -> Iterator[Watched]:
-    """Run the service with *arguments* and settings of *triton*, so that it can be looked into."""
+def watched(
+    folder: Path, *arguments: str, triton: Mapping[str, float] | None = None, strict: bool = True
+) -> Iterator[Watched]:
+    """Run the service with *arguments* and settings of *triton*, so that it can be looked into; see ``probed``."""
     probe = folder / "probe.json"
     settings = {"triton": {"refresh_interval": 0.2, **(triton or {})}, "server": {"heartbeat_interval": 0.2}}
-    with serving(folder, *arguments, settings=settings, program=("tests.faults.probed", str(probe))) as service:
+    program = ("tests.faults.probed", str(probe), str(int(strict)))
+    with serving(folder, *arguments, settings=settings, program=program) as service:
         yield Watched(service.process, service.banner, service.log, probe)
 
 
