@@ -37,6 +37,7 @@ from triton_openai.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
 )
+from triton_openai.triton import http_stream
 from triton_openai.triton.client import ResponseStream, TritonClient, gather
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient, GrpcioStream, GrpcStream, translate
@@ -756,6 +757,16 @@ async def test_an_error_body_in_pieces(http):
     assert ContextLengthExceeded is type(error)
 
 
+async def test_an_error_body_without_end(http, monkeypatch):
+    """As much of it is read as an error can need."""
+    monkeypatch.setattr(http_stream, "MAX_ERROR_BYTES", 100)
+    http.raw = plain(b"no" * 100, b"500 Internal Server Error").replace(b"Length: 200", b"Length: 900")
+    _, error = await asyncio.wait_for(outcome(http.client), 10)
+
+    assert UpstreamError is type(error)
+    assert "nono" in str(error)
+
+
 async def test_a_stale_connection_is_replaced(http):
     """A kept connection that the server has closed costs nobody anything: the request goes over a new one."""
     http.reply = Reply(texts=["one"])
@@ -783,11 +794,41 @@ async def test_a_connection_that_dies_with_the_request(http):
 async def test_connections_that_the_server_wants_closed(http):
     """``Connection: close`` is obeyed."""
     http.raw = HEAD.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + chunk(event("one")) + LAST
-    http.close_after = True
-    for _ in range(3):
+    # Also if the server itself takes its time.
+    for http.close_after in (True, True, False, False):
         assert (["one"], None) == await outcome(http.client)
 
-    assert 3 == http.connections
+    assert (4, 4) == (len(http.requests), http.connections)
+
+
+async def test_a_request_that_may_have_begun(http, monkeypatch):
+    """It is not sent again: the head of its answer has come, or the connection was no stale one."""
+    http.reply = Reply(texts=["one"])
+    for begun, limit in ((HEAD, http_stream.STALE_SECONDS), (b"", 0.0)):
+        monkeypatch.setattr(http_stream, "STALE_SECONDS", limit)
+        http.raw, http.close_after = None, False
+        assert (["one"], None) == await outcome(http.client)
+        http.requests.clear()
+        http.raw, http.close_after = begun, True
+        _, error = await outcome(http.client)
+
+        assert ("upstream_disconnected", 1) == (error.code if error else None, len(http.requests))
+
+
+async def test_a_body_that_ends_within_an_event(http):
+    """The answer was cut off, although its body is whole."""
+    http.raw = HEAD + chunk(event("one")) + chunk(event("two")[:-5]) + LAST
+    found, error = await outcome(http.client)
+
+    assert (["one"], "upstream_disconnected") == (found, error.code if error else None)
+
+
+async def test_closed_while_it_connects(http):
+    """No request is sent."""
+    http.client.stream(REQUEST, Mock()).close()
+    assert await http.client.live()
+
+    assert ["GET /v2/health/live HTTP/1.1"] == [request["line"] for request in http.requests]
 
 
 async def test_a_stream_without_a_length(http):
