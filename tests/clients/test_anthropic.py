@@ -53,6 +53,7 @@ def test_a_message(client: Anthropic) -> None:
     assert counted.input_tokens == message.usage.input_tokens > 0
     assert message.usage.output_tokens > 0
     assert message._request_id
+    assert counted._request_id
 
 
 def test_a_streamed_call(client: Anthropic) -> None:

@@ -16,7 +16,7 @@ from triton_openai.errors import (
     ServiceError,
     ServiceOverloaded,
 )
-from triton_openai.telemetry.observation import OBSERVATION
+from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 OVERLOADED = 529
 _TYPES: Mapping[int, str] = {
@@ -80,11 +80,15 @@ def envelope(error: ServiceError, request_id: str) -> bytes:
     return msgspec.json.encode(found)
 
 
+def add_request_id(observation: Observation) -> None:
+    """Let the answer have the header ``request-id``, which Anthropic's clients read."""
+    observation.headers = {**observation.headers, "request-id": observation.request_id}
+
+
 def error_body(request: web.Request, error: ServiceError) -> tuple[int, bytes] | None:
     """Return the status and the body of *error* for a request of Anthropic's API; ``None`` for other requests."""
     if not asks_anthropic(request):
         return None
     observation = request[OBSERVATION]
-    # Anthropic's clients read it; a refused body has not come as far as the handler, which sets it too.
-    observation.headers = {**observation.headers, "request-id": observation.request_id}
+    add_request_id(observation)
     return status_of(type(error)), envelope(error, observation.request_id)

@@ -13,6 +13,7 @@ from triton_openai.api.agents import known_effort, page
 from triton_openai.api.bodies import json_response
 from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
+from triton_openai.api.messages.errors import add_request_id
 from triton_openai.api.messages.events import MessageEvents
 from triton_openai.api.messages.reader import Reading, read
 from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
@@ -30,7 +31,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     """Answer a conversation, as Anthropic's API does."""
     context = await begin(request, types.MessagesRequest, "chat")
     observation, body = context.observation, context.body
-    observation.headers = {**observation.headers, "request-id": observation.request_id}
+    add_request_id(observation)
     # Until they are read: what is made of a request's parameters takes those of a chat.
     observation.parameters = None
     reading = await _read(context.service, context.model, body)
@@ -49,6 +50,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
 async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a conversation, as the model's template renders it; images count as their placeholders."""
     service, body, model = await read_request(request, types.CountTokensRequest)
+    add_request_id(request[OBSERVATION])
     reading = await _read(service, model, body)
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     context = RequestContext(request, service, reading.chat, model, request[OBSERVATION], limits)
