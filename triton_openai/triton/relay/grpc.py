@@ -18,9 +18,10 @@ from tritonclient.grpc import service_pb2
 from triton_openai.access.guard import Guard, RelayedRequest
 from triton_openai.config.files import FromFiles, read_file
 from triton_openai.config.tls import server_context
-from triton_openai.config.tree import TlsSettings
+from triton_openai.config.tree import Settings, TlsSettings
 from triton_openai.errors import ConfigurationError, EndpointNotFound, InvalidRequest, ServiceError
 from triton_openai.triton.client import check_name
+from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.grpc import GrpcClient
 from triton_openai.triton.relay.rules import Operation, check_load, check_operation, operation_of_rpc
 
@@ -61,31 +62,33 @@ def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
 
 class GrpcRelay(grpc.GenericRpcHandler):
     """
-    A gRPC server in front of Triton's. It owns *client*, its connection to Triton. *guard* authorizes clients.
-    *may_load* is whether they may load and unload models; *changed* is called after they did.
+    A gRPC server in front of the Triton at *url*. *guard* authorizes clients. *changed* is called after they loaded or
+    unloaded a model.
     """
 
-    def __init__(self, client: GrpcClient, *, guard: Guard, may_load: bool, changed: Callable[[], None]) -> None:
-        self._client, self._guard, self._may_load, self._changed = client, guard, may_load, changed
+    def __init__(self, url: str, settings: Settings, guard: Guard, changed: Callable[[], None]) -> None:
+        self._client = GrpcClient(url, ConnectionSettings(access=settings.triton_access))
+        self._settings = settings.server
+        self._guard, self._changed = guard, changed
+        self._may_load = settings.triton.model_control_mode == "explicit"
+        self._credentials = server_credentials(settings.tls)
         self._server: Any = None
         #: The scheme and the port of its address, once started.
-        self.scheme = "grpc"
+        self.scheme = "grpc" if self._credentials is None else "grpcs"
         self.port = 0
 
-    async def start(
-        self, host: str, port: int, *, credentials: grpc.ServerCredentials | None = None, reuse_port: bool = False
-    ) -> None:
-        """Listen, with TLS where there are *credentials*. Raises :class:`ConfigurationError`."""
+    async def start(self, *, reuse_port: bool) -> None:
+        """Listen. Raises :class:`ConfigurationError`."""
+        host, port = self._settings.host, self._settings.kserve_grpc_port
         # By default gRPC shares the port with other processes.
         options = (*_OPTIONS, ("grpc.so_reuseport", int(reuse_port)))
         self._server = grpc.aio.server(handlers=(self,), options=options)
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            if credentials is None:
+            if self._credentials is None:
                 self.port = int(self._server.add_insecure_port(address))
             else:
-                self.scheme = "grpcs"
-                self.port = int(self._server.add_secure_port(address, credentials))
+                self.port = int(self._server.add_secure_port(address, self._credentials))
         except RuntimeError as error:
             raise ConfigurationError(
                 f"Cannot listen on {host} port {port} for Triton's gRPC protocol. "

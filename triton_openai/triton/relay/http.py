@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any
 
 import aiohttp
@@ -16,11 +14,12 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from triton_openai.access.guard import Guard, RelayedRequest
-from triton_openai.config.tree import LimitSettings
+from triton_openai.config.tls import server_context
+from triton_openai.config.tree import Settings
 from triton_openai.errors import MethodNotAllowed, PayloadTooLarge, ServiceError, printable
 from triton_openai.models.draining import Draining
 from triton_openai.serving.request_body import ask_for_body
-from triton_openai.serving.server import HttpServer
+from triton_openai.serving.server import HttpServer, bound_sockets
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.relay.rules import Operation, check_operation, checked_load_body, operation_of_path
 from triton_openai.triton.status import cut_off, unreachable
@@ -41,39 +40,35 @@ _NOT_ADDED = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_T
 
 class HttpRelay:
     """
-    An HTTP server in front of the Triton at *url*. *guard* authorizes clients. *may_load* is whether they may load and
-    unload models; *changed* is called after they did.
+    An HTTP server in front of the Triton at *url*. *guard* authorizes clients. *changed* is called after they loaded or
+    unloaded a model.
 
     Bodies are neither decompressed nor buffered. A client that reads slowly slows down the reading from Triton. If it
     disconnects, the relay closes the connection to Triton, which cancels the work.
     """
 
-    def __init__(
-        self,
-        url: str,
-        connection: ConnectionSettings,
-        *,
-        guard: Guard,
-        may_load: bool,
-        changed: Callable[[], None],
-        limits: LimitSettings,
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        self._base, self._connection = url.rstrip("/"), connection
-        self._guard, self._may_load, self._changed = guard, may_load, changed
+    def __init__(self, url: str, settings: Settings, guard: Guard, changed: Callable[[], None]) -> None:
+        self._base, self._settings = url, settings.server
+        self._connection = ConnectionSettings(access=settings.triton_access)
+        self._guard, self._changed = guard, changed
+        self._may_load = settings.triton.model_control_mode == "explicit"
         self._draining = Draining()
+        tls = server_context(settings.tls)
         #: The scheme and the port of its address, once started.
         self.scheme = "http" if tls is None else "https"
         self.port = 0
         app = web.Application(client_max_size=_LOADING_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
         app.cleanup_ctx.append(self._connect)
-        self._server = HttpServer(app, limits, body=error_body, tls=tls)
+        self._server = HttpServer(app, settings.limits, body=error_body, tls=tls)
 
-    async def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Relay whatever comes to *sockets*."""
-        await self._server.start()
+    async def start(self, *, reuse_port: bool) -> None:
+        """Listen. Raises :class:`ConfigurationError`."""
+        host, port = self._settings.host, self._settings.kserve_http_port
+        advice = "Choose another for Triton's HTTP protocol with --kserve-http-port."
+        sockets = bound_sockets(host, port, advice=advice, reuse_port=reuse_port)
         self.port = sockets[0].getsockname()[1]
+        await self._server.start()
         for one in sockets:
             await self._server.listen(one)
 
