@@ -7,10 +7,13 @@ Requests and answers between ``api/`` and the adapters, in terms of neither Open
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+
+from triton_openai.errors import ServiceError
 
 #: The log probability of a token that cannot be, as OpenAI and vLLM's server write it: JSON has no minus infinity.
 IMPOSSIBLE = -9999.0
@@ -276,6 +279,110 @@ class Delta(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
     logits: Logits | None = None
     cumulative_logprob: float | None = None
+
+
+# OpenAI's rule of thumb for English. Other languages and code have two to four.
+_BYTES_PER_TOKEN = 4
+
+
+def tokens_in(text: str) -> int:
+    """Return an estimate of the tokens in *text*, for limits only, never for reported counts."""
+    return tokens_in_bytes(len(text.encode("utf-8", "surrogatepass")))
+
+
+def tokens_in_bytes(number: int) -> int:
+    """Return an estimate of the tokens in a text with this *number* of UTF-8 bytes."""
+    return -(-number // _BYTES_PER_TOKEN)
+
+
+def tokens_in_pieces(pieces: Sequence[str]) -> int:
+    """Return an estimate of the tokens in the *pieces* of an answer: at least one each."""
+    return max(len(pieces), tokens_in("".join(pieces)))
+
+
+class Progress:
+    """The state of an answer so far: what the backend has sent, and when."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        # Counts: None once the backend omits one; silent is a last step without text
+        self.prompt_tokens: int | None = None
+        self.cached_tokens: int | None = None
+        self.tokens: int | None = 0
+        #: 1 is an answer in one piece.
+        self.steps = 0
+        self.silent = True
+        #: The texts of the steps, before stop strings are cut and tool calls are parsed.
+        self.pieces: list[str] = []
+        #: The characters of the last piece after a stop string: the answer does not have them.
+        self.dropped = 0
+        self.cumulative_logprob: float | None = None
+        # How it ended
+        self.finish_reason: FinishReason | None = None
+        #: The stop string or stop token that ended the answer, if known.
+        self.stop_reason: str | int | None = None
+        self.usage: Usage | None = None
+        self.error: ServiceError | None = None
+        #: Whether the service stopped it before its end.
+        self.cancelled = False
+        # Times: sent to Triton, first token, last step, end
+        self.sent: float | None = None
+        self.first: float | None = None
+        self.now = 0.0
+        self.ended: float | None = None
+        #: Those of the pieces, in seconds.
+        self.arrivals = array("d")
+
+    def add(self, delta: Delta) -> None:
+        """Count a step."""
+        self.steps += 1
+        text = delta.text
+        self.silent = not text
+        if text:
+            self.pieces.append(text)
+            self.arrivals.append(self.now)
+        if delta.tokens is None:
+            self.tokens = None
+        elif self.tokens is not None:
+            self.tokens += delta.tokens
+        if delta.prompt_tokens is not None:
+            self.prompt_tokens = delta.prompt_tokens
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        if delta.cumulative_logprob is not None:
+            self.cumulative_logprob = delta.cumulative_logprob
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            last = delta.token_ids[-1] if delta.token_ids else None
+            if delta.finish_reason is FinishReason.STOP and last in self._generation.sampling.stop_token_ids:
+                self.stop_reason = last
+
+    def add_text(self, text: str) -> None:
+        """Add text that a decoder kept until the end; it is not counted as a step."""
+        self.pieces.append(text)
+        self.silent = False
+
+    @property
+    def text(self) -> str:
+        """The backend's text."""
+        return "".join(self.pieces)
+
+    @property
+    def usage_so_far(self) -> Usage | None:
+        """The counts, if the backend sends them with every step."""
+        if self.usage is not None or self.tokens is None or self.prompt_tokens is None:
+            return self.usage
+        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens)
+
+    @property
+    def usage_estimate(self) -> Usage:
+        """An estimate of the counts, from the known ones and from the texts."""
+        prompt, ids = self.prompt_tokens, self._generation.prompt_ids
+        if prompt is None:
+            prompt = len(ids) if ids is not None else self._generation.prompt_tokens
+        if prompt is None:
+            prompt = tokens_in(self._generation.prompt)
+        return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
 
 
 class EmbeddingJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from triton_openai.errors import RateLimited
-from triton_openai.prompts.tokenizer import tokens_in_bytes
+from triton_openai.generation import tokens_in_bytes
 from triton_openai.telemetry.observation import Observation
 
 #: Seconds in which limits "per minute" are counted.

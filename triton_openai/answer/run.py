@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from time import monotonic
 
@@ -21,10 +20,10 @@ from triton_openai.answer.logprobs import LogitsReader
 from triton_openai.answer.stages import Pipeline
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.errors import InvalidRequest, ServiceError, UpstreamTimeout, UpstreamUnavailable
-from triton_openai.generation import Delta, FinishReason, Generation, Lora, TokenLogprob, Usage
+from triton_openai.generation import Delta, FinishReason, Generation, Lora, Progress, TokenLogprob, Usage
 from triton_openai.models.lora.delivery import LoraAnswers
 from triton_openai.models.served import ServedModel
-from triton_openai.prompts.tokenizer import Tokenizer, count_pieces, tokens_in, tokens_in_pieces
+from triton_openai.prompts.tokenizer import Tokenizer, count_pieces
 from triton_openai.tasks import Background
 from triton_openai.telemetry.observation import UPSTREAM, Upstream
 from triton_openai.triton.client import Receiver, ResponseStream, SingleAnswer, TritonClient, gather
@@ -35,89 +34,6 @@ _log = structlog.get_logger(__name__)
 
 #: Takes the number of a run and its next deltas, all with something to show.
 Push = Callable[[int, Sequence[Delta]], None]
-
-
-class Progress:
-    """The state of an answer so far. See :class:`triton_openai.telemetry.observation.Answer`."""
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        # Counts: None once the backend omits one; silent is a last step without text
-        self.prompt_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.tokens: int | None = 0
-        self.steps = 0
-        self.silent = True
-        #: The texts of the steps, before stop strings are cut and tool calls are parsed.
-        self.pieces: list[str] = []
-        #: The characters of the last piece after a stop string: the answer does not have them.
-        self.dropped = 0
-        self.cumulative_logprob: float | None = None
-        # How it ended
-        self.finish_reason: FinishReason | None = None
-        #: The stop string or stop token that ended the answer, if known.
-        self.stop_reason: str | int | None = None
-        self.usage: Usage | None = None
-        self.error: ServiceError | None = None
-        self.cancelled = False
-        # Times: sent to Triton, first token, last step, end
-        self.sent: float | None = None
-        self.first: float | None = None
-        self.now = 0.0
-        self.ended: float | None = None
-        #: Those of the pieces, in seconds.
-        self.arrivals = array("d")
-
-    def add(self, delta: Delta) -> None:
-        """Count a step."""
-        self.steps += 1
-        text = delta.text
-        self.silent = not text
-        if text:
-            self.pieces.append(text)
-            self.arrivals.append(self.now)
-        if delta.tokens is None:
-            self.tokens = None
-        elif self.tokens is not None:
-            self.tokens += delta.tokens
-        if delta.prompt_tokens is not None:
-            self.prompt_tokens = delta.prompt_tokens
-        if delta.cached_tokens is not None:
-            self.cached_tokens = delta.cached_tokens
-        if delta.cumulative_logprob is not None:
-            self.cumulative_logprob = delta.cumulative_logprob
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
-            last = delta.token_ids[-1] if delta.token_ids else None
-            if delta.finish_reason is FinishReason.STOP and last in self._generation.sampling.stop_token_ids:
-                self.stop_reason = last
-
-    def add_text(self, text: str) -> None:
-        """Add text that a decoder kept until the end; it is not counted as a step."""
-        self.pieces.append(text)
-        self.silent = False
-
-    @property
-    def text(self) -> str:
-        """The backend's text."""
-        return "".join(self.pieces)
-
-    @property
-    def usage_so_far(self) -> Usage | None:
-        """The counts, if the backend sends them with every step."""
-        if self.usage is not None or self.tokens is None or self.prompt_tokens is None:
-            return self.usage
-        return Usage(prompt_tokens=self.prompt_tokens, completion_tokens=self.tokens)
-
-    @property
-    def usage_estimate(self) -> Usage:
-        """An estimate of the counts, from the known ones and from the texts."""
-        prompt, ids = self.prompt_tokens, self._generation.prompt_ids
-        if prompt is None:
-            prompt = len(ids) if ids is not None else self._generation.prompt_tokens
-        if prompt is None:
-            prompt = tokens_in(self._generation.prompt)
-        return Usage(prompt_tokens=prompt, completion_tokens=self.tokens or tokens_in_pieces(self.pieces))
 
 
 # A character has at most four tokens; of an incomplete one the first is counted.

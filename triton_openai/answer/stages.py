@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
 from triton_openai.adapters._common.base import Decoder
-from triton_openai.generation import Alternative, Delta, FinishReason, Generation, TokenLogprob
+from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Progress, TokenLogprob
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.detokenizer import TokenPieces, detokenizer
 from triton_openai.prompts.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from triton_openai.answer.run import Progress
 
 _REPLACEMENT = "\ufffd"
 

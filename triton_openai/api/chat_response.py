@@ -12,14 +12,14 @@ from typing import Any, Literal
 import msgspec
 
 from triton_openai.answer.fan_out import Collected
-from triton_openai.answer.run import Progress, Run
+from triton_openai.answer.run import Run
 from triton_openai.api.generate import Task
 from triton_openai.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs
 from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import Chunks
 from triton_openai.api.tools import ToolPlan
 from triton_openai.api.usage import UsageObject, usage_of
-from triton_openai.generation import Delta, FinishReason
+from triton_openai.generation import Delta, FinishReason, Progress
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
 

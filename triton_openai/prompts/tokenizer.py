@@ -291,22 +291,3 @@ async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int
         size=size,
         threshold=INLINE_CHARACTERS,
     )
-
-
-# OpenAI's rule of thumb for English. Other languages and code have two to four.
-_BYTES_PER_TOKEN = 4
-
-
-def tokens_in(text: str) -> int:
-    """Return an estimate of the tokens in *text*, for limits only, never for reported counts."""
-    return tokens_in_bytes(len(text.encode("utf-8", "surrogatepass")))
-
-
-def tokens_in_bytes(number: int) -> int:
-    """Return an estimate of the tokens in a text with this *number* of UTF-8 bytes."""
-    return -(-number // _BYTES_PER_TOKEN)
-
-
-def tokens_in_pieces(pieces: Sequence[str]) -> int:
-    """Return an estimate of the tokens in the *pieces* of an answer: at least one each."""
-    return max(len(pieces), tokens_in("".join(pieces)))

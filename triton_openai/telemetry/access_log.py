@@ -11,8 +11,9 @@ import msgspec
 import structlog
 
 from triton_openai.errors import ModelNotFound, printable
+from triton_openai.generation import Progress
 from triton_openai.telemetry.metrics import UNKNOWN_FIELDS, Metrics
-from triton_openai.telemetry.observation import Answer, Observation, Observer
+from triton_openai.telemetry.observation import Observation, Observer
 
 Part: TypeAlias = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
@@ -37,7 +38,7 @@ def input_messages(body: object, max_chars: int) -> list[Message]:
     return [{"role": "user", "parts": cut.last(texts, cut.part, type="omitted")}] if texts else []
 
 
-def output_messages(answers: Sequence[Answer], max_chars: int) -> list[Message]:
+def output_messages(answers: Sequence[Progress], max_chars: int) -> list[Message]:
     """Return the texts of *answers* up to now, each cut to *max_chars* characters."""
     cut = _Cut(max_chars)
     return cut.last(answers, cut.answer, role="omitted", parts=[])
@@ -103,7 +104,7 @@ class _Cut:
             found |= {"name": self.text(function.name), "arguments": self.text(arguments)}
         return found
 
-    def answer(self, answer: Answer) -> Message:
+    def answer(self, answer: Progress) -> Message:
         """Return an answer as a message."""
         found: Message = {"role": "assistant", "parts": [self.part(answer.text)]}
         return found if answer.finish_reason is None else {**found, "finish_reason": answer.finish_reason.value}

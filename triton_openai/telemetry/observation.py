@@ -21,7 +21,7 @@ import msgspec
 from aiohttp import web
 
 from triton_openai.errors import ServiceError, holds_key, printable
-from triton_openai.generation import FinishReason, Usage, total_usage
+from triton_openai.generation import Progress, Usage, total_usage
 
 #: The stages in which a prompt is made.
 RENDER, TOKENIZE = "render prompt", "tokenize prompt"
@@ -30,42 +30,6 @@ CLIENT_CLOSED_REQUEST = 499
 # Clients choose the length of both.
 _MAX_METHOD_CHARS = 32
 _MAX_PATH_CHARS = 256
-
-
-class Answer(Protocol):
-    """
-    One answer that the backend generates: when it was sent, when its first token came, when and how it ended.
-
-    ``cancelled`` is whether the service stopped it before its end.
-    """
-
-    sent: float | None
-    first: float | None
-    ended: float | None
-    finish_reason: FinishReason | None
-    usage: Usage | None
-    error: ServiceError | None
-    cancelled: bool
-
-    @property
-    def arrivals(self) -> Sequence[float]:
-        """When each piece of text came."""
-
-    @property
-    def usage_so_far(self) -> Usage | None:
-        """The tokens up to now, where the backend counts them with every step."""
-
-    @property
-    def usage_estimate(self) -> Usage:
-        """An estimate of the tokens up to now."""
-
-    @property
-    def steps(self) -> int:
-        """The number of steps up to now; 1 is an answer in one piece."""
-
-    @property
-    def text(self) -> str:
-        """The text up to now. It is logged only if the operator asks for it."""
 
 
 class TritonRequest(Protocol):
@@ -92,7 +56,7 @@ class Upstream:
     def __init__(self, headers: Mapping[str, str]) -> None:
         self.headers = headers
 
-    def begin(self, request: Request, answer: Answer, *, lora: str | None = None) -> Request:
+    def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:
         """Return *request* as it is sent. *answer* knows its own end; *lora* is the name of its LoRA adapter."""
         return request.with_headers(self.headers) if self.headers else request
 
@@ -169,7 +133,7 @@ class Observation(msgspec.Struct, eq=False, kw_only=True):
     response_model: str | None = None
     reasoning_tokens: Callable[[], int | None] = lambda: None
     stages: list[Stage] = []
-    answers: Sequence[Answer] = ()
+    answers: Sequence[Progress] = ()
     chat_template: str | None = None
     input_tokens: int | None = None
     queued_seconds: float = 0.0

@@ -26,13 +26,13 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, get_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from triton_openai.errors import ServiceError, masked, printable
+from triton_openai.generation import Progress
 from triton_openai.telemetry.access_log import input_messages, output_messages
 from triton_openai.telemetry.metrics import PROVIDER
 from triton_openai.telemetry.observation import (
     CLIENT_CLOSED_REQUEST,
     RENDER,
     TOKENIZE,
-    Answer,
     Observation,
     Observer,
     Request,
@@ -132,9 +132,9 @@ class Trace(Upstream):
         self._locate = locate
         # Spans have wall-clock times, the record those of time.monotonic.
         self._zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
-        self._calls: dict[int, tuple[Span, int, Answer]] = {}
+        self._calls: dict[int, tuple[Span, int, Progress]] = {}
 
-    def begin(self, request: Request, answer: Answer, *, lora: str | None = None) -> Request:
+    def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:
         """Start the span of a request to Triton. It ends with the client's request, at the answer's own end."""
         span, sent = self._start(request, lora)
         now = time.time_ns()
@@ -183,7 +183,7 @@ class Trace(Upstream):
             span.set_status(Status(StatusCode.ERROR))
         span.end()
 
-    def _end_call(self, span: Span, began: int, answer: Answer) -> None:
+    def _end_call(self, span: Span, began: int, answer: Progress) -> None:
         if answer.first is not None:
             span.add_event("first_token", timestamp=max(began, self._at(answer.first)))
         if answer.error is not None:

@@ -5,49 +5,36 @@ from __future__ import annotations
 import pytest
 
 from triton_openai.access.rate_limits import tokens_charged
-from triton_openai.errors import ServiceError
-from triton_openai.generation import FinishReason, Usage
-from triton_openai.prompts.tokenizer import tokens_in, tokens_in_pieces
+from triton_openai.generation import Generation, Progress, Sampling, Usage, tokens_in, tokens_in_pieces
 from triton_openai.telemetry.observation import Observation
 
 _KNOWN = Usage(prompt_tokens=10, completion_tokens=5)
-_ESTIMATE = Usage(prompt_tokens=8, completion_tokens=4)
 
 
-class FakeAnswer:
-    """An answer as far as it matters here."""
-
-    ended: float | None = None
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    usage_estimate = _ESTIMATE
-    steps = 1
-    arrivals = ()
-    cancelled = False
-    text = ""
-    error: ServiceError | None = None
-
-    def __init__(self, counted: Usage | None, *, sent: bool = True, begun: bool = True) -> None:
-        self.usage_so_far = counted
-        self.sent = 1.0 if sent else None
-        self.first = 2.0 if begun else None
+def answer(counted: Usage | None, *, sent: bool = True, begun: bool = True) -> Progress:
+    """Return an answer with *counted* tokens, else with an estimate of 8 and 4."""
+    found = Progress(Generation(id="a", prompt="", prompt_tokens=8, sampling=Sampling(max_tokens=9)))
+    found.usage, found.pieces = counted, [*"abcd"]
+    found.sent = 1.0 if sent else None
+    found.first = 2.0 if begun else None
+    return found
 
 
 @pytest.mark.parametrize(
     "answers, cut_short, tokens",
     [
         # A prompt counts once for all its answers.
-        ([FakeAnswer(_KNOWN), FakeAnswer(_KNOWN)], False, 20),
-        ([FakeAnswer(_KNOWN), FakeAnswer(None)], False, 19),
-        ([FakeAnswer(None), FakeAnswer(None)], False, 16),
-        ([FakeAnswer(None)], True, 12),
+        ([answer(_KNOWN), answer(_KNOWN)], False, 20),
+        ([answer(_KNOWN), answer(None)], False, 19),
+        ([answer(None), answer(None)], False, 16),
+        ([answer(None)], True, 12),
         # The backend had the prompt when its client left, and had refused it when it had not.
-        ([FakeAnswer(None, begun=False)], True, 12),
-        ([FakeAnswer(None, begun=False)], False, 0),
-        ([FakeAnswer(None, sent=False, begun=False)], True, 0),
+        ([answer(None, begun=False)], True, 12),
+        ([answer(None, begun=False)], False, 0),
+        ([answer(None, sent=False, begun=False)], True, 0),
     ],
 )
-def test_answers(answers: list[FakeAnswer], cut_short: bool, tokens: int) -> None:
+def test_answers(answers: list[Progress], cut_short: bool, tokens: int) -> None:
     """What is counted is charged, and an estimate for the rest."""
     observation = Observation(request_id="a", method="POST", path="/v1/completions")
     observation.identify("text_completion", model="m", adapter="a")

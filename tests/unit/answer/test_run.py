@@ -17,11 +17,11 @@ from tests.cases import every_case
 from triton_openai.adapters._common.base import Capabilities, Decoder, Hints
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
 from triton_openai.answer.logprobs import INLINE_NUMBERS
-from triton_openai.answer.run import Progress, Run
+from triton_openai.answer.run import Run
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.config.tree import TritonSettings
 from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout, UpstreamUnavailable
-from triton_openai.generation import Delta, Generation, Logits, Sampling, Usage, total_usage
+from triton_openai.generation import Delta, Generation, Logits, Progress, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.triton.client import Receiver

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
-from triton_openai.errors import ServiceError
-from triton_openai.generation import FinishReason, Usage
+from triton_openai.generation import Generation, Progress, Sampling, Usage
 
 
-@dataclass
-class FakeAnswer:
-    """See :class:`triton_openai.telemetry.observation.Answer`; *partial* is the usage of an answer that was cut off."""
+class FakeAnswer(Progress):
+    """An answer with these *fields*; *partial* is the usage of one that was cut off."""
 
-    sent: float | None = None
-    first: float | None = None
-    ended: float | None = None
-    arrivals: Sequence[float] = ()
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    partial: Usage | None = None
-    error: ServiceError | None = None
-    cancelled: bool = False
-    steps: int = 2
-    text: str = ""
-
-    @property
-    def usage_estimate(self) -> Usage:
-        """No tokens."""
-        return Usage(prompt_tokens=0, completion_tokens=0)
-
-    @property
-    def usage_so_far(self) -> Usage | None:
-        """The counts up to now."""
-        return self.usage or self.partial
+    def __init__(self, *, text: str = "", steps: int = 2, partial: Usage | None = None, **fields: Any) -> None:
+        super().__init__(Generation(id="a", prompt="", sampling=Sampling(max_tokens=9)))
+        self.pieces, self.steps = [text], steps
+        if partial is not None:
+            self.prompt_tokens, self.tokens = partial.prompt_tokens, partial.completion_tokens
+        for name, value in fields.items():
+            setattr(self, name, value)

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.answer.run import Progress, Run
+from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
 from triton_openai.api.messages import types
 from triton_openai.api.messages.errors import envelope
 from triton_openai.api.sse import Renderer, event
 from triton_openai.errors import ServiceError
-from triton_openai.generation import Delta, FinishReason
+from triton_openai.generation import Delta, FinishReason, Progress
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
 
