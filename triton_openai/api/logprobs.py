@@ -76,7 +76,9 @@ def completion_logprobs(entries: Sequence[TokenLogprob], *, offset: int) -> tupl
     """Return *entries* as a plain completion has them, the first at character *offset*, and the offset after them."""
     offsets = []
     for entry in entries:
-        offsets.append(offset)
+        # A token that goes on with a character stands where that begins.
+        inside = b"\x80" <= (entry.raw or b"")[:1] < b"\xc0"
+        offsets.append(max(offset - inside, 0))
         offset += _characters(entry)
     logprobs = CompletionLogprobs(
         tokens=[entry.token for entry in entries],

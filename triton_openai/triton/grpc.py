@@ -95,8 +95,9 @@ def _description(
 
 def _parts(request: InferRequest) -> Iterator[bytes]:
     """Yield the parts of a ``ModelInferRequest``: its fields may come in any order. All contents are raw."""
-    inputs = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in request.inputs])
-    yield _description(request.model, inputs, request.outputs, request.priority, request.classification)
+    # Adapters of other packages may give lists, which have no hash.
+    inputs = tuple([(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in request.inputs])
+    yield _description(request.model, inputs, tuple(request.outputs), request.priority, request.classification)
     request_id = request.id.encode()
     yield _ID + varint(len(request_id)) + request_id
     for tensor in request.inputs:

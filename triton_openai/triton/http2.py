@@ -265,7 +265,8 @@ class Connection(asyncio.Protocol):
                     self._frame_received(kind, flags, stream_id & _UINT31, data[start:end])
                     continue
                 self._unacknowledged += size
-                call = calls.get(stream_id)
+                # The highest bit is reserved. No server sets it, so nobody pays for it.
+                call = calls.get(stream_id) or calls.get(stream_id & _UINT31)
                 if call is None:
                     continue
                 call.unacknowledged += size

@@ -412,6 +412,15 @@ def test_offsets_leave_out_what_is_hidden() -> None:
     assert (None, None) == (told.token_logprobs[0], told.top_logprobs[0])
 
 
+def test_offsets_of_the_parts_of_a_character() -> None:
+    """All tokens of a character stand where it begins, also those that come with a later event."""
+    parts = [TokenLogprob("\ufffd", -1.0, bytes((byte,))) for byte in "€".encode()]
+    first, offset = completion_logprobs([TokenLogprob("a", -1.0, b"a"), *parts[:1]], offset=3)
+    then, end = completion_logprobs([*parts[1:], TokenLogprob("b", -1.0, b"b")], offset=offset)
+
+    assert ([3, 4, 4, 4, 5], 6) == ([*first.text_offset, *then.text_offset], end)
+
+
 def test_prompt_log_probabilities_by_id() -> None:
     """The prompt's own token first, with its rank, and none for the first token."""
     entry = TokenLogprob("b", -2.0, id=5, rank=3, top=(Alternative("a", -1.0, id=4), Alternative("b", -2.0, id=5)))

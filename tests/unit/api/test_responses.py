@@ -117,6 +117,16 @@ def test_bad_items(param, item):
     assert param == caught.value.param
 
 
+def test_names_in_include() -> None:
+    """Those that OpenAI's document has are taken, whether or not this service has such items; others are refused."""
+    known = ["reasoning.encrypted_content", "web_search_call.action.sources", "message.output_text.logprobs"]
+
+    assert reading({"input": "x", "include": known}).chat.logprobs
+    with pytest.raises(InvalidRequest, match="usage_costs") as caught:
+        reading({"input": "x", "include": [*known, "usage_costs"]})
+    assert ("include[3]", "invalid_value") == (caught.value.param, caught.value.code)
+
+
 @every_case("blamed, param", [
     ("messages[0].content[1].image_url", "input[0].content[1].image_url"),
     ("messages[2].tool_calls[0].function.arguments", "input[4].arguments"),

@@ -214,6 +214,8 @@ async def test_bytes_cut_at_every_place():
     data = script()
     cuts: list[Sequence[bytes]] = [[data[:cut], data[cut:]] for cut in range(1, len(data))]
     cuts.append([bytes([byte]) for byte in data])
+    # The highest bit of a stream's number is reserved, and means nothing.
+    cuts.append([script(1 | 1 << 31)])
     for packets in cuts:
         wire = Wire()
         call = wire.call()

@@ -242,6 +242,16 @@ def test_a_grpc_request_holds_the_same():
     assert ["out"] == [output.name for output in message.outputs]
 
 
+def test_lists_are_as_good_as_tuples():
+    """An adapter of another package may give either, over both protocols."""
+    replace = msgspec.structs.replace
+    inputs = [replace(one, shape=list(one.shape), values=list(one.values)) for one in REQUEST.inputs]
+    lists = replace(REQUEST, inputs=inputs, outputs=["out"])
+
+    for encode in (encode_request, infer_body, generate_body):
+        assert encode(REQUEST) == encode(lists)
+
+
 def test_an_infer_body_can_be_read_back():
     """The JSON part and the contents are as long as they say; an answer of the same form is read."""
     body, length = infer_body(REQUEST)

@@ -74,6 +74,14 @@ class CompactRequest(ItemsRequest, kw_only=True):
     """A conversation that becomes shorter."""
 
 
+#: What a client of OpenAI can ask for. The last two have an effect; the others are parts of items that are never made.
+Includable = Literal[
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "computer_call_output.output.image_url", "code_interpreter_call.outputs", "message.input_image.image_url",
+    "message.output_text.logprobs", "reasoning.encrypted_content",
+]  # fmt: skip
+
+
 @accepting("client_metadata")
 @refusing(prompt=None, context_management=[], moderation=None)
 class ResponsesRequest(ItemsRequest, kw_only=True):
@@ -87,7 +95,7 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
+    include: list[Includable] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
