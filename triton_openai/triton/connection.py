@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-import msgspec
 import structlog
 
 from triton_openai.config.files import FromFiles, read_file, read_secret
@@ -24,6 +23,8 @@ from triton_openai.errors import ConfigurationError
 _log = structlog.get_logger(__name__)
 
 Header = tuple[str, str]
+#: What a gRPC channel is made with: the authorities, its key and its certificate, all PEM.
+GrpcFiles = tuple[bytes | None, bytes | None, bytes | None]
 
 #: For a Triton that needs no credentials.
 OPEN_ACCESS = TritonAccess()
@@ -37,14 +38,6 @@ _RESERVED = frozenset(
      "trailer", "transfer-encoding", "upgrade"}
 )  # fmt: skip
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
-
-
-class GrpcFiles(msgspec.Struct, frozen=True):
-    """The contents of the files that a gRPC channel is made with, all PEM."""
-
-    roots: bytes | None = None
-    certificate: bytes | None = None
-    key: bytes | None = None
 
 
 class ConnectionSettings:
@@ -120,7 +113,7 @@ class ConnectionSettings:
             names = ("--triton-ca", "--triton-certificate", "--triton-key")
             files = zip(self._tls_files, names, strict=True)
             roots, certificate, key = (None if path is None else read_file(path, name) for path, name in files)
-            return GrpcFiles(roots, certificate, key or certificate)
+            return roots, key or certificate, certificate
 
         return FromFiles(read, self._tls_files, what="certificates for Triton over gRPC")
 

@@ -394,8 +394,7 @@ class GrpcClient:
             return grpc.aio.insecure_channel(self._target, options=options)
         if self._settings.access.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self._settings.access.server_name))
-        credentials = grpc.ssl_channel_credentials(files.roots, files.key, files.certificate)
-        return grpc.aio.secure_channel(self._target, credentials, options=options)
+        return grpc.aio.secure_channel(self._target, grpc.ssl_channel_credentials(*files), options=options)
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start *work*, which ends with the client at the latest."""

@@ -180,7 +180,7 @@ def test_files_for_grpc(tmp_path: Path) -> None:
         access = TritonAccess(ca=authority.file, certificate=both, key=key)
         files = ConnectionSettings(connect_timeout=1, access=access).grpc_files().current()
         contents = authority.file.read_bytes(), both.read_bytes(), both.read_bytes()
-        assert contents == (files.roots, files.certificate, files.key)
+        assert contents == files
 
 
 def test_headers_from_everywhere(tmp_path: Path) -> None:
