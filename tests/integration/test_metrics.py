@@ -20,7 +20,7 @@ from tests.conformance.calls import ask, request, steered
 from tests.proxy_fixture import Answer, Proxy, changed, proxy_settings, serving
 from tests.scrape import Scrape, scrape
 from tests.triton_fixture import TestTriton
-from triton_openai.telemetry.metrics import forget_worker, metrics_folder
+from triton_openai.telemetry.metrics import forget_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 USAGE = {"include_usage": True}
@@ -233,7 +233,7 @@ def worker(index: int, folder: Path, url: str, environment: Mapping[str, str]) -
 
 async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
     """Each of them answers for all; one that is killed takes along what it had running, not what it had counted."""
-    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(tmp_path)), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     url = triton.http_url
     async with aiohttp.ClientSession() as session:
         with worker(0, tmp_path, url, environment) as one:
@@ -281,7 +281,7 @@ async def test_workers_add_up(triton: TestTriton, tmp_path: Path) -> None:
                 assert tokens <= seen.sum("triton_openai_tokens_total", type="output")
                 assert 1 == seen.sum("triton_openai_workers_replaced_total")
                 # One file of each kind for each worker, however often it was replaced.
-                assert 6 == len(list(metrics_folder(tmp_path).glob("*.db")))
+                assert 6 == len(list(tmp_path.glob("*.db")))  # noqa: ASYNC240 - six names
 
 
 def test_a_launched_triton(triton: TestTriton, tmp_path: Path) -> None:

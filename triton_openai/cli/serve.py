@@ -39,7 +39,6 @@ from triton_openai.serving.server import HttpServer, address_of, listening_socke
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
 from triton_openai.tasks import cancel, first_of
-from triton_openai.telemetry.metrics import metrics_folder
 from triton_openai.triton.relay.frontends import FRONTENDS, start_frontends
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 from triton_openai.tritonserver.supervisor import Supervisor, triton_for
@@ -105,7 +104,7 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
         if settings.server.workers > 1:
             ports = opened.enter_context(relay_ports(settings.server))
             directory = opened.enter_context(private_directory(environ))
-            environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(metrics_folder(directory))}
+            environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(directory)}
             service = partial(_workers, **given, ports=ports, directory=directory, environ=environ)
         return run_loop(_serve(settings, service, triton, source))
 

@@ -21,7 +21,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     This process among *count* workers of one service: number *index*, from 0.
 
     A worker that died is replaced by one with the same index; never two at a time have the same. *directory* is shared
-    by all workers of a service of several, and holds their metrics and the keys in force.
+    by all workers of a service of several, and holds their metrics.
     """
 
     index: int = 0
@@ -39,7 +39,7 @@ WORKER: web.AppKey[Worker] = web.AppKey("worker", Worker)
 @contextmanager
 def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
     """
-    Yield a new directory that goes at the end, with a folder ``metrics`` in it.
+    Yield a new directory that goes at the end.
 
     It is made in ``XDG_RUNTIME_DIR`` or among the temporary files, with the lock that keeps systemd-tmpfiles from
     clearing it up (tmpfiles.d(5)). Raises :class:`ConfigurationError` where nothing can be written.
@@ -59,7 +59,6 @@ def private_directory(environment: Mapping[str, str]) -> Iterator[Path]:
         # Files that are only mapped look unused after some days.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_SH)
-        (directory / "metrics").mkdir(mode=0o700)
         yield directory
     finally:
         os.close(lock)

@@ -159,11 +159,6 @@ WORKERS_REPLACED = Instrument(
 INSTRUMENTS: Sequence[Instrument] = [one for one in tuple(vars().values()) if isinstance(one, Instrument)]
 
 
-def metrics_folder(directory: Path) -> Path:
-    """Return the folder for the metrics of the workers that share this private *directory*."""
-    return directory / "metrics"
-
-
 def share_between_workers(folder: Path, index: int) -> bool:
     """
     Make the files in *folder* in which worker *index* keeps its numbers; return whether it had files already.
@@ -175,7 +170,6 @@ def share_between_workers(folder: Path, index: int) -> bool:
     files = [folder / f"{kind}_{index}.db" for kind in ("counter", "gauge_livesum", "histogram")]
     replaces = files[0].exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         mark_process_dead(index, str(folder))
         for path in files:
             with path.open("ab") as file:
@@ -186,9 +180,9 @@ def share_between_workers(folder: Path, index: int) -> bool:
     return replaces
 
 
-def forget_worker(directory: Path, index: int) -> None:
+def forget_worker(folder: Path, index: int) -> None:
     """Drop the gauges of a dead worker; its counters stay. Called by the process that supervises it."""
-    mark_process_dead(index, str(metrics_folder(directory)))
+    mark_process_dead(index, str(folder))
 
 
 class _Shared(list[float]):
@@ -251,7 +245,7 @@ class Metrics(Observer, Collector):
     """
 
     def __init__(self, worker: Worker) -> None:
-        self.folder = None if worker.directory is None else metrics_folder(worker.directory)
+        self.folder = worker.directory
         replaces = self.folder is not None and share_between_workers(self.folder, worker.index)
         self._cell = None if self.folder is None else MultiProcessValue(lambda: worker.index)
         self._made: list[tuple[Instrument, Sequence[str], Series]] = []

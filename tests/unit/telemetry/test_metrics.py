@@ -36,7 +36,6 @@ from triton_openai.telemetry.metrics import (
     PROVIDER,
     Metrics,
     forget_worker,
-    metrics_folder,
     outcome_of,
 )
 from triton_openai.telemetry.observation import Observation
@@ -288,14 +287,14 @@ def test_two_services_in_one_process() -> None:
 
 def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scrape has the counts of all workers, and the gauges of those that live; one that replaces another goes on."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     running = Observation(request_id="r", method="POST", path="/")
     running.identify("chat", model="m", adapter="a")
     for index in (0, 1, 1):
         worker = Metrics(Worker(index=index, count=2, directory=tmp_path))
         observed(worker, FakeAnswer(arrivals=(1.0, 1.5, 4.5)))
         worker.identified(running)
-    found = Scrape(generate_latest(MultiProcessCollector(None, str(metrics_folder(tmp_path)))).decode())
+    found = Scrape(generate_latest(MultiProcessCollector(None, str(tmp_path))).decode())
 
     assert 3 == found.sum("triton_openai_requests_total", **SERVED)
     assert 2 == found.sum("triton_openai_requests_running", **SERVED)
@@ -304,15 +303,15 @@ def test_workers_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (6, 10.5) == tuple(found.sum(f"{name}_{what}", **SERVED) for what in ("count", "sum"))
     assert [0, 3, 6] == [found.sum(f"{name}_bucket", le=le, **SERVED) for le in ("0.4", "1.0", "5.0")]
     forget_worker(tmp_path, 1)
-    found = Scrape(generate_latest(MultiProcessCollector(None, str(metrics_folder(tmp_path)))).decode())
+    found = Scrape(generate_latest(MultiProcessCollector(None, str(tmp_path))).decode())
     assert (3, 1) == tuple(found.sum(f"triton_openai_requests_{what}", **SERVED) for what in ("total", "running"))
 
 
 def test_files_have_their_place_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who counts into a hole of a file is killed when the disk is full by then; a folder that cannot be had is said."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(metrics_folder(tmp_path)))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     Metrics(Worker(index=1, count=2, directory=tmp_path))
-    files = {path.name: path.stat() for path in metrics_folder(tmp_path).iterdir()}
+    files = {path.name: path.stat() for path in tmp_path.iterdir()}
 
     assert {"counter_1.db", "gauge_livesum_1.db", "histogram_1.db"} == files.keys()
     assert all(0 < found.st_size <= found.st_blocks * 512 for found in files.values())
