@@ -15,10 +15,11 @@ from contextvars import ContextVar
 from functools import lru_cache, partial
 from os import urandom
 from types import MappingProxyType, TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from triton_openai.errors import ServiceError, holds_key, printable
 from triton_openai.generation import Progress, Usage, total_usage
@@ -32,22 +33,8 @@ _MAX_METHOD_CHARS = 32
 _MAX_PATH_CHARS = 256
 
 
-class TritonRequest(Protocol):
-    """A request to Triton."""
-
-    @property
-    def model(self) -> str:
-        """The Triton model."""
-
-    @property
-    def id(self) -> str:
-        """The request's id in Triton."""
-
-    def with_headers(self, headers: Mapping[str, str]) -> Self:
-        """Return the request with these headers."""
-
-
-Request = TypeVar("Request", bound=TritonRequest)
+#: A request to Triton: an ``InferRequest``, whose module is none of telemetry's.
+Request = TypeVar("Request", bound=msgspec.Struct)
 
 
 class Upstream:
@@ -58,12 +45,12 @@ class Upstream:
 
     def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:
         """Return *request* as it is sent. *answer* knows its own end; *lora* is the name of its LoRA adapter."""
-        return request.with_headers(self.headers) if self.headers else request
+        return replace(request, headers=self.headers) if self.headers else request
 
     @contextmanager
     def call(self, request: Request) -> Iterator[Request]:
         """Yield *request* as it is sent; the block ends when the answer has come."""
-        yield request.with_headers(self.headers) if self.headers else request
+        yield replace(request, headers=self.headers) if self.headers else request
 
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})

@@ -37,7 +37,6 @@ from triton_openai.telemetry.observation import (
     Observer,
     Request,
     Stage,
-    TritonRequest,
     Upstream,
 )
 
@@ -164,10 +163,11 @@ class Trace(Upstream):
     def _start(self, request: Request, lora: str | None = None) -> tuple[Span, Request]:
         url = None if self._locate is None else self._locate(request)
         attributes = call_attributes(request, url, lora)
-        span = self._tracer.start_span(f"infer {request.model}", self._context, SpanKind.CLIENT, attributes=attributes)
+        name = f"infer {attributes['triton.model_name']}"
+        span = self._tracer.start_span(name, self._context, SpanKind.CLIENT, attributes=attributes)
         headers = dict(self.headers)
         _propagator.inject(headers, set_span_in_context(span, self._context))
-        return span, request.with_headers(headers)
+        return span, msgspec.structs.replace(request, headers=headers)
 
     def end(self) -> None:
         """End all spans."""
@@ -320,7 +320,7 @@ def stage_attributes(name: str, observation: Observation) -> Attributes:
     return {} if usage is None else {"triton_openai.prompt_tokens": usage.prompt_tokens}
 
 
-def call_attributes(request: TritonRequest, url: str | None, lora: str | None = None) -> Attributes:
+def call_attributes(request: Any, url: str | None, lora: str | None = None) -> Attributes:
     """Return those of a request to the Triton at *url*; *lora* is the name of its LoRA adapter."""
     found: _Found = {
         "triton.model_name": request.model,

@@ -12,7 +12,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import msgspec
 
@@ -187,10 +187,6 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Whether to encode it would hold the event loop."""
         sizes = [sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values) for one in self.inputs]
         return sum(sizes) >= _LARGE
-
-    def with_headers(self, headers: Mapping[str, str]) -> Self:
-        """Return the request with these headers."""
-        return msgspec.structs.replace(self, headers=headers)
 
 
 class InferResponse(Protocol):
