@@ -94,13 +94,13 @@ class Turn(msgspec.Struct, frozen=True):
     """
     An assistant's turn, ready to be generated. The APIs for chats prepare one each, and render it in their own way.
 
-    *runs* are its answers, not yet started; *parsers* has the parser of each, ``None`` where its text is just text.
+    *runs* are its answers, not yet started; *parsers* has the parser of each.
     """
 
     task: Task
     plan: ToolPlan
     runs: Sequence[Run]
-    parsers: Sequence[AnswerParser | None]
+    parsers: Sequence[AnswerParser]
 
 
 def plan_of(body: ChatRequest) -> ToolPlan:
@@ -178,11 +178,8 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     def rendered() -> list[ChatChoice]:
         return [chat_choice(i, answer, turn.parsers[i], plan, fields, **wanted) for i, answer in enumerate(answers)]
 
-    if any(turn.parsers):
-        size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
-        choices = await offload.run(rendered, size=size, threshold=LONGEST_INLINE)
-    else:
-        choices = rendered()
+    size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
+    choices = await offload.run(rendered, size=size, threshold=LONGEST_INLINE)
     usages = [run.progress.usage for run in runs]
     usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     completion = ChatCompletion(
@@ -225,20 +222,16 @@ async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: Tool
     return task if forced is None else msgspec.structs.replace(task, guide=forced)
 
 
-def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser | None:
-    """Return the parser of one choice, or ``None`` where its text is just text."""
-    reasoning = parsers.reasoning
-    tools: ToolParser | None = None
-    # Forced calls have ids of the model's family too: its template may take no others.
-    new_id = ToolParser.new_id if parsers.tools is None else parsers.tools.new_id
+def make_parser(parsers: Parsers, plan: ToolPlan, prompt: str) -> AnswerParser:
+    """Return the parser of one choice."""
     if plan.forced:
+        # These calls have ids of the model's family too: its template may take no others.
+        new_id = ToolParser.new_id if parsers.tools is None else parsers.tools.new_id
         # The answer is calls and nothing else: no reasoning comes before it.
         forced = GuidedCalls(plan.schemas, new_id=new_id) if plan.name is None else ForcedCall(plan.name, new_id=new_id)
         own = (parsers.tools or Llama3Json)(plan.schemas)
         return AnswerParser(None, HeldCalls(forced, own), parallel=plan.parallel)
-    if plan.mode == "auto" and parsers.tools is not None:
-        tools = parsers.tools(plan.schemas)
-    if tools is None and reasoning is None:
-        return None
-    inside = None if reasoning is None else reasoning.inside_after(prompt)
-    return AnswerParser(None if reasoning is None else reasoning(inside=inside), tools, parallel=plan.parallel)
+    tools = parsers.tools(plan.schemas) if plan.mode == "auto" and parsers.tools is not None else None
+    kind = parsers.reasoning
+    reasoning = None if kind is None else kind(inside=kind.inside_after(prompt))
+    return AnswerParser(reasoning, tools, parallel=plan.parallel)

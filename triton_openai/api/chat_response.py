@@ -82,7 +82,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: Sequence[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-def finish_reason(progress: Progress, parser: AnswerParser | None, plan: ToolPlan) -> ChatFinishReason | None:
+def finish_reason(progress: Progress, parser: AnswerParser, plan: ToolPlan) -> ChatFinishReason | None:
     """
     Return why the choice ended, as OpenAI says it.
 
@@ -90,15 +90,14 @@ def finish_reason(progress: Progress, parser: AnswerParser | None, plan: ToolPla
     cut by the length with ``length``, and a call cut by a stop string with ``stop``: its arguments are not JSON.
     """
     reason = progress.finish_reason
-    called = parser is not None and parser.calls > 0 and not parser.cut
-    if reason is not FinishReason.LENGTH and called and plan.mode != "named":
+    if reason is not FinishReason.LENGTH and parser.calls and not parser.cut and plan.mode != "named":
         return "function_call" if plan.legacy else "tool_calls"
     return None if reason is None else _REASONS[reason]
 
 
-def reasoning_tokens(parsers: Sequence[AnswerParser | None]) -> int | None:
+def reasoning_tokens(parsers: Sequence[AnswerParser]) -> int | None:
     """Return the tokens of reasoning in all choices, ``None`` if there were none or they are not known."""
-    return sum(parser.reasoning_tokens for parser in parsers if parser is not None) or None
+    return sum(parser.reasoning_tokens for parser in parsers) or None
 
 
 def reasoning_fields(setting: ReasoningField) -> tuple[str, ...]:
@@ -139,7 +138,7 @@ def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -
 def chat_choice(
     index: int,
     answer: Collected,
-    parser: AnswerParser | None,
+    parser: AnswerParser,
     plan: ToolPlan,
     fields: Sequence[str],
     *,
@@ -147,7 +146,7 @@ def chat_choice(
     token_ids: bool,
 ) -> ChatChoice:
     """Return a choice of the whole answer, with *logprobs* and *token_ids* where they are wanted."""
-    if parser is None:
+    if parser.plain:
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
     else:
         events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
@@ -215,7 +214,7 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class ChatChunks(Chunks):
-    """The chunks of one stream; each of *parsers* reads a choice, ``None`` for plain text."""
+    """The chunks of one stream; each of *parsers* reads a choice."""
 
     def __init__(
         self,
@@ -223,7 +222,7 @@ class ChatChunks(Chunks):
         task: Task,
         runs: Sequence[Run],
         *,
-        parsers: Sequence[AnswerParser | None],
+        parsers: Sequence[AnswerParser],
         plan: ToolPlan,
         fields: Sequence[str],
     ) -> None:
@@ -234,7 +233,9 @@ class ChatChunks(Chunks):
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
         #: What precedes the text of most chunks; empty for a choice whose chunks need more.
         self._text_heads = [
-            b"" if parser or self._continuous or self._ids else self._head + b'{"index":%d,"delta":{"content":' % choice
+            self._head + b'{"index":%d,"delta":{"content":' % choice
+            if parser.plain and not self._continuous and not self._ids
+            else b""
             for choice, parser in enumerate(parsers)
         ]
 
@@ -249,15 +250,12 @@ class ChatChunks(Chunks):
         head = self._text_heads[choice]
         if head and not delta.logprobs:
             return head + _encode(delta.text) + self._text_tail
-        parser = self._parsers[choice]
-        if parser is None:
-            return self._events(choice, [Content(delta.text)], delta)
-        return self._events(choice, parser.feed(delta.text, delta.tokens), delta)
+        return self._events(choice, self._parsers[choice].feed(delta.text, delta.tokens), delta)
 
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the chunk with the finish reason."""
         parser, progress = self._parsers[choice], self._runs[choice].progress
-        delayed = self._events(choice, parser.flush(), Delta()) if parser is not None else b""
+        delayed = self._events(choice, parser.flush(), Delta())
         reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return delayed + self._head + end + self._ended(choice)

@@ -19,6 +19,8 @@ class AnswerParser:
         self._reasoning = reasoning
         self._tools = tools
         self._parallel = parallel
+        #: Whether the text is just text.
+        self.plain = reasoning is None and tools is None
         # Stream state
         self.calls = 0
         self.reasoning_tokens = 0

@@ -34,6 +34,7 @@ from triton_openai.errors import (
     UpstreamUnavailable,
 )
 from triton_openai.generation import Delta, FinishReason, Usage
+from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -418,16 +419,17 @@ def test_a_call_that_was_cut() -> None:
 
 def test_stop_reasons() -> None:
     """Why an answer ended, in Anthropic's words."""
+    plain: Any = AnswerParser(None, None)
     call, cut = Parser([[ToolCallStart(0, "i", "f")]]), Parser([[ToolCallStart(0, "i", "f")]], cut=True)
     for progress, parser, limited, expected in (
-        (Progress(), None, False, ("end_turn", None)),
+        (Progress(), plain, False, ("end_turn", None)),
         (Progress(), call, False, ("tool_use", None)),
         (Progress(), cut, False, ("end_turn", None)),
         (Progress(FinishReason.LENGTH), call, False, ("max_tokens", None)),
-        (Progress(FinishReason.LENGTH), None, True, ("model_context_window_exceeded", None)),
-        (Progress(stop="END"), None, False, ("stop_sequence", "END")),
-        (Progress(stop=7), None, False, ("end_turn", None)),
-        (Progress(None), None, False, (None, None)),
+        (Progress(FinishReason.LENGTH), plain, True, ("model_context_window_exceeded", None)),
+        (Progress(stop="END"), plain, False, ("stop_sequence", "END")),
+        (Progress(stop=7), plain, False, ("end_turn", None)),
+        (Progress(None), plain, False, (None, None)),
         (Progress(None), call, False, ("tool_use", None)),
     ):
         found: Any = stop_of(progress, parser, limited=limited)  # type: ignore[arg-type]
@@ -459,7 +461,7 @@ def test_errors() -> None:
         found = json.loads(envelope(error, "r"))
         assert {"type": "error", "error": {"type": kind, "message": message}, "request_id": "r"} == found
     run: Any = Progress()
-    events = MessageEvents("m", "m", run, None, limited=False, omits_thinking=False, request_id="r")
+    events = MessageEvents("m", "m", run, AnswerParser(None, None), limited=False, omits_thinking=False, request_id="r")
     assert events.failed(ServiceError("Bad.")).startswith(
         b'event: error\ndata: {"type":"error","error":{"type":"api_error"'
     )

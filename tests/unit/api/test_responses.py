@@ -21,6 +21,7 @@ from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
 from triton_openai.config.tree import LimitSettings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ServiceError, ServiceOverloaded
 from triton_openai.generation import Delta, FinishReason, TokenLogprob, Usage
+from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.prompts.messages import AssistantMessage
 
@@ -195,7 +196,9 @@ def renderer(parser: Any = None, *, reason: FinishReason | None = FinishReason.S
     """Return a renderer of a response."""
     response = ResponseObject(id="resp_0", created_at=1, model="m", reasoning={}, text={})
     run: Any = FakeRun(reason)
-    return ResponseEvents(response, run, parser, **{"names": {}, "sealed": False, **options})
+    return ResponseEvents(
+        response, run, parser or AnswerParser(None, None), **{"names": {}, "sealed": False, **options}
+    )
 
 
 def rendered(events: ResponseEvents, *deltas: Delta) -> list[dict[str, Any]]:

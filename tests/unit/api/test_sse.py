@@ -27,6 +27,7 @@ from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Sampling
 from triton_openai.models.draining import DRAINING, Draining
+from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving.server import HttpServer
 from triton_openai.telemetry.observation import OBSERVATION, Observation
 
@@ -104,7 +105,7 @@ def test_token_ids_are_in_each_chunk_of_a_chat() -> None:
     for wanted in (False, True):
         task = Task(id="id", sampling=Sampling(max_tokens=1), token_ids=wanted)
         runs: Any = [ScriptedRun()]
-        chunks = ChatChunks(context, task, runs, parsers=[None], plan=ToolPlan(), fields=())
+        chunks = ChatChunks(context, task, runs, parsers=[AnswerParser(None, None)], plan=ToolPlan(), fields=())
         assert wanted == (b'"token_ids":[5]' in chunks.piece(0, Delta("a", token_ids=[5])))
 
 

@@ -33,7 +33,6 @@ def test_forced_calls_have_ids_of_the_family(choice: Any) -> None:
     lengths = []
     for tools in (Mistral, Hermes, None):
         parser = make_parser(Parsers(tools=tools), wanted, "")
-        assert parser is not None
         (start, *_) = parser.feed(text)
         assert isinstance(start, ToolCallStart)
         lengths.append(len(start.id))
@@ -62,7 +61,6 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
         wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
         for text in texts:
             parser = make_parser(Parsers(tools=tools), wanted, "")
-            assert parser is not None
             events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
             message = message_of(events + parser.flush(), wanted, ("reasoning",))
             assert isinstance(message.tool_calls, list), text
@@ -77,7 +75,6 @@ def test_a_forced_call_that_is_none(choice: Any, text: str) -> None:
     """The text is content, as the model wrote it."""
     wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
     parser = make_parser(Parsers(tools=Hermes), wanted, "")
-    assert parser is not None
     message = message_of(
         [event for character in text for event in parser.feed(character)] + parser.flush(), wanted, ("reasoning",)
     )
@@ -111,7 +108,6 @@ def test_a_forced_call_that_is_cut() -> None:
     wanted = plan_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
     for text in (CALL[:-15], '[{"name": "now", "parameters": {"a'):
         parser = make_parser(Parsers(tools=Hermes), wanted, "")
-        assert parser is not None
         parser.feed(text)
         parser.flush()
         assert parser.cut, text

@@ -32,9 +32,7 @@ def message_usage(progress: Progress) -> types.MessageUsage:
     )
 
 
-def stop_of(
-    progress: Progress, parser: AnswerParser | None, *, limited: bool
-) -> tuple[types.StopReason | None, str | None]:
+def stop_of(progress: Progress, parser: AnswerParser, *, limited: bool) -> tuple[types.StopReason | None, str | None]:
     """
     Return why the answer ended, and the stop sequence that ended it.
 
@@ -43,7 +41,7 @@ def stop_of(
     reason, stop = progress.finish_reason, progress.stop_reason
     if reason is FinishReason.LENGTH:
         return ("model_context_window_exceeded" if limited else "max_tokens"), None
-    if parser is not None and parser.calls and not parser.cut:
+    if parser.calls and not parser.cut:
         return "tool_use", None
     if isinstance(stop, str):
         return "stop_sequence", stop
@@ -67,14 +65,14 @@ class MessageEvents(Renderer):
     """
     The events of one stream, or, as :attr:`message`, what they make together for an answer as a *whole*.
 
-    *parser* reads the text, ``None`` for plain text; for *limited* see :func:`stop_of`. With *omits_thinking*, thoughts
-    are in the signatures of their blocks. A call that was cut has no input: among the blocks it is a text.
+    *parser* reads the text; for *limited* see :func:`stop_of`. With *omits_thinking*, thoughts are in the signatures of
+    their blocks. A call that was cut has no input: among the blocks it is a text.
     """
 
     message_id: str
     model: str
     run: Run
-    parser: AnswerParser | None
+    parser: AnswerParser
     _: KW_ONLY
     limited: bool
     omits_thinking: bool
@@ -115,14 +113,11 @@ class MessageEvents(Renderer):
         return self.opening() + _event(types.MessageEvent(type="ping"))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
-        return self._render(
-            [Content(delta.text)] if self.parser is None else self.parser.feed(delta.text, delta.tokens)
-        )
+        return self._render(self.parser.feed(delta.text, delta.tokens))
 
     def last(self, choice: int) -> bytes:
         """Return what the parser held back, and the end of the last block."""
-        events = [] if self.parser is None else self.parser.flush()
-        return self._render(events) + self._close()
+        return self._render(self.parser.flush()) + self._close()
 
     def closing(self) -> bytes:
         """Return why the message ended, and its end."""

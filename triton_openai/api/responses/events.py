@@ -43,13 +43,13 @@ class ResponseEvents(Renderer):
     The events of one response, which has one *run*; without it, the response can only fail.
 
     *response* grows with the answer: it is whole once :meth:`closing` or :meth:`failed` was called. *parser* reads the
-    text, ``None`` for plain text. *names* says how the client calls its tools. *sealed* is whether reasoning items have
-    their ``encrypted_content``.
+    text. *names* says how the client calls its tools. *sealed* is whether reasoning items have their
+    ``encrypted_content``.
     """
 
     response: types.ResponseObject
     run: Run | None
-    parser: AnswerParser | None
+    parser: AnswerParser
     _: KW_ONLY
     names: Mapping[str, ToolName]
     sealed: bool
@@ -89,26 +89,21 @@ class ResponseEvents(Renderer):
         return _encode(msgspec.structs.replace(self.response, status="in_progress", error=None, output=()))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
-        parser = self.parser
-        if parser is None and type(self._item) is types.OutputMessage and not delta.logprobs:
-            return self._text(delta.text)
         entries = chat_logprobs(delta.logprobs).content if delta.logprobs else []
-        if parser is None:
-            return self._content(delta.text, entries)
-        events = parser.feed(delta.text, delta.tokens)
+        events = self.parser.feed(delta.text, delta.tokens)
         if len(events) == 1 and type(events[0]) is Content and type(self._item) is types.OutputMessage and not entries:
             return self._text(events[0].text)
         return self._parsed(events, entries)
 
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the end of the last item."""
-        events = b"" if self.parser is None else self._parsed(self.parser.flush(), [])
+        events = self._parsed(self.parser.flush(), [])
         if not self._output:
             # An empty answer is a message too.
             events += self._begin(types.OutputMessage)
         cut = self.run is not None and self.run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, types.OutputFunctionCall | types.OutputCustomCall):
-            cut = self.parser is not None and self.parser.cut
+            cut = self.parser.cut
         return events + self._close("incomplete" if cut else "completed")
 
     def closing(self) -> bytes:
@@ -147,14 +142,13 @@ class ResponseEvents(Renderer):
         return last
 
     def _usage(self, run: Run) -> types.ResponseUsage:
-        progress, parser = run.progress, self.parser
-        usage = progress.usage or progress.usage_estimate
+        usage = run.progress.usage or run.progress.usage_estimate
         return types.ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=types.InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
             output_tokens=usage.completion_tokens,
             output_tokens_details=types.OutputTokensDetails(
-                reasoning_tokens=0 if parser is None else min(parser.reasoning_tokens, usage.completion_tokens)
+                reasoning_tokens=min(self.parser.reasoning_tokens, usage.completion_tokens)
             ),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )

@@ -38,6 +38,7 @@ from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import EventLog, stream
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
+from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving.middleware import Observed
 from triton_openai.telemetry.logging import warn
 from triton_openai.telemetry.observation import OBSERVERS
@@ -112,7 +113,7 @@ class Job:
 
     def events(self, turn: chat.Turn | None) -> ResponseEvents:
         """Return what renders the response; without a *turn*, it has failed before it began."""
-        response, run, parser = self.response, None, None
+        response, run, parser = self.response, None, AnswerParser(None, None)
         response.status = "in_progress"
         if turn is not None:
             (run,), (parser,) = turn.runs, turn.parsers
