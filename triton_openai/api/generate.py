@@ -14,17 +14,7 @@ from triton_openai.access.guard import gateway_header
 from triton_openai.answer.logprobs import PromptScoring, score_prompts
 from triton_openai.answer.run import Run
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.api.parameters import (
-    SamplingRequest,
-    StreamOptions,
-    guide_of,
-    priority,
-    prompt_scoring,
-    sampling,
-    stream_options,
-    token_ids,
-    truncation,
-)
+from triton_openai.api import parameters
 from triton_openai.api.prompts import (
     Prompt,
     Rewritten,
@@ -38,7 +28,7 @@ from triton_openai.api.prompts import (
 from triton_openai.api.service import RequestContext, Service
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
-from triton_openai.generation import Generation, Guide, Image, Sampling, Vocabulary
+from triton_openai.generation import Generation, Vocabulary
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.prompts.truncation import Truncation, cut_ids, cut_text
@@ -55,32 +45,24 @@ _INLINE_WORDS = 20
 # Tokens of a logit_bias that are sent as texts: to find a token's text takes some ten microseconds.
 _MOST_WORDS = 1024
 
-_Body = TypeVar("_Body", bound=SamplingRequest)
+_Body = TypeVar("_Body", bound=parameters.SamplingRequest)
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(Generation, frozen=True, kw_only=True):
     """
-    What a request wants for each of its prompts: *n* answers, whose ids begin with *id*.
+    What a request wants for each of its prompts: *n* answers, whose ids begin with *id*. It has no prompt itself.
 
     ``open_ended`` is true if neither the client nor the operator limits the answer; ``open_limit`` is the limit that
-    the model's authors recommend for such answers. ``cumulative_logprob`` asks for that of the answer, ``token_ids``
-    for the ids of prompt and answer, ``prompt_scoring`` for the log probabilities of the prompt's tokens.
-    ``truncation`` says how long prompts are cut. ``priority`` is the request's place in Triton's queue.
+    the model's authors recommend for such answers. ``prompt_scoring`` asks for the log probabilities of the prompt's
+    tokens. ``truncation`` says how long prompts are cut.
     """
 
-    id: str
-    sampling: Sampling
-    stream: bool = False
-    options: StreamOptions = StreamOptions()
+    prompt: str = ""
+    options: parameters.StreamOptions = parameters.StreamOptions()
     n: int = 1
-    guide: Guide | None = None
     open_ended: bool = False
     open_limit: int | None = None
     truncation: Truncation | None = None
-    priority: int = 0
-    images: tuple[Image, ...] = ()
-    cumulative_logprob: bool = False
-    token_ids: bool = False
     prompt_scoring: PromptScoring | None = None
 
 
@@ -98,7 +80,7 @@ def task_of(
     Return the task of a request to generate text.
 
     *defaults* are the model's. *echo_logprobs* is the number of alternatives to each token of the echoed prompt,
-    ``None`` for no log probabilities. For the rest see :class:`Task`, :func:`sampling` and :func:`truncation`. Raises
+    ``None`` for no log probabilities. For the rest see :class:`Task` and :mod:`triton_openai.api.parameters`. Raises
     :class:`InvalidRequest`.
     """
     body, model, settings = context.body, context.model, context.service.settings
@@ -111,18 +93,20 @@ def task_of(
         objective = settings.access.gateway.objectives.get(name, 0)
     return Task(
         id=answer_id,
-        sampling=sampling(body, defaults=defaults, default_max_tokens=settings.api.default_max_tokens, adapter=adapter),
+        sampling=parameters.sampling(
+            body, defaults=defaults, default_max_tokens=settings.api.default_max_tokens, adapter=adapter
+        ),
         stream=bool(body.stream),
-        options=stream_options(body, always_usage=settings.api.always_include_usage),
+        options=parameters.stream_options(body, always_usage=settings.api.always_include_usage),
         n=n,
-        guide=guide_of(body, adapter.capabilities.guides),
+        guide=parameters.guide_of(body, adapter.capabilities.guides),
         open_ended=body.limit[1] is None and model.settings.default_parameters.max_tokens is None,
         open_limit=defaults.max_tokens,
-        truncation=truncation(body, keeps_special=keeps_special),
-        priority=priority(body, model.priorities, objective),
+        truncation=parameters.truncation(body, keeps_special=keeps_special),
+        priority=parameters.priority(body, model.priorities, objective),
         cumulative_logprob=cumulative_logprob,
-        token_ids=token_ids(body, adapter),
-        prompt_scoring=prompt_scoring(
+        token_ids=parameters.token_ids(body, adapter),
+        prompt_scoring=parameters.prompt_scoring(
             body, adapter, echo_logprobs=echo_logprobs, timeout=settings.triton.request_timeout
         ),
     )
@@ -202,18 +186,8 @@ async def generation_of(model: ServedModel, tokenizer: Tokenizer | None, prompt:
         fields = await _id_fields(model, tokenizer, prompt, task)
     else:
         raise no_tokenizer(model)
-    return Generation(
-        id=task.id,
-        sampling=task.sampling,
-        stream=task.stream,
-        cumulative_logprob=task.cumulative_logprob,
-        token_ids=task.token_ids,
-        guide=task.guide,
-        lora=model.lora,
-        kv_cache_block_size=model.settings.kv_cache_block_size,
-        priority=task.priority,
-        images=task.images,
-        **fields,
+    return msgspec.structs.replace(
+        task, lora=model.lora, kv_cache_block_size=model.settings.kv_cache_block_size, **fields
     )
 
 
@@ -249,9 +223,7 @@ async def _text_fields(
         if task.token_ids:
             ids = tuple(await tokenizer.encode_async(prompt, special))
     biases = task.sampling.logit_bias if capabilities.bias_words else ()
-    words: Sequence[tuple[str, float]] = ()
-    if biases:
-        words = await offload.run(bias_words, tokenizer, biases, size=len(biases), threshold=_INLINE_WORDS)
+    words = await offload.run(bias_words, tokenizer, biases, size=len(biases), threshold=_INLINE_WORDS)
     return {"prompt": prompt, "original_prompt": original, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
 
 
