@@ -233,7 +233,7 @@ async def _id_fields(
     """Return the fields of a :class:`Generation` for a model that takes token ids."""
     truncation = _truncation(model, task)
     if isinstance(prompt, str):
-        # A chat template writes the special tokens itself. `as_sent` removed those that the tokenizer adds.
+        # A chat template writes the special tokens itself. `prompt_of` removed those that the tokenizer adds.
         if truncation is not None and truncation.keeps_special:
             prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
         ids = await tokenizer.encode_async(prompt, model.adapter.hints.adds_bos)

@@ -281,14 +281,6 @@ def _turn(
     )
 
 
-def as_sent(model: ServedModel, tokenizer: Tokenizer | None, prompt: str) -> str:
-    """Return a rendered *prompt* as the backend must get it: without the first token that the backend adds itself."""
-    if model.adapter.hints.adds_bos and tokenizer is not None and tokenizer.adds_bos:
-        # Else the prompt would begin with it twice.
-        return tokenizer.strip_bos(prompt)
-    return prompt
-
-
 async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> Prompter:
     """Return *prompter* with the template *source* of a request."""
     if not trusted:

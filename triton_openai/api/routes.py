@@ -23,7 +23,6 @@ from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
 from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
 from triton_openai.api.bodies import ModelRequest
-from triton_openai.api.chat_response import ChatCompletion, ChatCompletionChunk
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.errors import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
@@ -355,7 +354,7 @@ _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
 
 OPERATIONS = (
     Operation(chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference",
-              chat.ChatRequest, ChatCompletion, event=ChatCompletionChunk, infers=True),
+              chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, infers=True),
     Operation(completions.handle, _openai("POST /completions"), "create_completion", "inference",
               completions.CompletionRequest, completions.Completion, event=completions.Completion, infers=True),
     Operation(responses.handle, _openai("POST /responses"), "create_response", "inference",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.cases import every_case
 from triton_openai.answer.run import Push
-from triton_openai.api.chat_response import ChatChunks
+from triton_openai.api.chat import ChatChunks, Turn
 from triton_openai.api.generate import Task
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import ToolPlan
@@ -105,7 +105,7 @@ def test_token_ids_are_in_each_chunk_of_a_chat() -> None:
     for wanted in (False, True):
         task = Task(id="id", sampling=Sampling(max_tokens=1), token_ids=wanted)
         runs: Any = [ScriptedRun()]
-        chunks = ChatChunks(context, task, runs, parsers=[AnswerParser(None, None)], plan=ToolPlan(), fields=())
+        chunks = ChatChunks(context, Turn(task, ToolPlan(), runs, [AnswerParser(None, None)]), ())
         assert wanted == (b'"token_ids":[5]' in chunks.piece(0, Delta("a", token_ids=[5])))
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from tests.cases import every_case
-from triton_openai.api.chat import make_parser
-from triton_openai.api.chat_response import message_of
+from triton_openai.api.chat import make_parser, message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
