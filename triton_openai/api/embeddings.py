@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from operator import mul
@@ -255,8 +254,6 @@ async def count_inputs(
 def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
     """Return one embedding as JSON: all at once would keep the interpreter lock for long."""
     values = array("f", vector)
-    if sys.byteorder == "big":
-        values.byteswap()
     if not math.isfinite(sum(values)):
         raise errors.UpstreamError("The model sent an embedding with values that are not numbers.")
     embedding = base64.b64encode(vector).decode("ascii") if as_text else values.tolist()

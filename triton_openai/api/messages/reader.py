@@ -19,17 +19,7 @@ from triton_openai.api.messages import types
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
 from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
 from triton_openai.errors import ServiceError, UnsupportedParameter
-from triton_openai.prompts.messages import (
-    AssistantMessage,
-    Content,
-    ContentPart,
-    Message,
-    MessageFunctionCall,
-    MessageToolCall,
-    SystemMessage,
-    ToolMessage,
-    UserMessage,
-)
+from triton_openai.prompts import messages
 
 # Claude Code's first block: it says which release asks, changes with it, and is not for the model.
 _BILLING = "x-anthropic-billing-header:"
@@ -82,7 +72,7 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
         tool_choice=_choice(body),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         # The answer goes on with what the client wrote for it.
-        continue_final_message=isinstance(last, AssistantMessage) or None,
+        continue_final_message=isinstance(last, messages.AssistantMessage) or None,
         reasoning_effort=None if config is None or config.effort is None else _EFFORTS[config.effort],
         chat_template_kwargs=None if thinking is None else dict.fromkeys(_SWITCHES, thinking.type != "disabled"),
     )
@@ -141,13 +131,13 @@ def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
                 yield from [part.tool_name for part in block.content if isinstance(part, types.ToolReferenceBlockParam)]
 
 
-def _messages(body: types.CountTokensRequest) -> Iterator[tuple[Message, str]]:
+def _messages(body: types.CountTokensRequest) -> Iterator[tuple[messages.Message, str]]:
     """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
     if body.system:
         given = [types.TextBlock(body.system)] if isinstance(body.system, str) else body.system
         texts = [_text(block.text) for block in given if not block.text.startswith(_BILLING)]
         if texts:
-            yield SystemMessage(content=_content(texts)), "system"
+            yield messages.SystemMessage(content=_content(texts)), "system"
     for role, group in groupby(enumerate(body.messages), key=lambda item: item[1].role):
         turns = list(group)
         place = f"messages[{turns[0][0]}]"
@@ -158,7 +148,7 @@ def _messages(body: types.CountTokensRequest) -> Iterator[tuple[Message, str]]:
             texts = [_text(block.text) for block in blocks if isinstance(block, types.TextBlock)]
             if len(texts) < len(blocks):
                 raise UnsupportedParameter("Messages of the system have texts only.", param=place)
-            yield SystemMessage(content=_content(texts)), place
+            yield messages.SystemMessage(content=_content(texts)), place
         else:
             yield from [(message, place) for message in _user(blocks, place)]
 
@@ -167,7 +157,7 @@ def _blocks(message: types.MessageParam) -> Sequence[types.BlockParam]:
     return [types.TextBlock(message.content)] if isinstance(message.content, str) else message.content
 
 
-def _assistant(blocks: Sequence[types.BlockParam], place: str) -> Message:
+def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Message:
     texts, thoughts, calls = [], [], []
     for block in blocks:
         match block:
@@ -176,22 +166,22 @@ def _assistant(blocks: Sequence[types.BlockParam], place: str) -> Message:
             case types.ThinkingBlockParam():
                 thoughts.append(block.thinking or unsealed(block.signature) or "")
             case types.ToolUseBlock():
-                function = MessageFunctionCall(name=block.name, arguments=block.input)
-                calls.append(MessageToolCall(id=block.id, type="function", function=function))
+                function = messages.MessageFunctionCall(name=block.name, arguments=block.input)
+                calls.append(messages.MessageToolCall(id=block.id, type="function", function=function))
             case types.RedactedThinkingBlockParam():
                 pass
             case _:
                 raise _misplaced(block, "an assistant's", place)
-    return AssistantMessage(
+    return messages.AssistantMessage(
         content=_content(texts) if texts else None,
         reasoning_content="\n".join(filter(None, thoughts)) or None,
         tool_calls=calls or None,
     )
 
 
-def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[Message]:
+def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[messages.Message]:
     """Yield what tools answered, and then the rest: the images of tools too, which templates take of users only."""
-    parts: list[ContentPart] = []
+    parts: list[messages.ContentPart] = []
     answered = False
     for block in blocks:
         if isinstance(block, types.ToolResultBlockParam):
@@ -202,25 +192,25 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[Message]:
                 text = f"Error: {text}"
             parts += [part for part in found if part.text is None]
             answered = True
-            yield ToolMessage(content=text, tool_call_id=block.tool_use_id)
+            yield messages.ToolMessage(content=text, tool_call_id=block.tool_use_id)
         elif isinstance(block, types.TextBlock | types.ImageBlockParam | types.DocumentBlockParam):
             parts.append(_part(block, place))
         else:
             raise _misplaced(block, "a user's", place)
     if parts or not answered:
-        yield UserMessage(content=_content(parts))
+        yield messages.UserMessage(content=_content(parts))
 
 
-def _part(block: types.ResultBlockParam, place: str) -> ContentPart:
+def _part(block: types.ResultBlockParam, place: str) -> messages.ContentPart:
     match block:
         case types.TextBlock():
             return _text(block.text)
         case types.ImageBlockParam(source=types.UrlSourceParam(url=url)):
-            return ContentPart(type="image_url", image_url=url)
+            return messages.ContentPart(type="image_url", image_url=url)
         case types.ImageBlockParam(source=types.Base64SourceParam(media_type=media_type, data=data)):
             # What it really is, its first bytes say.
             url = f"data:image/{media_type.removeprefix('image/')};base64,{data}"
-            return ContentPart(type="image_url", image_url=url)
+            return messages.ContentPart(type="image_url", image_url=url)
         case types.DocumentBlockParam(source=types.TextSourceParam(data=data)):
             return _text(data if block.title is None else f"{block.title}\n{data}")
         case types.ToolReferenceBlockParam(tool_name=name):
@@ -229,11 +219,11 @@ def _part(block: types.ResultBlockParam, place: str) -> ContentPart:
             raise UnsupportedParameter("Of documents, only those of plain text are supported.", param=place)
 
 
-def _text(text: str) -> ContentPart:
-    return ContentPart(type="text", text=text)
+def _text(text: str) -> messages.ContentPart:
+    return messages.ContentPart(type="text", text=text)
 
 
-def _content(parts: Sequence[ContentPart]) -> Content:
+def _content(parts: Sequence[messages.ContentPart]) -> messages.Content:
     return parts[0].text if len(parts) == 1 and parts[0].text is not None else list(parts)
 
 

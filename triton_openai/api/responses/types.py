@@ -12,16 +12,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from triton_openai.api import parameters
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, ModelRequest
 from triton_openai.api.logprobs import ContentLogprob
-from triton_openai.api.parameters import (
-    JsonObjectFormat,
-    SamplingRequest,
-    StreamOptions,
-    TextFormat,
-    accepting,
-    refusing,
-)
 
 #: An item of ``input``: kept as it is, because it may be stored, and read by :mod:`triton_openai.api.responses.reader`.
 Item: TypeAlias = dict[str, Any]
@@ -39,7 +32,7 @@ class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 class TextOptions(msgspec.Struct):
     """The form of the text. ``verbosity`` has no influence: no backend knows it."""
 
-    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    format: parameters.TextFormat | parameters.JsonObjectFormat | SchemaFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -60,7 +53,7 @@ class ConversationId(msgspec.Struct):
     id: str
 
 
-@accepting("prompt_cache_options", "prompt_cache_retention", "service_tier")
+@parameters.accepting("prompt_cache_options", "prompt_cache_retention", "service_tier")
 class ItemsRequest(ModelRequest, kw_only=True):
     """Base of the requests with items, which may go on from an earlier response."""
 
@@ -69,7 +62,7 @@ class ItemsRequest(ModelRequest, kw_only=True):
     previous_response_id: str | None = None
 
 
-@accepting("prompt_cache_key")
+@parameters.accepting("prompt_cache_key")
 class CompactRequest(ItemsRequest, kw_only=True):
     """A conversation that becomes shorter."""
 
@@ -82,14 +75,14 @@ Includable = Literal[
 ]  # fmt: skip
 
 
-@accepting("client_metadata")
-@refusing(prompt=None, context_management=[], moderation=None)
+@parameters.accepting("client_metadata")
+@parameters.refusing(prompt=None, context_management=[], moderation=None)
 class ResponsesRequest(ItemsRequest, kw_only=True):
     """The request. The fields below ``top_p`` are extensions, which chats have too."""
 
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: parameters.StreamOptions | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ITEMS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -119,7 +112,7 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
 
 
 #: What a chat has under the same name.
-SHARED = tuple(sorted(set(SamplingRequest.__struct_fields__) & set(ResponsesRequest.__struct_fields__) - {
+SHARED = tuple(sorted(set(parameters.SamplingRequest.__struct_fields__) & set(ResponsesRequest.__struct_fields__) - {
     "model", "metadata", "user", "store", "safety_identifier", "prompt_cache_key", "service_tier", "stream_options",
 }))  # fmt: skip
 
