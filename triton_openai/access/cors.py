@@ -56,11 +56,7 @@ class Cors:
             headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = ", ".join(EXPOSED)
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """
-        Return the answer if *request* is a preflight, else ``None``.
-
-        Raises :class:`OriginNotAllowed` for a page of another origin.
-        """
+        """Return the answer to a preflight, ``None`` for other requests. Raises :class:`OriginNotAllowed`."""
         if request.method != hdrs.METH_OPTIONS or not self._origins:
             return None
         origin = request.headers.get(hdrs.ORIGIN)

@@ -230,11 +230,7 @@ class LogprobsStage:
         return passed
 
     def end(self) -> list[TokenLogprob]:
-        """
-        Return the delayed entries, up to the stop string if one ended the answer.
-
-        A token that is shown in part keeps its entry.
-        """
+        """Return the delayed entries, up to the stop string if there is one: a token shown in part keeps its entry."""
         raw = b"".join([self._before, *[raw for _, raw in self._held]])
         before = len(self._before)
         # Only those that end in this token: with min_tokens, a backend ignores earlier ones.

@@ -30,11 +30,7 @@ class TimeLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, settings: TritonSettings, headers: Mapping[str, str], *, stream: bool) -> TimeLimits:
-        """
-        Return the limits of a request with *headers*; a *stream* has another total.
-
-        Raises :class:`InvalidRequest` for a header that is no number of seconds, or that asks for too much.
-        """
+        """Return the limits of a request; a *stream* has another total. Raises :class:`InvalidRequest`."""
         total = settings.stream_timeout if stream else settings.request_timeout
         return cls(
             first_token=_shorter("x-first-token-timeout", headers, settings.first_token_timeout),

@@ -38,11 +38,7 @@ _LONGEST_INLINE = 64 * 1024
 
 
 async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
-    """
-    Return the request's body as *kind*.
-
-    With *strict*, fields that *kind* does not know are refused. Raises :class:`InvalidRequest` and its subclasses.
-    """
+    """Return the body as *kind*; *strict* refuses fields that *kind* does not know. Raises :class:`InvalidRequest`."""
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type and content_type != "application/json" and not content_type.endswith("+json"):
         raise UnsupportedMediaType(f"The body must be JSON (application/json), not '{content_type[:100]}'.")
@@ -257,9 +253,8 @@ def _without_images(body: bytes, most: int) -> bytes:
     """
     Return a *body* of more than *most* bytes without its data URLs, and without what fields ``data`` have in base64.
 
-    Raises :class:`PayloadTooLarge` for more than *most* bytes.
-
-    The removed contents have no quotes, and no escape but base64's ``\\/``, so the result is still JSON.
+    The removed contents have no quotes, and no escape but base64's ``\\/``, so the result is still JSON. Raises
+    :class:`PayloadTooLarge` if more than *most* bytes are left.
     """
     plain = body.isascii()
     first, *parts = body.split(_DATA, _MOST_DATA_URLS)

@@ -222,11 +222,7 @@ def plan_of(body: ChatRequest) -> ToolPlan:
 async def prompt_of(
     context: RequestContext[ChatRequest], plan: ToolPlan, prompter: Prompter
 ) -> tuple[str, Sequence[ImageReference]]:
-    """
-    Return the prompt of a chat, by its model's *prompter*, and its images, not loaded yet.
-
-    Raises :class:`InvalidRequest`, and :class:`ConfigurationError` for a model that cannot chat.
-    """
+    """Return a chat's prompt, made by *prompter*, and its images, not loaded yet. Raises :class:`ServiceError`."""
     service, model, body = context.service, context.model, context.body
     pictures = images_of(model, body.messages)
     # Before they are rendered: each is looked for in all of its message's text.

@@ -121,11 +121,7 @@ def activation_of(model: ServedModel, tokenizer: Tokenizer | None) -> Activation
 
 
 def activated(values: Sequence[float], activation: Activation) -> Sequence[float]:
-    """
-    Return the probabilities for logits; the softmax of one class alone is its sigmoid.
-
-    Raises :class:`UpstreamError` for values that are not finite.
-    """
+    """Return the probabilities for logits; the softmax of one class is its sigmoid. Raises :class:`UpstreamError`."""
     highest = max(values)
     if activation == "sigmoid" or (activation == "softmax" and len(values) == 1):
         values = [embeddings.sigmoid(value) for value in values]

@@ -128,12 +128,7 @@ def inputs_of(body: InputRequest) -> list[str] | list[list[int]]:
 async def as_taken(
     model: ServedModel, inputs: Sequence[str] | Sequence[Sequence[int]], cut: Truncation | None
 ) -> Sequence[str] | Sequence[Sequence[int]]:
-    """
-    Return *inputs* truncated as *cut* says, as text for a model that takes no token ids, and as ids where it needs ids.
-
-    Raises :class:`InvalidRequest`, and :class:`UnsupportedParameter` or :class:`ConfigurationError` if that needs a
-    tokenizer and there is none.
-    """
+    """Return *inputs*, truncated as *cut* says, in the form that the model takes. Raises :class:`ServiceError`."""
     takes_ids, encodes = model.adapter.capabilities.token_inputs, model.adapter.capabilities.encoded
     decodes = not takes_ids and not isinstance(inputs[0], str)
     hint = _LANGCHAIN if model.adapter.capabilities.embed else ""
@@ -181,11 +176,7 @@ async def as_taken(
 async def answers_of(
     service: Service, model: ServedModel, requests: Sequence[InferRequest], *, timeout: float | None
 ) -> Sequence[InferResponse]:
-    """
-    Return the first answer to each of *requests*, in their order.
-
-    Raises :class:`ServiceError` for the first that fails, and :class:`UpstreamTimeout` for more than *timeout* seconds.
-    """
+    """Return the first answer to each of *requests*, in their order. Raises :class:`ServiceError`."""
     slots = asyncio.Semaphore(_PARALLEL_REQUESTS)
 
     async def answer(request: InferRequest) -> InferResponse:
@@ -303,11 +294,7 @@ def _texts(value: Text | list[Text], place: str) -> list[str]:
 
 
 async def score(context: RequestContext[_Request], job_id: str, pairs: Pairs, *, param: str) -> ScoreResult:
-    """
-    Return the scores of *pairs*; *param* is the client's name of the documents.
-
-    Raises :class:`InvalidRequest` for models that cannot score, and other :class:`ServiceError`.
-    """
+    """Return the scores of *pairs*; *param* is the client's name of the documents. Raises :class:`ServiceError`."""
     model, request = context.model, context.body
     capabilities = model.adapter.capabilities
     if not (capabilities.score or capabilities.embed):

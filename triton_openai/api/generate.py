@@ -300,10 +300,8 @@ def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]])
     Return texts and weights with which a backend biases just the tokens of *biases*.
 
     The backend tokenizes each text with its special tokens and adds the weight to every token it gets. Those special
-    tokens get the whole sum taken off again, by an empty text, which consists of nothing else.
-
-    Raises :class:`UnsupportedParameter` for a token that no text gives, and without a tokenizer, and
-    :class:`InvalidRequest` for very many.
+    tokens get the whole sum taken off again, by an empty text, which consists of nothing else. Raises
+    :class:`InvalidRequest`, such as for a token that no text gives.
     """
     if not biases:
         return ()

@@ -181,11 +181,7 @@ async def unload(request: web.Request) -> web.Response:
 
 
 async def _named(request: web.Request, kind: type[_Body]) -> tuple[str, _Body]:
-    """
-    Return the model's name, and the body, which may be missing.
-
-    Raises :class:`ManagementDisabled`, and :class:`ModelNotFound` for a model that the request's key does not open.
-    """
+    """Return the model's name, and the body, which may be missing. Raises :class:`InvalidRequest`."""
     service_of(request).control.check_allowed()
     key_of(request).check_may_manage()
     body = await read_json(request, kind, strict=True) if request.can_read_body else kind()
@@ -255,11 +251,7 @@ _TEXT = "Hi"
 
 
 async def probe(service: Service, model: ServedModel, *, timeout: float) -> None:
-    """
-    Ask *model* for one token, vector, score or class.
-
-    Raises :class:`ServiceError`, also when it takes more than *timeout* seconds; limits of this service do not apply.
-    """
+    """Ask *model* for one token, vector, score or class, in *timeout* seconds. Raises :class:`ServiceError`."""
     capabilities = model.adapter.capabilities
     number = new_id("probe")
     tokenizer = (await model.prompter()).tokenizer

@@ -279,12 +279,7 @@ def _rows(adapter: Adapter) -> Mapping[str, BoundParameter]:
 def sampling(
     request: SamplingRequest, *, defaults: DefaultParameters, default_max_tokens: int, adapter: Adapter
 ) -> Sampling:
-    """
-    Return the sampling of *request*, completed from the model's *defaults*.
-
-    Raises :class:`InvalidRequest` for values that contradict each other, and :class:`UnsupportedParameter` for those
-    that the model cannot honour.
-    """
+    """Return the sampling of *request*, completed from the model's *defaults*. Raises :class:`InvalidRequest`."""
     max_tokens_name, max_tokens = request.limit
     alternatives_name, logprobs = request.alternatives
     given = _given(defaults)
@@ -416,11 +411,7 @@ def prompt_scoring(
 
 
 def stream_options(request: SamplingRequest, *, always_usage: bool) -> StreamOptions:
-    """
-    Return the stream options; with *always_usage*, a setting, every stream has its usage.
-
-    Raises :class:`InvalidRequest` for options without a stream.
-    """
+    """Return the stream options; with *always_usage*, every stream has its usage. Raises :class:`InvalidRequest`."""
     if request.stream_options is None:
         return StreamOptions(include_usage=always_usage)
     if not request.stream:
@@ -435,12 +426,7 @@ _guided = attrgetter(*_GUIDED)
 
 
 def guide_of(request: SamplingRequest, supported: frozenset[str]) -> Guide | None:
-    """
-    Return the guide that *request* asks for.
-
-    Raises :class:`InvalidRequest` for a malformed guide or several guides, and :class:`UnsupportedParameter` for a kind
-    that is not *supported*: an answer without its guide would be wrong.
-    """
+    """Return the guide that *request* asks for, of a *supported* kind. Raises :class:`InvalidRequest`."""
     if _guided(request).count(None) == len(_GUIDED):
         return None
     guides = list(_guides(request))

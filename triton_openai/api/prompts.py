@@ -77,12 +77,7 @@ def separated(value: str | list[str | int | list[int]], param: str) -> list[Any]
 async def filled(
     model: ServedModel, prompt: str | list[str | int | list[int]], suffix: str, *, echo: bool, special: bool = True
 ) -> Sequence[Prompt]:
-    """
-    Return the prompts that ask for the text between each of *prompt* and *suffix*.
-
-    Raises :class:`UnsupportedParameter` if the model has no ``fim_template``, for token ids, and for *echo*, and
-    :class:`ConfigurationError` if the model's tokenizer does not fit the template.
-    """
+    """Return the prompts that ask for the text between each of *prompt* and *suffix*. Raises :class:`ServiceError`."""
     tokenizer = (await model.prompter()).tokenizer
     form = fim_form(model.settings.fim_template, tokenizer)
     if form is None:
@@ -155,11 +150,7 @@ def no_tokenizer(model: ServedModel) -> ConfigurationError:
 
 
 def longest_prompt(model: ServedModel, tokenizer: Tokenizer) -> int | None:
-    """
-    Return a number of tokens that no prompt of *model* can exceed.
-
-    It is the context length or the limit in the engine's files where one is known, else the tokenizer's.
-    """
+    """Return the tokens that no prompt can exceed: the model's or its engine's limit, else the tokenizer's."""
     known = [limit for limit in (model.settings.max_model_len, model.hints.max_prompt_len) if limit]
     return min(known, default=tokenizer.longest_prompt)
 
@@ -306,11 +297,7 @@ async def _with_template(prompter: Prompter, source: str, *, trusted: bool) -> P
 
 
 def images_of(model: ServedModel, messages: Sequence[Message]) -> list[ImageReference]:
-    """
-    Return the images of *messages* in their order, not loaded yet.
-
-    Raises :class:`UnsupportedParameter` when *model* takes no images, :class:`InvalidRequest` for parts without a URL.
-    """
+    """Return the images of *messages* in their order, not loaded yet. Raises :class:`InvalidRequest`."""
     found = []
     for number, message in enumerate(messages):
         if not isinstance(message.content, list):

@@ -135,11 +135,7 @@ class RequestContext(Generic[_Body]):
 
 
 async def begin(request: web.Request, kind: type[_Body], operation: str) -> RequestContext[_Body]:
-    """
-    Return the context of *request*, whose body is of *kind*; *operation* is its name in logs, metrics and traces.
-
-    Raises :class:`InvalidRequest` and its subclasses, such as :class:`ModelNotFound`.
-    """
+    """Return the context of *request*; *operation* is its name in logs and metrics. Raises :class:`InvalidRequest`."""
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
     observation = request[OBSERVATION]

@@ -155,11 +155,7 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.mode in ("required", "named")
 
     def guide(self) -> Guide | None:
-        """
-        Return the guide for an answer that must be a call, ``None`` if it need not be one.
-
-        Raises :class:`InvalidRequest` for schemas nested beyond reason.
-        """
+        """Return the guide for an answer that must be a call, else ``None``. Raises :class:`InvalidRequest`."""
         try:
             if self.name is not None:
                 schema = self.schemas[self.name]

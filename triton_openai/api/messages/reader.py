@@ -56,11 +56,7 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
-    """
-    Return *body* as a chat.
-
-    Raises :class:`InvalidRequest`; with *strict_tools* also for tools that are left out otherwise.
-    """
+    """Return *body* as a chat. Raises :class:`InvalidRequest`; with *strict_tools* also for tools else left out."""
     pairs = list(_messages(body))
     last = pairs[-1][0]
     choice, thinking, config = body.tool_choice, body.thinking, body.output_config

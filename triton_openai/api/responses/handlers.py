@@ -242,11 +242,7 @@ async def _answer(context: RequestContext[chat.ChatRequest], *, job: Job) -> web
 
 
 async def _turn_of(context: RequestContext[chat.ChatRequest], job: Job) -> chat.Turn:
-    """
-    Return the turn of *job*. With ``truncation``, what a conversation begins with is left out until the rest fits.
-
-    Raises :class:`InvalidRequest`.
-    """
+    """Return the turn of *job*; with ``truncation``, without the oldest messages until the rest fits."""
     turns, reading = 1, job.reading
     while True:
         try:

@@ -130,22 +130,21 @@ class ResponseState:
         if found is None:
             return None
         value = await offload.run(_DECODERS[kind].decode, found[0], size=len(found[0]), threshold=_LONGEST_INLINE)
+        if isinstance(value, Record):
+            value.settle()
         return (value, found[1], len(found[0])) if value.owner == owner else None
 
     async def record(self, response_id: str, owner: str) -> tuple[Record, int]:
         """Return a response and its version. Raises :class:`ObjectNotFound`."""
-        found = await self._load(Record, response_id, owner)
-        if found is None:
-            raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
-        found[0].settle()
-        return found[:2]
+        if found := await self._load(Record, response_id, owner):
+            return found[:2]
+        raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
 
     async def conversation(self, conversation_id: str, owner: str) -> tuple[Conversation, int]:
         """Return a conversation and its version. Raises :class:`ObjectNotFound`."""
-        found = await self._load(Conversation, conversation_id, owner)
-        if found is None:
-            raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
-        return found[:2]
+        if found := await self._load(Conversation, conversation_id, owner):
+            return found[:2]
+        raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
 
     async def put(self, value: Record | Conversation, version: int) -> bool:
         """Keep *value*, unless another *version* than this is kept; return whether it is."""
@@ -163,11 +162,7 @@ class ResponseState:
                 return conversation
 
     async def history(self, previous: str, owner: str, *, most: int) -> list[Item]:
-        """
-        Return the items of the response *previous* and of those before it, of *most* bytes.
-
-        Raises :class:`InvalidRequest`.
-        """
+        """Return the items of *previous* and those before it, *most* bytes of them. Raises :class:`InvalidRequest`."""
         param = "previous_response_id"
         records: list[Record] = []
         following: str | None = previous
@@ -180,7 +175,6 @@ class ResponseState:
                     code="previous_response_not_found",
                 )
             record, _, size = found
-            record.settle()
             most -= size
             if most < 0:
                 raise errors.PayloadTooLarge("The responses before this one are too large together.", param=param)
@@ -211,11 +205,7 @@ class ResponseState:
 
     @asynccontextmanager
     async def claimed(self, conversation_id: str, owner: str, response_id: str) -> AsyncIterator[Conversation]:
-        """
-        Hold a conversation for a response, so that no other one is made in it meanwhile.
-
-        Raises :class:`ConversationBusy`.
-        """
+        """Hold a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
 
         def claim(conversation: Conversation) -> None:
             if conversation.busy not in ("", response_id) and conversation.until > time.time():
