@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
+
 from triton_openai.adapters._common.base import Decoder
 from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Progress, TokenLogprob
 from triton_openai.models.served import ServedModel
@@ -35,15 +37,8 @@ class TokenNames:
         if entry.id is None:
             return entry
         token, raw = self._name(entry.id, entry.token, entry.raw)
-        return TokenLogprob(
-            token=token,
-            logprob=entry.logprob,
-            raw=raw,
-            top=tuple([self._alternative(item) for item in entry.top]),
-            id=entry.id,
-            rank=entry.rank,
-            hidden=entry.id in self._skipped,
-        )
+        top = tuple([self._alternative(item) for item in entry.top])
+        return msgspec.structs.replace(entry, token=token, raw=raw, top=top, hidden=entry.id in self._skipped)
 
     def _alternative(self, item: Alternative) -> Alternative:
         if item.id is None:

@@ -20,7 +20,7 @@ from triton_openai.api.classify import classify
 from triton_openai.api.embeddings import answers_of
 from triton_openai.api.generate import Task, generation_of, run_of
 from triton_openai.api.messages import handlers as messages
-from triton_openai.api.messages.errors import asks_anthropic
+from triton_openai.api.messages.events import asks_anthropic
 from triton_openai.api.service import Service, find_model, key_of, new_id, service_of
 from triton_openai.errors import ModelNotFound, ServiceError
 from triton_openai.generation import EmbeddingJob, Sampling, ScoreJob

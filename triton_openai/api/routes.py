@@ -25,7 +25,7 @@ from triton_openai.api import chat, classify, completions, embeddings, info, tok
 from triton_openai.api.bodies import ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
-from triton_openai.api.messages.errors import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
+from triton_openai.api.messages.events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
 from triton_openai.api.responses import conversations
 from triton_openai.api.responses import handlers as responses
 from triton_openai.api.responses import types as response_types

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.bodies import read_within
-from triton_openai.api.messages.errors import envelope
-from triton_openai.api.messages.events import MessageEvents, stop_of
+from triton_openai.api.messages.events import MessageEvents, envelope, stop_of
 from triton_openai.api.messages.reader import Reading, read
 from triton_openai.api.messages.types import Block, CountTokensRequest, MessagesRequest
 from triton_openai.app import create_app
