@@ -181,11 +181,7 @@ async def score_prompts(
     scoring: PromptScoring,
     client: TritonClient,
 ) -> list[tuple[TokenLogprob, ...]]:
-    """
-    Return an entry for each token of each prompt. The first token has no log probability, because nothing precedes it.
-
-    Raises :class:`ServiceError`, with the parameter if the request is at fault.
-    """
+    """Return an entry for each token of each prompt, the first without a number. Raises :class:`ServiceError`."""
     if model.lora_delivery is not None:
         raise UnsupportedParameter(
             "Log probabilities of prompts are not available for a LoRA adapter that is sent with its requests.",

@@ -389,12 +389,7 @@ def token_ids(request: SamplingRequest, adapter: Adapter) -> bool:
 def prompt_scoring(
     request: SamplingRequest, adapter: Adapter, *, echo_logprobs: int | None, timeout: float
 ) -> PromptScoring | None:
-    """
-    Return how the prompt's log probabilities are made: for ``prompt_logprobs``, or *echo_logprobs* before the answer's.
-
-    Raises :class:`UnsupportedParameter` if the model cannot give them, and :class:`InvalidRequest` for
-    ``prompt_logprobs`` in a stream, whose chunks have no field for them.
-    """
+    """Return how the prompt's log probabilities are made, ``None`` for not at all. Raises :class:`InvalidRequest`."""
     count, param = echo_logprobs, "logprobs"
     if request.prompt_logprobs is not None:
         if request.stream:
