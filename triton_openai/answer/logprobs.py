@@ -141,7 +141,9 @@ class LogitsReader:
         try:
             while self._waiting:
                 delta: Any = self._decoder.feed(self._waiting.popleft())
-                await self._add_logprobs(delta)
+                logits, delta.logits = delta.logits, None
+                if logits is not None:
+                    delta.logprobs = await _computed(logits, delta.token_ids, self._count)
                 run.receive((delta,))
         except Exception as error:  # noqa: BLE001 - the run ends with any error
             self._end = (error,)
@@ -149,11 +151,6 @@ class LogitsReader:
         run.resume()
         if self._end is not None:
             run.end(*self._end)
-
-    async def _add_logprobs(self, delta: Delta) -> None:
-        logits, delta.logits = delta.logits, None
-        if logits is not None:
-            delta.logprobs = await _computed(logits, delta.token_ids, self._count)
 
 
 async def _computed(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:

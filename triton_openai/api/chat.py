@@ -284,7 +284,8 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     def rendered() -> list[ChatChoice]:
         return [chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers)]
 
-    size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
+    plain = turn.parsers[0].plain
+    size = 0 if plain else sum(len(delta.text) for answer in answers for delta in answer.deltas)
     choices = await offload.run(rendered, size=size, threshold=LONGEST_INLINE)
     usages = [run.progress.usage for run in runs]
     usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
@@ -442,7 +443,7 @@ class ChatChunks(Chunks):
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the chunk with the finish reason."""
         parser, progress = self._parsers[choice], self._runs[choice].progress
-        delayed = self._events(choice, parser.flush(), Delta())
+        delayed = b"" if parser.plain else self._events(choice, parser.flush(), Delta())
         reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return delayed + self._head + end + self._ended(choice)
