@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from triton_openai.adapters._common.base import Decoder
-from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Progress, TokenLogprob
+from triton_openai.generation import Alternative, Delta, FinishReason, Generation, Progress, TokenLogprob, Vocabulary
 from triton_openai.models.served import ServedModel
 from triton_openai.prompts.detokenizer import TokenPieces, detokenizer
 from triton_openai.prompts.tokenizer import Tokenizer
@@ -68,26 +68,20 @@ class TokenText:
     """
     Sets the text of deltas from their token ids. Has one stream's state.
 
-    The answer ends before the first of the token ids *ends*, or before one of *stops* after *min_tokens* tokens. Then
-    ``stopped`` is true, and ``stop_id`` is the id if it is one of *stops*. The id is neither shown nor counted.
+    The answer ends before the first token id that ends a text of *vocabulary*, or before a stop token id after
+    ``min_tokens`` tokens. Then ``stopped`` is true, and ``stop_id`` is that stop token id. The id is neither shown nor
+    counted.
     """
 
-    def __init__(
-        self,
-        pieces: TokenPieces,
-        *,
-        context: Sequence[int] = (),
-        skip_special_tokens: bool = True,
-        ends: Collection[int] = (),
-        stops: Collection[int] = (),
-        min_tokens: int = 0,
-    ) -> None:
-        self._names = TokenNames(pieces, skip_special_tokens=skip_special_tokens)
-        self._text = detokenizer(pieces, context=context, skip_special_tokens=skip_special_tokens)
-        self._ends = frozenset(ends)
-        self._stops = frozenset(stops)
+    def __init__(self, pieces: TokenPieces, generation: Generation, vocabulary: Vocabulary) -> None:
+        sampling = generation.sampling
+        skips_special = sampling.skip_special_tokens is not False
+        self._names = TokenNames(pieces, skip_special_tokens=skips_special)
+        self._text = detokenizer(pieces, context=generation.prompt_ids or (), skip_special_tokens=skips_special)
+        self._ends = frozenset(() if sampling.ignore_eos else vocabulary.end_ids)
+        self._stops = frozenset(sampling.stop_token_ids)
         self._any = self._ends | self._stops
-        self._min_tokens = min_tokens
+        self._min_tokens = sampling.min_tokens or 0
         self._count = 0
         self.stopped = False
         self.stop_id: int | None = None
@@ -301,7 +295,6 @@ class Pipeline:
     ) -> None:
         sampling, capabilities = generation.sampling, model.adapter.capabilities
         include = bool(sampling.include_stop_str_in_output)
-        skips_special = sampling.skip_special_tokens is not False
         self._progress = progress
         self._token_text: TokenText | None = None
         self._stop: StopStage | None = None
@@ -309,14 +302,7 @@ class Pipeline:
         stages: list[Callable[[Delta], None]] = []
         # The backend answers in token ids.
         if capabilities.tokens and tokenizer is not None and generation.vocabulary is not None:
-            self._token_text = TokenText(
-                tokenizer.pieces,
-                context=generation.prompt_ids or (),
-                skip_special_tokens=skips_special,
-                ends=() if sampling.ignore_eos else generation.vocabulary.end_ids,
-                stops=sampling.stop_token_ids,
-                min_tokens=sampling.min_tokens or 0,
-            )
+            self._token_text = TokenText(tokenizer.pieces, generation, generation.vocabulary)
             stages.append(self._token_text.feed)
         stages.append(progress.add)
         # The backend does not cut stop strings, or was asked to show them.
@@ -327,6 +313,7 @@ class Pipeline:
         if sampling.logprobs is not None:
             # The backend sends token ids in addition to the text.
             if tokenizer is not None and not capabilities.tokens:
+                skips_special = sampling.skip_special_tokens is not False
                 stages.append(TokenNames(tokenizer.pieces, skip_special_tokens=skips_special).feed)
             if sampling.stop:
                 self._logprobs = LogprobsStage(sampling.stop, include=include)

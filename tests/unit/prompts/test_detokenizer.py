@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from tests.cases import every_case
 from triton_openai.answer.stages import TokenText
-from triton_openai.generation import Delta, TokenLogprob
+from triton_openai.generation import Delta, Generation, Sampling, TokenLogprob, Vocabulary
 from triton_openai.prompts.detokenizer import Detokenizer, TokenPieces, detokenizer
 
 TEXTS = st.text(st.sampled_from("ab  \n.é€字😀👩\u200d\u0301▁<"), max_size=24)
@@ -209,14 +209,15 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(name: str, text: str) -> 
     assert expected == joined
 
 
-def _token_text(**options: Any) -> TokenText:
-    return TokenText(PIECES["byte-level"], **options)
+def _token_text(*ends: int, **options: Any) -> TokenText:
+    generation = Generation(id="", prompt="", sampling=Sampling(max_tokens=9, **options))
+    return TokenText(PIECES["byte-level"], generation, Vocabulary(size=999, end_ids=ends))
 
 
 def test_an_end_id_ends_the_answer() -> None:
     """What comes from it on is cut, with its count and log probabilities."""
     ids = _ids(TOKENIZERS["byte-level"], "one two three")
-    stage = _token_text(ends=[ids[1]])
+    stage = _token_text(ids[1])
     entries = [TokenLogprob("", -float(place), id=number) for place, number in enumerate(ids)]
     delta = Delta(token_ids=ids, tokens=3, logprobs=entries)
 
@@ -232,7 +233,7 @@ def test_an_end_id_ends_the_answer() -> None:
 def test_stop_ids_wait_for_the_shortest_length() -> None:
     """Among the first tokens they are ordinary ones."""
     (one,) = _ids(TOKENIZERS["byte-level"], "one")
-    stage = _token_text(stops=[one], min_tokens=2)
+    stage = _token_text(stop_token_ids=(one,), min_tokens=2)
     delta = Delta(token_ids=[one, one, one], tokens=3)
 
     stage.feed(delta)
