@@ -30,6 +30,8 @@ class AnswerParser:
 
     def feed(self, text: str, tokens: int | None = None) -> list[Event]:
         """Return what *text* adds; *tokens* is how many it is made of, where that is known."""
+        if self.plain:
+            return [Content(text)]
         events: list[Event] = self._reasoning.feed(text) if self._reasoning is not None else [Content(text)]
         if events:
             self._thinking = isinstance(events[-1], Reasoning)

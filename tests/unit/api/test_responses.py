@@ -175,6 +175,8 @@ class FakeRun:
 class Scripted:
     """A parser that finds what the test says: a list of events for each text, and the rest at the end."""
 
+    plain = False
+
     def __init__(self, *found: list[Event], cut: bool = False) -> None:
         self._found = list(found)
         self.cut, self.reasoning_tokens, self.calls = cut, 1, 0

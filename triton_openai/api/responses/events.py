@@ -89,6 +89,8 @@ class ResponseEvents(Renderer):
         return _encode(msgspec.structs.replace(self.response, status="in_progress", error=None, output=()))
 
     def piece(self, choice: int, delta: Delta) -> bytes:
+        if self.parser.plain and type(self._item) is types.OutputMessage and not delta.logprobs:
+            return self._text(delta.text)
         entries = chat_logprobs(delta.logprobs).content if delta.logprobs else []
         events = self.parser.feed(delta.text, delta.tokens)
         if len(events) == 1 and type(events[0]) is Content and type(self._item) is types.OutputMessage and not entries:
