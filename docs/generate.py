@@ -68,7 +68,9 @@ _DONE_HERE = {
 
 def parameters() -> str:
     """Return the table of the parameters that have an effect, and what becomes of the others."""
-    by_name = {title: {row.name: row for row in table} for title, table in TABLES.items()}
+    # As `bind` has it.
+    default = {"stop": Parameter("stop", otherwise=Rule.SERVICE)}
+    by_name = {title: default | {row.name: row for row in table} for title, table in TABLES.items()}
     rows = [
         [
             _parameter_name(name),

@@ -32,7 +32,8 @@ class TextDecoder:
 
     *stage* is for backends whose responses are not simply the new text. The others are names of outputs: that of the
     text, that with the count of the prompt's tokens and that with the count of a step's (``None`` where there are
-    none), and that of the finish reason, which the last response of every answer has. *readers* add the rest.
+    none), and that of the finish reason, which is "stop" or "length" in the last response of every answer and absent or
+    "None" before that. *readers* add the rest.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tests.clients.conftest import SLASHED
 from tests.clients.service import Service, steered
+from tests.triton_fixture import TestTriton
 
 GENERATING = (
     "ensemble",
@@ -196,14 +197,15 @@ def test_embeddings_as_text(service: Service, client: OpenAI) -> None:
     assert pytest.approx(plain) == list(struct.unpack(f"<{len(packed) // 4}f", packed))
 
 
-def test_models(client: OpenAI) -> None:
+def test_models(triton: TestTriton, client: OpenAI) -> None:
     """Every served model is listed and can be fetched by its name, even one with a slash; helpers are not there."""
     listed = {model.id for model in client.models.list()}
 
-    others = {"tensorrt_llm_llmapi", "tensorrt_llm_bls_multimodal", "tensorrt_llm_bls_legacy", "text_model"}
-    embedding = {"text_embedding", "vllm_embedding"}
-    scoring = {"text_rerank", "text_rerank_pairs", "text_rerank_ids", "text_classification", "text_classification_ids"}
-    assert {*GENERATING, *others, *embedding, *scoring, SLASHED} == listed
+    in_triton = {folder.name for folder in triton.repository.path.iterdir()}
+    helpers = {f"{step}{suffix}" for step in ("preprocessing", "postprocessing") for suffix in ("", "_legacy")}
+    engines = {"tensorrt_llm", "tensorrt_llm_legacy", "tensorrt_llm_nonstreaming"}
+    undescribed = {"my_model"}
+    assert in_triton - helpers - engines - undescribed | {SLASHED} == listed
     for name in ("vllm_model", SLASHED):
         model = client.models.retrieve(name)
         assert (name, "model", "triton", 0) == (model.id, model.object, model.owned_by, model.created)

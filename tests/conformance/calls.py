@@ -13,7 +13,8 @@ import pytest
 from tests.proxy_fixture import Answer, Proxy
 from tests.triton_fixture import TestTriton
 
-MODELS = (
+# The models whose inputs some tests know by name.
+TRTLLM = (
     "ensemble",
     "ensemble_legacy",
     "ensemble_nonstreaming",
@@ -21,8 +22,13 @@ MODELS = (
     "tensorrt_llm_bls_delta",
     "tensorrt_llm",
     "tensorrt_llm_llmapi",
-    "vllm_model",
 )
+TRTLLM_AND_VLLM = (*TRTLLM, "vllm_model")
+# All that take part in most tests.
+MODELS = (*TRTLLM_AND_VLLM,)
+# What they call the prompt and the limit of the answer.
+PROMPTS = ("text_input", "QUERY", "PROMPT")
+LIMITS = ("max_tokens", "request_output_len", "sampling_param_max_tokens")
 BLS = ("tensorrt_llm_bls", "tensorrt_llm_bls_delta")
 STREAMING = tuple(model for model in MODELS if model != "ensemble_nonstreaming")
 # Where a stream cannot put a character together again that is split over tokens: each token is decoded alone.
@@ -33,14 +39,12 @@ ANSWERS_AT_ONCE = ("ensemble", "ensemble_legacy", "ensemble_nonstreaming", "tens
 ADDS_BOS = ("tensorrt_llm_llmapi", "vllm_model")
 # What runs the tokens behind a model, under the client's request id; behind a BLS it has an id of its own.
 ENGINES = {
+    **dict(zip(MODELS, MODELS, strict=True)),
     "ensemble": "tensorrt_llm",
     "ensemble_legacy": "tensorrt_llm_legacy",
     "ensemble_nonstreaming": "tensorrt_llm_nonstreaming",
     "tensorrt_llm_bls": "tensorrt_llm",
     "tensorrt_llm_bls_delta": "tensorrt_llm",
-    "tensorrt_llm": "tensorrt_llm",
-    "tensorrt_llm_llmapi": "tensorrt_llm_llmapi",
-    "vllm_model": "vllm_model",
 }
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 ENDS = ("finished", "cancelled", "stopped", "failed")
@@ -150,8 +154,7 @@ async def inner_id(triton: TestTriton, limit: int, engine: str = "tensorrt_llm")
             with contextlib.suppress(ValueError):
                 return bool(json.loads(sampling["value"][0]).get("max_tokens") == limit)
             return False
-        asked = inputs.get("request_output_len") or inputs.get("sampling_param_max_tokens") or {}
-        return bool(asked.get("value") == [limit])
+        return any(inputs[name]["value"] == [limit] for name in LIMITS if name in inputs)
 
     events = await recorded(triton, lambda found: any(map(is_it, found)), model=engine, event="request")
     return str(next(event["id"] for event in events if is_it(event)))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tests.conformance.calls import LIMITS
 from triton_openai.adapters._common.base import Capabilities
 
 WORDS = "one two three"
@@ -57,12 +58,6 @@ def guided(kind: str, guide: str, fields: str) -> dict[str, str]:
     """Return a guide as TensorRT-LLM gets it (*kind* and *guide*) and as vLLM does (*fields*)."""
     tensors = {"guided_decoding_guide_type": kind, "sampling_parameters.structured_outputs": fields}
     return {**tensors, "guided_decoding_guide": guide} if guide else tensors
-
-
-def limit(count: int) -> dict[str, int]:
-    """Return *count* under each model's name for the limit of the answer."""
-    names = ("max_tokens", "request_output_len", "sampling_param_max_tokens", "sampling_parameters.max_tokens")
-    return dict.fromkeys(names, count)
 
 
 def calls_of(answer: dict[str, Any]) -> list[str]:
@@ -125,7 +120,7 @@ CASES: Mapping[str, Case] = {
     "logprobs": Case(0, sent=LOGPROBS, shows=lambda answer: WORDS == "".join(answer["choices"][0]["logprobs"]["tokens"]).removesuffix("<|im_end|>")),
     "logit_bias": Case({"5": 1.5}, sent=BIAS),
     # What is done here, or by what a model can do.
-    "max_completion_tokens": Case(2, **CHAT, sent=limit(2), text="one two"),
+    "max_completion_tokens": Case(2, **CHAT, sent=dict.fromkeys((*LIMITS, "sampling_parameters.max_tokens"), 2), text="one two"),
     "n": Case(2, beside={"seed": 7}, shows=lambda answer: [WORDS] * 2 == [choice["text"] for choice in answer["choices"]]),
     "best_of": Case(2, beside={"seed": 7}, sent={"return_log_probs": True, "return_cumulative_logprob": True, "sampling_parameters.logprobs": 0}, can=lambda capabilities: capabilities.cumulative_logprob, streams=False),
     "echo": Case(True, text=PROMPT + WORDS),

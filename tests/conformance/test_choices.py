@@ -12,6 +12,7 @@ from tests.conformance.calls import (
     ENGINES,
     MODELS,
     PATHS,
+    TRTLLM,
     ask,
     id_of,
     in_session_loop,
@@ -39,8 +40,7 @@ async def seeds_of(triton, model, answer, count):
         if "sampling_parameters" in inputs:
             seeds.append(json.loads(inputs["sampling_parameters"]["value"][0])["seed"])
         else:
-            name = next(name for name in ("seed", "random_seed", "sampling_param_seed") if name in inputs)
-            seeds.append(inputs[name]["value"][0])
+            seeds += [value["value"][0] for name, value in inputs.items() if name.lower().endswith("seed")]
     return seeds
 
 
@@ -66,7 +66,7 @@ async def test_answers_are_sampled_unless_asked_otherwise(proxy, model):
     assert [3, 1] == [len(each) for each in texts]
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS if ENGINES[model] == model and model != "vllm_model"])
+@pytest.mark.parametrize("model", [model for model in TRTLLM if ENGINES[model] == model])
 async def test_requests_without_a_seed_have_different_ones(proxy, triton, model):
     """An engine that is given none uses the same one every time, and would repeat itself."""
     first, second = [await ask(proxy, "chat", model, "Hello", max_tokens=4) for _ in range(2)]

@@ -37,14 +37,7 @@ pytestmark = in_session_loop
 # Much longer than any test waits: work that is not stopped does not end by itself.
 ENDLESS: dict[str, Any] = {"text": "word ", "repeat": 5000, "delay_ms": 20}
 # How each backend says that it was told to end.
-ENDED_AS = {
-    "ensemble": "stopped",
-    "ensemble_legacy": "stopped",
-    "ensemble_nonstreaming": "stopped",
-    "tensorrt_llm": "cancelled",
-    "tensorrt_llm_llmapi": "cancelled",
-    "vllm_model": "cancelled",
-}
+ENDED_AS = {model: "stopped" if model.startswith("ensemble") else "cancelled" for model in MODELS if model not in BLS}
 # A limit that nobody else asks for marks the engine's request behind a BLS, whose id is its own.
 _limits = itertools.count(3000)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.conformance.calls import (
     BLS,
     ENGINES,
-    MODELS,
+    TRTLLM_AND_VLLM,
     ask,
     id_of,
     in_session_loop,
@@ -30,7 +30,7 @@ pytestmark = in_session_loop
 
 # What streams tells each token's log probability with its text; a whole answer does not say which text is whose.
 # The LLM API tells none; what engines tell token by token is in tests/integration/test_token_level_logprobs.py.
-TEXT = tuple(model for model in MODELS if model not in ("tensorrt_llm", "tensorrt_llm_llmapi"))
+TEXT = tuple(model for model in TRTLLM_AND_VLLM if model not in ("tensorrt_llm", "tensorrt_llm_llmapi"))
 TOLD = tuple(model for model in TEXT if model != "ensemble_nonstreaming")
 TEXT_LEVEL = tuple(model for model in TEXT if model != "vllm_model")
 END = "<|im_end|>"

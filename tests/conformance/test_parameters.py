@@ -21,7 +21,8 @@ from tests.conformance.calls import (
     ANSWERS_AT_ONCE,
     BLS,
     ENGINES,
-    MODELS,
+    TRTLLM,
+    TRTLLM_AND_VLLM,
     ask,
     id_of,
     in_session_loop,
@@ -35,11 +36,10 @@ from triton_openai.config.tree import DefaultParameters, ModelDefaults
 pytestmark = in_session_loop
 
 PROMPT = steered(text="one two")
-TRTLLM = tuple(model for model in MODELS if model != "vllm_model")
 # What the LLM API's model has no inputs for.
 LACKING = {"tensorrt_llm_llmapi": ("min_tokens", "repetition_penalty")}
 # Those that are sent stop strings; for the others they are matched here alone.
-STOPPING = tuple(model for model in MODELS if model not in ("tensorrt_llm", "tensorrt_llm_llmapi"))
+STOPPING = tuple(model for model in TRTLLM_AND_VLLM if model not in ("tensorrt_llm", "tensorrt_llm_llmapi"))
 # What an engine behind an ensemble calls the inputs; the older one has older names.
 _ENGINE_NAMES = {
     "runtime_top_k": "top_k",
@@ -124,7 +124,7 @@ def expected_of(row: Row, model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_parameters_arrive(proxy, triton, model, row):
     """Parameters reach the model under their names, with their dtypes and ranks, and nothing else does."""
     answer = await ask(proxy, "completions", model, PROMPT, **row.fields)
@@ -139,7 +139,7 @@ async def test_parameters_arrive(proxy, triton, model, row):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_both_transports_send_the_same_tensors(proxies, triton, model, streamed):
     """A request with everything in it gives the model the same tensors over HTTP and over gRPC: all of them."""
     everything = {
@@ -163,7 +163,7 @@ async def test_both_transports_send_the_same_tensors(proxies, triton, model, str
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_flags_are_always_sent(proxy, triton, model, streamed):
     """Streaming, the prompt's exclusion and the counts are asked for explicitly, where the model declares them."""
     answer = await ask(proxy, "completions", model, PROMPT, max_tokens=2, stream=streamed)
@@ -205,7 +205,7 @@ async def test_stop_strings_arrive(proxy, triton, model, stop):
     assert {"dtype": "BYTES", "shape": [1, len(words)], "value": words} == tensor
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_max_completion_tokens_wins(proxy, triton, model):
     """In chat the newer name counts, alone or beside the older one."""
     answers = await asyncio.gather(
@@ -218,7 +218,7 @@ async def test_max_completion_tokens_wins(proxy, triton, model):
         assert sampling["max_tokens"] in (5, ("INT32", 5))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_defaults_of_the_settings(triton, model):
     """What a client leaves out comes from the settings; what it sends wins."""
     settings = proxy_settings(triton, "http")
@@ -302,8 +302,8 @@ TOO_LARGE = [
     *((model, "seed", -1, "integer_below_min_value") for model in TRTLLM),
     ("vllm_model", "seed", 2**63, "integer_above_max_value"),
     ("vllm_model", "seed", -(2**63) - 1, "integer_below_min_value"),
-    *((model, "max_tokens", 2**31, "integer_above_max_value") for model in MODELS),
-    *((model, "top_k", 2**31, "integer_above_max_value") for model in MODELS),
+    *((model, "max_tokens", 2**31, "integer_above_max_value") for model in TRTLLM_AND_VLLM),
+    *((model, "top_k", 2**31, "integer_above_max_value") for model in TRTLLM_AND_VLLM),
     *((model, "repetition_penalty", 1e39, "invalid_request") for model in TRTLLM if model not in LACKING),
 ]
 
@@ -386,7 +386,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("endpoint, fields", ACCEPTED)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TRTLLM_AND_VLLM)
 async def test_harmless_parameters_are_accepted(proxies, triton, model, endpoint, fields):
     """What changes no answer, and what nobody knows, is accepted and reaches no model."""
     answer = await proxies["http"].post(
