@@ -12,6 +12,7 @@ Source of the facts: ``grpc_service.proto`` and the decoupled and error document
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -180,17 +181,19 @@ def translate(code: str, details: str, model: str) -> ServiceError:
     return classify(details, model, code)
 
 
+#: Sends a call with its one message and its own metadata.
+Start = Callable[[Call, bytes, Mapping[str, str]], None]
+
+
 class GrpcStream(Call):
     """
-    One ``ModelStreamInfer`` call on *channel*. See :class:`triton_openai.triton.client.ResponseStream`.
+    One ``ModelStreamInfer`` call. See :class:`triton_openai.triton.client.ResponseStream`.
 
-    *reconnect* is called when the connection to Triton may be dead.
+    *start* is that of the channel. *reconnect* is called when the connection to Triton may be dead.
     """
 
-    def __init__(
-        self, channel: Channel, request: InferRequest, receiver: Receiver, reconnect: Callable[[], None]
-    ) -> None:
-        super().__init__(channel.headers(request.headers))
+    def __init__(self, start: Start, request: InferRequest, receiver: Receiver, reconnect: Callable[[], None]) -> None:
+        super().__init__()
         self._receiver: Receiver | None = receiver
         self._model = request.model
         self._cancellable = request.cancellable
@@ -200,17 +203,17 @@ class GrpcStream(Call):
         self._head = b""
         self._encoding: asyncio.Task[None] | None = None
         if request.large:
-            self._encoding = asyncio.create_task(self._start_large(channel, request))
+            self._encoding = asyncio.create_task(self._start_large(start, request))
         else:
-            channel.start(self, encode_request(request))
+            start(self, encode_request(request), request.headers)
 
-    async def _start_large(self, channel: Channel, request: InferRequest) -> None:
+    async def _start_large(self, start: Start, request: InferRequest) -> None:
         try:
             message = await asyncio.to_thread(encode_large, request)
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:
-            channel.start(self, message)
+            start(self, message, request.headers)
 
     def _end(self, error: Exception | None) -> None:
         receiver, self._receiver = self._receiver, None
@@ -253,6 +256,11 @@ class GrpcStream(Call):
         self._head = data[3 : -len(tail)] if data.endswith(tail) else b""
         return (BinaryResponse(self._layout, contents),)
 
+    @property
+    def sent(self) -> bool:
+        """Whether the server may have the request."""
+        return self.connection is not None
+
     def call_ended(self, code: str, details: str) -> None:
         self._end(None if code == "OK" else translate(code, details, self._model))
 
@@ -268,7 +276,7 @@ class GrpcStream(Call):
         self._receiver = None
         if self._encoding is not None:
             self._encoding.cancel()
-        if self._cancellable or silent or self.connection is None:
+        if self._cancellable or silent or not self.sent:
             self.cancel()
         else:
             self.resume()
@@ -277,78 +285,56 @@ class GrpcStream(Call):
             self._reconnect()
 
 
-class GrpcioStream:
-    """One ``ModelStreamInfer`` call through grpc.aio. See :class:`triton_openai.triton.client.ResponseStream`."""
+class GrpcioStream(GrpcStream):
+    """The same through grpc.aio, on the channel of *client*."""
 
     def __init__(self, client: GrpcClient, request: InferRequest, receiver: Receiver) -> None:
         self._client = client
-        self._model = request.model
-        self._cancellable = request.cancellable
-        self._receiver: Receiver | None = receiver
+        self._task: asyncio.Task[None] | None = None
+        self._written = False
         self._resumed = asyncio.Event()
-        self._resumed.set()
-        self._sent = False
-        self._task = client.start(self._run(request))
+        super().__init__(self._begin, request, receiver, client.reconnect)
 
-    async def _run(self, request: InferRequest) -> None:
+    @property
+    def sent(self) -> bool:
+        return self._written
+
+    def _begin(self, _: Call, message: bytes, own: Mapping[str, str]) -> None:
+        self._task = self._client.start(self._run(message, (*self._client.metadata, *own.items())))
+
+    async def _run(self, message: bytes, metadata: tuple[Header, ...]) -> None:
         try:
-            await self._call(request)
-        except grpc.aio.AioRpcError as error:
-            self._end(translate(error.code().name, error.details() or "", self._model))
+            self.end(*await self._exchange(message, metadata))
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
-        else:
-            self._end(None)
 
-    async def _call(self, request: InferRequest) -> None:
-        start = self._client.channel.stream_stream(
-            _STREAM_METHOD,
-            request_serializer=serialize,
-            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
-        )
-        call: Any = start(metadata=(*self._client.metadata, *request.headers.items()))
+    async def _exchange(self, message: bytes, metadata: tuple[Header, ...]) -> tuple[str, str]:
+        """Send *message* and take the responses; return how the call ended."""
+        rpc: Any = self._client.channel.stream_stream(_STREAM_METHOD)(metadata=metadata)
         try:
-            await call.write(await message_of(request))
-            await call.done_writing()
-            self._sent = True
-            while (message := await call.read()) is not grpc.aio.EOF:
-                await self._resumed.wait()
-                if message.error_message:
-                    self._end(classify(message.error_message, self._model))
-                    if self._cancellable:
-                        return
-                elif message.infer_response.outputs and self._receiver is not None:
-                    self._receiver.receive((decode_response(message.infer_response),))
-            code = await call.code()
-            if code is not grpc.StatusCode.OK:
-                raise classify(await call.details() or "", self._model, code.name)
+            # Where it fails, the call has ended: its status says why.
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+                await rpc.write(message)
+                await rpc.done_writing()
+                self._written = True
+                while (response := await rpc.read()) is not grpc.aio.EOF:
+                    self.messages.append(response)
+                    self.deliver()
+                    while self.paused:
+                        self._resumed.clear()
+                        await self._resumed.wait()
+            return (await rpc.code()).name, await rpc.details() or ""
         finally:
-            call.cancel()
-
-    def _end(self, error: Exception | None) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.end(error)
-
-    def pause(self) -> None:
-        if self._receiver is not None:
-            self._resumed.clear()
+            rpc.cancel()
 
     def resume(self) -> None:
+        super().resume()
         self._resumed.set()
 
-    def close(self, *, silent: bool = False) -> None:
-        """Cancel the work unless it has ended, see :meth:`GrpcStream.close`."""
-        if self._receiver is None:
-            return
-        self._receiver = None
-        if self._cancellable or silent or not self._sent:
+    def cancel(self) -> None:
+        super().cancel()
+        if self._task is not None:
             self._task.cancel()
-        else:
-            self._resumed.set()
-            asyncio.get_running_loop().call_later(_READ_OUT_SECONDS, self._task.cancel)
-        if silent:
-            self._client.reconnect()
 
 
 class GrpcClient:
@@ -474,7 +460,7 @@ class GrpcClient:
     def stream(self, request: InferRequest, receiver: Receiver) -> ResponseStream:
         if self._streams is None:
             return GrpcioStream(self, request, receiver)
-        return GrpcStream(self._streams, request, receiver, self.reconnect)
+        return GrpcStream(self._streams.start, request, receiver, self.reconnect)
 
     async def close(self) -> None:
         """Close every connection; calls in flight are cancelled."""

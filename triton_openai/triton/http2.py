@@ -108,13 +108,14 @@ def _decoded(block: bytes) -> Mapping[bytes, bytes]:
 
 class Call:
     """
-    One call with encoded *headers*. Subclasses implement :meth:`messages_received` and :meth:`call_ended`.
+    One call. Subclasses implement :meth:`messages_received` and :meth:`call_ended`.
 
     Neither is called before :meth:`Channel.start` has returned, or after :meth:`cancel`.
     """
 
-    def __init__(self, headers: bytes) -> None:
-        self.headers = headers
+    def __init__(self) -> None:
+        # Encoded; known from :meth:`Channel.start` on.
+        self.headers = b""
         # The channel while the call waits for a connection, the connection while it runs.
         self.channel: Channel | None = None
         self.connection: Connection | None = None
@@ -596,15 +597,12 @@ class Channel:
         self._waiting: deque[Call] = deque()
         self._connecting: asyncio.Task[None] | None = None
 
-    def headers(self, own: Mapping[str, str]) -> bytes:
-        """Return the encoded headers of a call, with its *own* metadata."""
+    def start(self, call: Call, message: bytes, own: Mapping[str, str]) -> None:
+        """Send *call* with its one *message* and its *own* metadata, as soon as there is a connection."""
         metadata = self._settings.headers()
         if metadata is not self._metadata:
             self._metadata, self._headers = metadata, header_block((*self._fixed, *metadata))
-        return self._headers + header_block(own.items()) if own else self._headers
-
-    def start(self, call: Call, message: bytes) -> None:
-        """Send *call* with its one *message*, as soon as there is a connection."""
+        call.headers = self._headers + header_block(own.items()) if own else self._headers
         call.request = _MESSAGE.pack(0, len(message)) + message
         self.submit(call)
 

@@ -88,8 +88,8 @@ def frames(data: bytes) -> Iterator[Frame]:
 class Taking(Call):
     """A call that keeps what comes."""
 
-    def __init__(self, headers: bytes = b"") -> None:
-        super().__init__(headers)
+    def __init__(self) -> None:
+        super().__init__()
         self.batches: list[list[bytes]] = []
         self.end_of_call: tuple[str, str] | None = None
         self.ended = asyncio.Event()
@@ -139,7 +139,7 @@ class Wire:
     def call(self, request: bytes = b"request") -> Taking:
         """Start a call."""
         call = Taking()
-        self.channel.start(call, request)
+        self.channel.start(call, request, {})
         return call
 
     def feed(self, *data: bytes) -> None:
@@ -793,8 +793,8 @@ class Server:
 
     def call(self, request: bytes = b"request") -> Taking:
         """Start a call."""
-        call = Taking(self.channel.headers({}))
-        self.channel.start(call, request)
+        call = Taking()
+        self.channel.start(call, request, {})
         return call
 
 
@@ -828,8 +828,7 @@ async def test_headers(server):
     """Pseudo-headers come first; nothing is put into tables; what does not fit into a frame is continued."""
     own = {"traceparent": "00-1-2-01", **{f"x-{size}": "z" * size for size in (126, 127, 128)}, "x-long": "y" * 20_000}
     for own_headers in ({}, own):
-        call = Taking(server.channel.headers(own_headers))
-        server.channel.start(call, b"x")
+        server.channel.start(Taking(), b"x", own_headers)
     peer = await server.peer()
     _, flags, _, first = await peer.frame(HEADERS)
     assert (END_HEADERS, b"\x20") == (flags, first[:1])
@@ -1010,9 +1009,9 @@ async def test_a_server_that_only_takes_connections() -> None:
         channel = Channel(url, "/service/Method", ConnectionSettings(connect_timeout=0.05))
         for _ in range(2):
             call = Taking()
-            channel.start(call, b"")
+            channel.start(call, b"", {})
             assert ([], UNREACHABLE, "Connection timed out") == await outcome(call)
-        channel.start(Taking(), b"")
+        channel.start(Taking(), b"", {})
         await asyncio.sleep(0)
         await channel.close()
         assert {asyncio.current_task()} == asyncio.all_tasks()

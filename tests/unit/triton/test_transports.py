@@ -1171,7 +1171,7 @@ def test_a_stream_reads_what_protobuf_reads(answers: list[tuple[str, list[bytes]
     Contents may come before the other fields.
     """
     received: list[Any] = []
-    stream = GrpcStream(Mock(headers=lambda _: b""), REQUEST, Mock(receive=received.extend), Mock())
+    stream = GrpcStream(Mock(), REQUEST, Mock(receive=received.extend), Mock())
     for number, contents, last, early in answers:
         answer = service_pb2.ModelInferResponse()
         answer.model_name, answer.id = "m", number
@@ -1197,7 +1197,7 @@ async def test_an_answer_that_cannot_be_read() -> None:
         ended: list[Exception | None] = []
         received: list[Any] = []
         receiver = Mock(receive=received.extend, end=ended.append)
-        stream = GrpcStream(Mock(headers=lambda _: b""), REQUEST, receiver, Mock())
+        stream = GrpcStream(Mock(), REQUEST, receiver, Mock())
         stream.connection = connection = Mock()
         stream.messages_received([whole.SerializeToString(), bad])
         stream.messages_received([stream_response("two").SerializeToString()])
@@ -1211,7 +1211,7 @@ def test_doubts_about_a_connection() -> None:
     """A stream that was silent is the last on its connection, a stream that was closed for another reason is not."""
     for silent in (True, False):
         distrust = Mock()
-        GrpcStream(Mock(headers=lambda _: b""), REQUEST, Mock(), distrust).close(silent=silent)
+        GrpcStream(Mock(), REQUEST, Mock(), distrust).close(silent=silent)
         assert silent is distrust.called
 
 
