@@ -29,7 +29,8 @@ class ReloadingContext(ssl.SSLContext):
     added, stays. Works with asyncio's and uvloop's transports, which come through :meth:`wrap_bio`.
     """
 
-    _contexts: FromFiles[ssl.SSLContext]
+    #: Returns the newest context; the same object until a file changes.
+    current: Callable[[], ssl.SSLContext]
 
     @classmethod
     def of(
@@ -37,12 +38,8 @@ class ReloadingContext(ssl.SSLContext):
     ) -> ReloadingContext:
         """Return a context for *protocol*. Raises :class:`ConfigurationError`, as *read* does."""
         context = cls(protocol)
-        context._contexts = FromFiles(read, paths, what=what)
+        context.current = FromFiles(read, paths, what=what).current
         return context
-
-    def current(self) -> ssl.SSLContext:
-        """Return the newest context; the same object until a file changes."""
-        return self._contexts.current()
 
     def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
         """Begin a handshake."""
