@@ -118,19 +118,11 @@ class HttpClient:
     """One Triton behind its HTTP port. See :class:`triton_openai.triton.client.TritonClient`."""
 
     def __init__(self, url: str, settings: ConnectionSettings) -> None:
-        parts = urlsplit(url)
-        tls = parts.scheme == "https"
-        host, port = parts.hostname or "localhost", parts.port or (443 if tls else 8000)
-        self._prefix = parts.path.rstrip("/")
-        self._host_header = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         self._settings = settings
-        self._pool = ConnectionPool(
-            host,
-            port,
-            ssl_context=settings.ssl_context() if tls else None,
-            server_name=settings.access.server_name if tls else None,
-            connect_timeout=settings.connect_timeout,
-        )
+        self._pool = ConnectionPool(url, settings)
+        self._prefix = urlsplit(url).path.rstrip("/")
+        host, port = self._pool.address
+        self._host_header = f"{host}:{port}" if ":" not in host else f"[{host}]:{port}"
         # The headers of the settings, and their lines in a request, rebuilt when they change.
         self._headers: tuple[Header, ...] = ()
         self._header_lines = ""

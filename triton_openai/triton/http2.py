@@ -664,8 +664,9 @@ class Channel:
 
     async def _establish(self, connection: Connection) -> None:
         """Connect, and wait for the server's settings: accepting a connection alone proves nothing."""
+        name = None if self._tls is None else self._settings.access.server_name
         transport, _ = await asyncio.get_running_loop().create_connection(
-            lambda: connection, *self._address, ssl=self._context, server_hostname=self._settings.access.server_name
+            lambda: connection, *self._address, ssl=self._context, server_hostname=name
         )
         detect_dead_peer(transport)
         encrypted = transport.get_extra_info("ssl_object")

@@ -20,6 +20,7 @@ from functools import lru_cache
 from operator import attrgetter
 from time import monotonic
 from typing import Any, ClassVar, cast
+from urllib.parse import urlsplit
 
 import httptools
 import msgspec
@@ -27,7 +28,7 @@ import msgspec
 from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import Receiver
-from triton_openai.triton.connection import detect_dead_peer
+from triton_openai.triton.connection import ConnectionSettings, detect_dead_peer
 from triton_openai.triton.status import classify, cut_off, unreachable
 from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutputs, JsonResponse
 
@@ -245,22 +246,15 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Keep-alive connections to one address. Their number has no limit: admission is limited elsewhere."""
+    """Keep-alive connections to the server at *url*. Their number has no limit: admission is limited elsewhere."""
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        ssl_context: ssl.SSLContext | None,
-        connect_timeout: float,
-        server_name: str | None = None,
-    ) -> None:
-        self._host = host
-        self._port = port
-        self._ssl = ssl_context
-        self._server_name = server_name
-        self._connect_timeout = connect_timeout
+    def __init__(self, url: str, settings: ConnectionSettings) -> None:
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        #: Host and port.
+        self.address = parts.hostname or "localhost", parts.port or (443 if tls else 8000)
+        self._settings = settings
+        self._tls = settings.ssl_context() if tls else None
         self._idle: deque[tuple[float, Connection]] = deque()
         self._closed = False
 
@@ -276,13 +270,10 @@ class ConnectionPool:
     async def connect(self) -> Connection:
         """Return a new connection. Raises :class:`UpstreamUnavailable`."""
         try:
-            async with asyncio.timeout(self._connect_timeout):
+            async with asyncio.timeout(self._settings.connect_timeout):
+                name = None if self._tls is None else self._settings.access.server_name
                 transport, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self),
-                    self._host,
-                    self._port,
-                    ssl=self._ssl,
-                    server_hostname=self._server_name,
+                    lambda: Connection(self), *self.address, ssl=self._tls, server_hostname=name
                 )
         except (TimeoutError, OSError) as error:
             raise unreachable(failure_reason(error)) from error

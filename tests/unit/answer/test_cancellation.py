@@ -16,6 +16,7 @@ from tests.pictures import png
 from triton_openai.answer.fan_out import collect
 from triton_openai.media.fetch import AllowedHosts, Fetcher
 from triton_openai.tasks import Background
+from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.http_stream import ConnectionPool
 
 
@@ -61,7 +62,7 @@ async def test_a_connection_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         return await soon((transport, connection))
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", connect)
-    pool = ConnectionPool("127.0.0.1", 1, ssl_context=None, connect_timeout=60)
+    pool = ConnectionPool("http://127.0.0.1:1", ConnectionSettings(connect_timeout=60))
 
     assert (await cancel_at_every_turn(started(pool.connect))).usable
 

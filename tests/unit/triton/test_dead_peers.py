@@ -43,7 +43,7 @@ async def pooled() -> AsyncIterator[tuple[ConnectionPool, asyncio.Queue[asyncio.
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    pool = ConnectionPool("127.0.0.1", port, ssl_context=None, connect_timeout=5)
+    pool = ConnectionPool(f"http://127.0.0.1:{port}", ConnectionSettings(connect_timeout=5))
     try:
         yield pool, accepted
     finally:

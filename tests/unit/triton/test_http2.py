@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from triton_openai.config.tree import TritonAccess
 from triton_openai.triton import http2
 from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.http2 import (
@@ -822,6 +823,18 @@ async def test_one_connection_for_many_calls(server):
         peer.writer.write(answer(stream_id, text))
 
     assert [([b"%d" % number], "OK", "") for number in range(20)] == [await outcome(call) for call in calls]
+
+
+async def test_a_name_for_certificates_without_tls(server):
+    """It is for the encrypted one of two addresses."""
+    settings = ConnectionSettings(access=TritonAccess(server_name="triton.internal"))
+    server.channel = Channel(f"grpc://127.0.0.1:{server.port}", "/service/Method", settings)
+    call = server.call()
+    peer = await server.peer()
+    stream_id, _ = await peer.request()
+    peer.writer.write(answer(stream_id, b"one"))
+
+    assert ([b"one"], "OK", "") == await outcome(call)
 
 
 async def test_headers(server):

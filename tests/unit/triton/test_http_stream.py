@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from triton_openai.triton import http_stream
+from triton_openai.triton.connection import ConnectionSettings
 from triton_openai.triton.http_stream import IDLE_SECONDS, ConnectionPool
 
 
@@ -21,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Mock:
 @pytest.fixture
 def pool() -> ConnectionPool:
     """An empty pool."""
-    return ConnectionPool("127.0.0.1", 1, ssl_context=None, connect_timeout=1.0)
+    return ConnectionPool("http://127.0.0.1:1", ConnectionSettings(connect_timeout=1.0))
 
 
 def kept(pool: ConnectionPool, count: int = 1) -> list[Mock]:
