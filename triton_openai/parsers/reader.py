@@ -10,7 +10,7 @@ less than one marker; so the cost of a piece is that of its own length.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import TypeAlias, TypeVar
 
 from triton_openai.parsers.markers import Markers
@@ -139,11 +139,12 @@ class Reader:
         """Consume white space."""
         yield from self.run(SPACE, discard)
 
-    def literal(self, expected: str) -> Step[None]:
-        """Consume exactly *expected*, or nothing. Raises :class:`Malformed` or :class:`Ended`."""
-        yield from self.one_of((expected,))
+    def token(self, *expected: str) -> Step[str]:
+        """Consume white space, then do :meth:`literal`."""
+        yield from self.space()
+        return (yield from self.literal(*expected))
 
-    def one_of(self, expected: Sequence[str]) -> Step[str]:
+    def literal(self, *expected: str) -> Step[str]:
         """
         Consume one of *expected*, none of which begins another, and return it. Raises :class:`Malformed`, having
         consumed nothing (what stands here may be another marker), or :class:`Ended`.

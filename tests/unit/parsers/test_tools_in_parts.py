@@ -19,9 +19,10 @@ from triton_openai.parsers.events import Event
 from triton_openai.parsers.markers import Found, Markers
 from triton_openai.parsers.reader import Ended, Malformed, Reader
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry, detect
-from triton_openai.parsers.tools import json_text, python_text
+from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import ToolParser, Tools
 from triton_openai.parsers.tools.json_calls import Hermes
+from triton_openai.parsers.tools.literals import to_json
 from triton_openai.parsers.tools.schema import Parameters
 from triton_openai.prompts import prompter
 
@@ -334,7 +335,7 @@ def test_what_is_not_json(text: str) -> None:
 @given(value=VALUES)
 def test_python_literals(value: object) -> None:
     """What Python writes of JSON's values is read as JSON of the same value."""
-    text = python_text.to_json(repr(value))
+    text = to_json(repr(value))
 
     assert text is not None
     assert ast.literal_eval(repr(value)) == json.loads(text)
@@ -374,4 +375,4 @@ def test_python_literals(value: object) -> None:
 )
 def test_python_text(text: str, expected: str | None) -> None:
     """Python's literals become JSON; what is none does not."""
-    assert expected == python_text.to_json(text)
+    assert expected == to_json(text)

@@ -83,8 +83,7 @@ class Delimited(Grammar, ReasoningParser):
         """Read an opening marker, if one is there. Return whether the thinking has begun."""
         self._reader.keep()
         try:
-            yield from self._reader.space()
-            yield from self._reader.one_of(self.openings)
+            yield from self._reader.token(*self.openings)
         except (Malformed, Ended):
             before = self._reader.release()
             if self._inside:

@@ -108,8 +108,8 @@ class CallGrammar(Grammar, ToolParser):
         self._in_call = False
 
     def _close(self, marker: str) -> Step[None]:
-        """Read the *marker* after a call. Raises :class:`Malformed` or :class:`Ended`."""
-        yield from self._reader.literal(marker)
+        """Read white space and the *marker* after a call. Raises :class:`Malformed` or :class:`Ended`."""
+        yield from self._reader.token(marker)
         self._end_call()
 
     def _json_call(self, name: str, id: str | None = None) -> Step[None]:
@@ -183,7 +183,6 @@ class ListedCalls(MarkedCalls):
                 yield from self._call()
                 yield from reader.run(self.separators, discard)
         if marker and self.closing:
-            yield from reader.space()
             yield from self._close(self.closing)
 
     def _list(self) -> Step[None]:
@@ -191,8 +190,7 @@ class ListedCalls(MarkedCalls):
         reader = self._reader
         yield from reader.space()
         yield from self._call()
-        yield from reader.space()
-        while (yield from reader.one_of((",", "]"))) == ",":
+        while (yield from reader.token(",", "]")) == ",":
             yield from reader.space()
             if (yield from reader.optional("]")):
                 break
@@ -200,7 +198,6 @@ class ListedCalls(MarkedCalls):
                 raise Malformed
             self._before_call()
             yield from self._call()
-            yield from reader.space()
         self._end_call()
 
     @abstractmethod

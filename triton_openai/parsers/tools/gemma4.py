@@ -14,7 +14,7 @@ from triton_openai.parsers.markers import Markers, markers
 from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import MarkedCalls
-from triton_openai.parsers.tools.json_text import escape, quote
+from triton_openai.parsers.tools.json_text import quote
 from triton_openai.parsers.tools.literals import Literals
 
 _KEY = re.compile(r"[^\s:,{}\[\]<>\"]*")
@@ -36,14 +36,12 @@ class Gemma4(MarkedCalls):
 
     def _block(self, marker: str) -> Step[None]:
         reader = self._reader
-        yield from reader.space()
-        yield from reader.literal("call:")
+        yield from reader.token("call:")
         name = yield from self._name()
         yield from reader.literal("{")
         self._start_call(name)
         yield from _Values(reader, self.quotes).members(self._output.arguments)
         self._end_call()
-        yield from reader.space()
         yield from self._close(self.closing)
 
 
@@ -52,38 +50,31 @@ class _Values(Literals):
 
     def __init__(self, reader: Reader, quotes: str) -> None:
         super().__init__(reader)
-        self._quotes = quotes
+        self._quote = quotes
+        self.quotes = quotes[0]
 
-    def _key(self) -> Step[str]:
-        if (yield from self._reader.next()) == self._quotes[0]:
-            parts: list[str] = []
-            yield from self._quoted(parts.append)
-            return "".join(parts)
+    def _string(self, sink: Sink) -> Step[None]:
+        yield from self._reader.literal(self._quote)
+        if not (yield from self._reader.until(markers(self._quote), sink)):
+            raise Ended
+
+    def _bare_key(self, sink: Sink) -> Step[None]:
         key = yield from self._reader.collect(_KEY, _LONGEST)
         if not key:
             raise Malformed
-        return key
+        sink(key)
 
-    def _simple(self, first: str, sink: Sink) -> Step[None]:
-        if first == self._quotes[0]:
-            sink('"')
-            yield from self._quoted(lambda text: sink(escape(text)))
-            sink('"')
-        elif first == '"':
+    def _bare(self, first: str, sink: Sink) -> Step[None]:
+        if first == '"':
             yield from json_text.string(self._reader, sink)
-        else:
-            text = yield from self._reader.collect(_BARE, _LONGEST)
-            # Only what follows shows that it ends here.
-            yield from self._reader.next()
-            word = text.strip()
-            if not word:
-                raise Malformed
-            sink(word if json_text.is_scalar(word) else _WORDS.get(word) or quote(word))
-
-    def _quoted(self, sink: Sink) -> Step[None]:
-        yield from self._reader.literal(self._quotes)
-        if not (yield from self._reader.until(markers(self._quotes), sink)):
-            raise Ended
+            return
+        text = yield from self._reader.collect(_BARE, _LONGEST)
+        # Only what follows shows that it ends here.
+        yield from self._reader.next()
+        word = text.strip()
+        if not word:
+            raise Malformed
+        sink(word if json_text.is_scalar(word) else _WORDS.get(word) or quote(word))
 
 
 class FunctionGemma(Gemma4):

@@ -89,7 +89,7 @@ class Harmony(CallGrammar):
         header = marker
         while True:
             header += yield from self._reader.collect(_HEADER_TEXT, _LONGEST_HEADER)
-            marker = yield from self._reader.one_of(_ALL)
+            marker = yield from self._reader.literal(*_ALL)
             if marker == "<|message|>":
                 return header
             if marker not in {"<|channel|>", "<|constrain|>"} or len(header) > _LONGEST_HEADER:
@@ -113,7 +113,7 @@ class Harmony(CallGrammar):
                 self._in_call = False
             else:
                 # No arguments at all: the end of the message follows.
-                end = yield from reader.one_of(_ENDS)
+                end = yield from reader.literal(*_ENDS)
                 self._start_call(name)
                 self._output.arguments("{}")
                 self._in_call = False

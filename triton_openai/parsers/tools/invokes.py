@@ -119,11 +119,7 @@ class Step3(Invokes):
     parameter = ("<steptml:parameter", "</steptml:parameter>")
 
     def _call(self) -> Step[None]:
-        reader = self._reader
-        yield from reader.space()
-        yield from reader.literal("function<｜tool_sep｜>")
-        yield from reader.space()
-        yield from reader.literal("<steptml:invoke")
+        yield from self._reader.token("function<｜tool_sep｜>")
+        yield from self._reader.token("<steptml:invoke")
         yield from super()._call()
-        yield from reader.space()
         yield from self._close("<｜tool_call_end｜>")

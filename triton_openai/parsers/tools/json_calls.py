@@ -49,8 +49,7 @@ class JsonCalls(ListedCalls):
         while True:
             yield from reader.space()
             key = yield from json_text.decoded_string(reader)
-            yield from reader.space()
-            yield from reader.literal(":")
+            yield from reader.token(":")
             yield from reader.space()
             if key in self.name_keys and name is None:
                 name = yield from json_text.decoded_string(reader)
@@ -143,7 +142,7 @@ class Mistral(JsonCalls):
         name = yield from self._name()
         call_id: str | None = None
         if (yield from reader.next()) != "{":
-            marker = yield from reader.one_of(("[CALL_ID]", "[ARGS]"))
+            marker = yield from reader.literal("[CALL_ID]", "[ARGS]")
             if marker == "[CALL_ID]":
                 call_id = yield from reader.collect(_ID, 64)
                 yield from reader.literal("[ARGS]")

@@ -8,7 +8,7 @@ from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.reader import Malformed, Step
 from triton_openai.parsers.tools.base import ListedCalls
 from triton_openai.parsers.tools.json_text import quote
-from triton_openai.parsers.tools.python_text import PythonLiterals
+from triton_openai.parsers.tools.literals import PythonLiterals
 
 _KEY = re.compile(r"\w*")
 _LONGEST_KEY = 256
@@ -34,8 +34,7 @@ class Pythonic(ListedCalls):
         separator = ""
         while not (yield from literals.closes(")", separator)):
             key = yield from reader.collect(_KEY, _LONGEST_KEY)
-            yield from reader.space()
-            yield from reader.literal("=")
+            yield from reader.token("=")
             if not key:
                 raise Malformed
             if not separator:

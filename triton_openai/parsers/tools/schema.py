@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.parsers.tools import python_text
 from triton_openai.parsers.tools.json_text import NUMBER, quote
+from triton_openai.parsers.tools.literals import to_json
 
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _STRING = frozenset({"string"})
@@ -76,7 +76,7 @@ def _structure(text: str) -> str | None:
         return text
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         pass
-    return python_text.to_json(text)
+    return to_json(text)
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int, looks: Iterator[int]) -> frozenset[str]:

@@ -22,16 +22,12 @@ class SectionCalls(MarkedCalls):
     def _block(self, marker: str) -> Step[None]:
         reader = self._reader
         if marker != self.call:
-            yield from reader.space()
-            yield from reader.literal(self.call)
-        while True:
+            yield from reader.token(self.call)
+        yield from self._call()
+        while (yield from reader.token(self.call, *self.closings)) == self.call:
+            self._before_call(self.call)
             yield from self._call()
-            yield from reader.space()
-            tag = yield from reader.one_of((self.call, *self.closings))
-            if tag != self.call:
-                self._end_call()
-                return
-            self._before_call(tag)
+        self._end_call()
 
     @abstractmethod
     def _call(self) -> Step[None]:
@@ -59,12 +55,10 @@ class KimiK2(SectionCalls):
         reader = self._reader
         yield from reader.space()
         call_id = yield from self._name()
-        yield from reader.space()
-        yield from reader.literal("<|tool_call_argument_begin|>")
+        yield from reader.token("<|tool_call_argument_begin|>")
         named, _, count = call_id.rpartition(":")
         name = (named if count.isdigit() else call_id).removeprefix("functions.")
         yield from self._json_call(name, call_id)
-        yield from reader.space()
         yield from self._close("<|tool_call_end|>")
 
 
@@ -89,17 +83,13 @@ class DeepSeekV3(SectionCalls):
         reader = self._reader
         yield from reader.space()
         name = yield from self._name()
-        yield from reader.space()
-        yield from reader.literal("<｜tool▁sep｜>")
+        yield from reader.token("<｜tool▁sep｜>")
         yield from reader.space()
         fenced = (yield from reader.next()) != "{"
         if fenced:
             name = yield from self._name()
-            yield from reader.space()
-            yield from reader.literal("```json")
+            yield from reader.token("```json")
         yield from self._json_call(name)
-        yield from reader.space()
         if fenced:
-            yield from reader.literal("```")
-            yield from reader.space()
+            yield from reader.token("```")
         yield from self._close("<｜tool▁call▁end｜>")

@@ -93,17 +93,14 @@ class Glm45(TaggedCalls):
         reader = self._reader
         yield from reader.space()
         name = yield from self._name()
-        yield from reader.space()
-        part = yield from reader.one_of(("<arg_key>", "</tool_call>"))
+        part = yield from reader.token("<arg_key>", "</tool_call>")
         self._open(name)
         while part == "<arg_key>":
             key = yield from self._key(_GLM_KEY)
             yield from reader.literal("</arg_key>")
-            yield from reader.space()
-            yield from reader.literal("<arg_value>")
+            yield from reader.token("<arg_value>")
             yield from self._value(key, _GLM_VALUE_END)
-            yield from reader.space()
-            part = yield from reader.one_of(("<arg_key>", "</tool_call>"))
+            part = yield from reader.token("<arg_key>", "</tool_call>")
         self._finish()
 
 
@@ -130,12 +127,10 @@ class Qwen3Coder(TaggedCalls):
 
     def _block(self, marker: str) -> Step[None]:
         if marker == self.opening:
-            yield from self._reader.space()
-            yield from self._reader.literal("<function=")
+            yield from self._reader.token("<function=")
         end = yield from self._function()
         while end != self.closing:
-            yield from self._reader.space()
-            end = yield from self._reader.one_of((self.closing, "<function="))
+            end = yield from self._reader.token(self.closing, "<function=")
             if end == "<function=":
                 self._before_call(end)
                 end = yield from self._function()
