@@ -151,7 +151,7 @@ class Text(DescribedAdapter):
         return read
 
 
-class _LastText:
+class _LastText(TextStage):
     """Keeps the last text until the end."""
 
     def __init__(self) -> None:

@@ -194,7 +194,7 @@ class Vllm(Adapter):
         can, count, ids = self.capabilities, generation.sampling.logprobs, self._wants_ids(generation)
         readers: list[Reader] = []
         if count is not None or ids:
-            readers.append(VllmLogprobs(count, ids=ids))
+            readers.append(token_logprobs(count, ids=ids))
         if generation.cumulative_logprob:
             readers.append(cumulative_logprob(_CUMULATIVE))
         return TextDecoder(
@@ -277,15 +277,14 @@ _Positions: TypeAlias = list[dict[str, _Entry]] | None
 _decode: Callable[[str], _Positions] = msgspec.json.Decoder(_Positions).decode
 
 
-class VllmLogprobs:
-    """Reads the log probabilities of one request with *count* alternatives per token, and the *ids* of the tokens."""
+def token_logprobs(count: int | None, *, ids: bool = False) -> Reader:
+    """
+    Return a reader of the tokens' log probabilities, each with *count* alternatives, and of their *ids*.
 
-    def __init__(self, count: int | None, *, ids: bool = False) -> None:
-        self._count = count
-        self._ids = ids
+    It raises :class:`UpstreamError` for JSON of another shape.
+    """
 
-    def __call__(self, response: InferResponse, delta: Delta) -> None:
-        """Set one entry per new token. Raises :class:`UpstreamError` for JSON of another shape."""
+    def read(response: InferResponse, delta: Delta) -> None:
         texts = response.texts("logprobs")
         if not texts:
             return
@@ -293,11 +292,13 @@ class VllmLogprobs:
             positions = _read(texts[0])
         except (ValueError, RecursionError) as error:
             raise UpstreamError("The model sent log probabilities that cannot be read.", detail=str(error)) from error
-        entries = [_entry(position, self._count or 0) for position in positions or () if position]
-        if self._ids:
+        entries = [_entry(position, count or 0) for position in positions or () if position]
+        if ids:
             delta.token_ids = [entry.id for entry in entries if entry.id is not None]
-        if self._count is not None:
+        if count is not None:
             delta.logprobs = entries
+
+    return read
 
 
 def _read(text: str) -> _Positions:

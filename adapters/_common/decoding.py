@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, FinishReason
@@ -14,16 +15,16 @@ from triton_openai.triton.tensors import InferResponse
 Reader: TypeAlias = Callable[[InferResponse, Delta], None]
 
 
-class TextStage(Protocol):
+class TextStage(ABC):
     """Turns the texts of a stream's responses into what each adds."""
 
+    @abstractmethod
     def feed(self, text: str) -> str:
         """Return what *text*, that of a response, adds."""
-        ...
 
     def flush(self) -> str:
         """Return what was kept until the end of the stream."""
-        ...
+        return ""
 
 
 class TextDecoder:
@@ -111,7 +112,7 @@ def cumulative_logprob(output: str) -> Reader:
     return read
 
 
-class PromptEcho:
+class PromptEcho(TextStage):
     """
     Removes the prompt from the start of an answer that repeats it and comes in one response.
 
@@ -131,12 +132,8 @@ class PromptEcho:
             "'exclude_input_in_output' to true, or configure its tokenizer."
         )
 
-    def flush(self) -> str:
-        """Return nothing: the one response is whole."""
-        return ""
 
-
-class CumulativeText:
+class CumulativeText(TextStage):
     """
     Turns text that repeats from its start at every step into deltas, without its first *skip* characters.
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from triton_openai.adapters._common.base import Adapter, Capabilities, Hints, ModelFiles, Parameter, Rule, check_range
-from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, Reader, cumulative_logprob
+from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, Reader, TextStage, cumulative_logprob
 from triton_openai.errors import ConfigurationError, UpstreamError
 from triton_openai.generation import Delta, Generation, Guide, Lora, LoraFormat
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig, Tensor
@@ -116,7 +116,7 @@ class TrtllmAdapter(Adapter):
             outputs = (*outputs, cache[1])
         return self.request(generation.id, tensors, outputs, cancellable=cancellable)
 
-    def text_stage(self, generation: Generation) -> CumulativeText | PromptEcho | None:
+    def text_stage(self, generation: Generation) -> TextStage | None:
         """Return what makes new text of the responses, ``None`` where they are just that."""
         if not self.at_once(generation):
             return CumulativeText() if self.cumulative else None

@@ -376,9 +376,15 @@ class LazyPrompter:
                     async with asyncio.timeout(LOAD_SECONDS):
                         await self._resolve()
             prompter = await self.get()
-            _try(prompter, chats=chats, needs_tokenizer=needs_tokenizer)
+            if needs_tokenizer and prompter.tokenizer is None:
+                raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
+            if chats and (failure := prompter.template_for().failure) is not None:
+                raise ConfigurationError(failure)
         except ConfigurationError as error:
             problem = error
+            if self.resolved is not None:
+                # The notes say where a tokenizer was searched.
+                problem.detail = error.detail or "; ".join(self.resolved.provenance.notes) or None
         except Exception as error:  # noqa: BLE001 - a third party's parser must not end the checks of all models
             _log.exception("tokenizer and template cannot be prepared", model=model)
             problem = ConfigurationError(f"Its tokenizer or template failed: {type(error).__name__}.")
@@ -390,18 +396,6 @@ class LazyPrompter:
         elif before is None or before.message != problem.message:
             what = "model cannot chat" if chats else "model cannot be used"
             _log.warning(what, model=model, reason=problem.message, detail=problem.detail)
-
-
-def _try(prompter: Prompter, *, chats: bool, needs_tokenizer: bool) -> None:
-    try:
-        if needs_tokenizer and prompter.tokenizer is None:
-            raise ConfigurationError("The model takes token ids: give its tokenizer with --tokenizer.")
-        if chats and (failure := prompter.template_for().failure) is not None:
-            raise ConfigurationError(failure)
-    except ConfigurationError as error:
-        # The notes say where a tokenizer was searched.
-        error.detail = error.detail or "; ".join(prompter.provenance.notes) or None
-        raise
 
 
 _prompting = attrgetter(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import every_case
-from triton_openai.adapters.vllm import Vllm, VllmLogprobs
+from triton_openai.adapters.vllm import Vllm, token_logprobs
 from triton_openai.errors import InvalidRequest
 from triton_openai.generation import Delta, EmbeddingJob, Generation, Guide, Lora, Sampling
 from triton_openai.triton.tensors import JsonResponse, ModelConfig, TensorSpec
@@ -66,7 +66,7 @@ def test_the_likeliest_token_alone() -> None:
 def test_a_position_without_log_probabilities() -> None:
     """It has no entry."""
     delta = Delta()
-    VllmLogprobs(0)(JsonResponse({"logprobs": '[{}, {"5": {"logprob": -0.5}}]'}), delta)
+    token_logprobs(0)(JsonResponse({"logprobs": '[{}, {"5": {"logprob": -0.5}}]'}), delta)
 
     assert [5] == [entry.id for entry in delta.logprobs]
 
@@ -112,7 +112,7 @@ def test_log_probabilities() -> None:
         '[{"7": {"logprob": -Infinity, "rank": 9, "decoded_token": "\ufffd"},'
         ' "6": {"logprob": -2.0, "rank": 2, "decoded_token": "b"}, "5": {"logprob": -1.0, "rank": 1}}]'
     )
-    VllmLogprobs(2)(JsonResponse({"logprobs": text}), delta)
+    token_logprobs(2)(JsonResponse({"logprobs": text}), delta)
     (entry,) = delta.logprobs
 
     assert (7, -math.inf, None, [5, 6]) == (entry.id, entry.logprob, entry.raw, [other.id for other in entry.top])

@@ -21,7 +21,7 @@ from tokenizers import processors
 from tests.cases import every_case
 from triton_openai.adapters.trtllm import GENERATION, check_size, read_logits
 from triton_openai.adapters.trtllm_ensemble import StepLogprobs
-from triton_openai.adapters.vllm import VllmLogprobs
+from triton_openai.adapters.vllm import token_logprobs
 from triton_openai.answer.logprobs import log_probabilities
 from triton_openai.answer.stages import LogprobsStage, StopStrings, TokenNames
 from triton_openai.api.generate import bias_words
@@ -206,7 +206,7 @@ def test_a_step_of_several_tokens_is_an_error() -> None:
 def vllm_entries(count: int, response: JsonResponse) -> Sequence[TokenLogprob]:
     """Return what is read from *response* where *count* alternatives were asked for."""
     delta = Delta()
-    VllmLogprobs(count)(response, delta)
+    token_logprobs(count)(response, delta)
     return delta.logprobs
 
 
@@ -251,7 +251,7 @@ def test_masked_tokens_of_vllm() -> None:
 def test_log_probabilities_of_vllm_that_cannot_be_read(text: str) -> None:
     """Broken JSON, and JSON of another shape."""
     with pytest.raises(UpstreamError, match="cannot be read"):
-        VllmLogprobs(1)(JsonResponse({"logprobs": text}), Delta())
+        token_logprobs(1)(JsonResponse({"logprobs": text}), Delta())
 
 
 def test_impossible_tokens_and_those_without_a_number() -> None:
