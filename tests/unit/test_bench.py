@@ -197,7 +197,7 @@ def test_a_chat_that_is_not_streamed_says_so():
 
 def test_every_parser_has_a_call():
     """A parser without a text of its own would be missing in the table."""
-    assert TOOL_PARSERS.built_in.keys() <= parsers.CALLS.keys()
+    assert TOOL_PARSERS.table.keys() <= parsers.CALLS.keys()
 
 
 def test_parsers_are_measured(monkeypatch):
@@ -205,7 +205,7 @@ def test_parsers_are_measured(monkeypatch):
     monkeypatch.setattr(parsers, "SIZES", (400, 4000))
     rows = list(measure_parsers(quick=False))
 
-    assert list(TOOL_PARSERS.built_in) == [row.parser for row in rows]
+    assert list(TOOL_PARSERS.table) == [row.parser for row in rows]
     assert all((400, 4000) == tuple(row.characters) and min(row.ns_per_character) > 0 for row in rows)
 
 

@@ -98,8 +98,8 @@ def test_every_parser_is_listed() -> None:
         for part in read("docs/guides/tools-and-reasoning.md").split("| Reasoning |")
     )
 
-    assert list(TOOL_PARSERS.built_in) == calls
-    assert list(REASONING_PARSERS.built_in) == reasoning
+    assert list(TOOL_PARSERS.table) == calls
+    assert list(REASONING_PARSERS.table) == reasoning
     assert f"[{len(calls)} formats of tool calls, {len(reasoning)} of reasoning]" in read("README.md")
     assert f" {len(calls)} formats of tool calls," in read("docs/guides/migrating.md")
 

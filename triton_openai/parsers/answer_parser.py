@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
-from triton_openai.parsers.reasoning.base import ReasoningParser
+from triton_openai.parsers.reasoning import ReasoningParser
 from triton_openai.parsers.tools.base import ToolParser
 
 

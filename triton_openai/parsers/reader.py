@@ -68,6 +68,21 @@ class Reader:
         kept, self._kept = self._kept, None
         return "".join(kept or ())
 
+    def attempt(self, step: Step[_Result], otherwise: Sink, already: str = "") -> Step[_Result | None]:
+        """
+        Read *step*, which begins with the text *already*.
+
+        If the text is something else, give all that was read of it to *otherwise*, and return nothing.
+        """
+        self.keep(already)
+        try:
+            result = yield from step
+        except (Malformed, Ended):
+            otherwise(self.release())
+            return None
+        self.release()
+        return result
+
     def take(self, size: int = 1) -> str:
         """Consume *size* characters that :meth:`peek` or another look has seen."""
         taken = self._text[self._at : self._at + size]

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import ConfigurationError
-from triton_openai.parsers.reasoning.base import ReasoningParser
+from triton_openai.parsers.reasoning import ReasoningParser
 from triton_openai.parsers.tools.base import ToolParser
 
 _Parser = TypeVar("_Parser")
@@ -40,16 +40,9 @@ class Registry(Generic[_Parser]):
     base: type
     make: Callable[[type[_Parser]], _Parser]
 
-    def __post_init__(self) -> None:
-        #: The built-in parsers by name, and their names by alias.
-        self.built_in = {
-            name: EntryPoint(name, f"{self.package}.{place}", self.group) for name, (place, *_) in self.table.items()
-        }
-        self.aliases = {alias: name for name, (_, *others) in self.table.items() for alias in others}
-
     def names(self) -> list[str]:
         """Return the names of all parsers, built-in ones first, without their aliases."""
-        return [*self.built_in, *sorted({point.name for point in entry_points(group=self.group)})]
+        return [*self.table, *sorted({point.name for point in entry_points(group=self.group)})]
 
     def load(self, name: str) -> type[_Parser]:
         """
@@ -57,21 +50,18 @@ class Registry(Generic[_Parser]):
 
         Raises :class:`ConfigurationError`, listing the known names, and where a third party's class is no parser.
         """
-        built_in = self._resolve(name)
+        built_in = self._built_in(name)
         if built_in is not None:
-            found: type[_Parser] = self.built_in[built_in].load()
+            found: type[_Parser] = built_in.load()
             return found
         point = self._third_party().get(name)
         if point is None:
             raise ConfigurationError(f"There is no {self.kind} '{name}'. Known names: {', '.join(self.names())}.")
+        subject = f"The {self.kind} '{name}' ({point.value})"
         try:
-            loaded = point.load()
+            loaded: type[_Parser] = point.load()
         except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"The {self.kind} '{name}' ({point.value}) cannot be loaded: {error}.") from error
-        return self._checked(f"The {self.kind} '{name}' ({point.value})", loaded)
-
-    def _checked(self, subject: str, loaded: Any) -> type[_Parser]:
-        """Return the class *loaded*. Raises :class:`ConfigurationError` unless it has what a parser must have."""
+            raise ConfigurationError(f"{subject} cannot be loaded: {error}.") from error
         if not isinstance(loaded, type) or self.base not in loaded.__mro__:
             base = f"{self.base.__module__}.{self.base.__name__}"
             raise ConfigurationError(f"{subject} is not a class that is derived from {base}.")
@@ -81,15 +71,16 @@ class Registry(Generic[_Parser]):
             raise ConfigurationError(f"{subject} cannot be made: {type(error).__name__}: {error}.") from error
         return loaded
 
-    def _resolve(self, name: str) -> str | None:
+    def _built_in(self, name: str) -> EntryPoint | None:
         plain = name.lower().replace("-", "_")
-        plain = self.aliases.get(plain, plain)
-        return plain if plain in self.built_in else None
+        places = (place for own, (place, *aliases) in self.table.items() if plain in (own, *aliases))
+        place = next(places, None)
+        return None if place is None else EntryPoint(name, f"{self.package}.{place}", self.group)
 
     def _third_party(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
         for point in entry_points(group=self.group):
-            taken = self._resolve(point.name) is not None
+            taken = self._built_in(point.name) is not None
             if taken or (point.name in found and found[point.name].value != point.value):
                 raise ConfigurationError(
                     f"The name '{point.name}' of a {self.kind} is taken twice ({point.value}). "
@@ -107,10 +98,10 @@ _TOOLS: Mapping[str, Sequence[str]] = {
     "qwen3_coder": ("tagged_calls:Qwen3Coder", "qwen3_xml", "qwen_xml", "step3p5", "nemotron_nano"),
     "openai": ("harmony:Harmony", "gpt_oss", "harmony"),
     "deepseek_v3": ("sections:DeepSeekV3", "deepseekv3", "deepseek_v31", "deepseekv31", "deepseek_v3_1"),
-    "deepseek_v32": ("invokes:DeepSeekV32", "deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
+    "deepseek_v32": ("sections:DeepSeekV32", "deepseekv32", "deepseek_v3_2", "deepseek_v4", "deepseekv4"),
     "glm45": ("tagged_calls:Glm45", "glm", "glm4", "glm47"),
     "kimi_k2": ("sections:KimiK2", "kimik2"),
-    "minimax_m2": ("invokes:MiniMaxM2",),
+    "minimax_m2": ("sections:MiniMaxM2",),
     "pythonic": ("pythonic:Pythonic", "llama4_pythonic"),
     "lfm2": ("pythonic:Lfm2",),
     "olmo3": ("pythonic:Olmo3",),
@@ -124,28 +115,28 @@ _TOOLS: Mapping[str, Sequence[str]] = {
     "seed_oss": ("tagged_calls:SeedOss",),
     "cohere_command3": ("json_calls:Cohere", "cohere"),
     "jamba": ("json_calls:Jamba", "hunyuan", "hunyuan_a13b", "minimax", "minimax_m1"),
-    "step3": ("invokes:Step3",),
+    "step3": ("sections:Step3",),
     "internlm": ("json_calls:InternLM",),
     "longcat": ("json_calls:LongCat",),
     "xlam": ("json_calls:Xlam",),
 }
 _REASONING: Mapping[str, Sequence[str]] = {
-    "qwen3": ("delimited:Think", "think", "basic", "mimo", "step3p5", "olmo3"),
-    "deepseek_r1": ("delimited:DeepSeekR1", "qwen3_thinking", "qwq", "step3"),
-    "deepseek_v3": ("delimited:Think", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
-    "openai_gptoss": ("harmony:HarmonyReasoning", "openai", "gpt_oss", "harmony"),
-    "mistral": ("delimited:Mistral",),
-    "glm45": ("delimited:Think", "glm47", "glm"),
-    "granite": ("delimited:Granite", "granite_thinking_parser"),
-    "nemotron_v3": ("delimited:Think", "nemotron", "nemotron3", "nemotron_3", "nemotron_nano", "nemotron_deci"),
-    "kimi_k2": ("delimited:KimiK2", "kimi_k25"),
-    "kimi": ("delimited:Kimi",),
-    "minimax_m2": ("delimited:MiniMaxM2", "minimax"),
-    "seed_oss": ("delimited:SeedOss",),
-    "gemma4": ("delimited:Gemma4",),
-    "cohere_command3": ("delimited:Cohere", "cohere"),
-    "hunyuan_a13b": ("delimited:Hunyuan", "hunyuan"),
-    "ernie45": ("delimited:Ernie45",),
+    "qwen3": ("reasoning:Think", "think", "basic", "mimo", "step3p5", "olmo3"),
+    "deepseek_r1": ("reasoning:DeepSeekR1", "qwen3_thinking", "qwq", "step3"),
+    "deepseek_v3": ("reasoning:Think", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    "openai_gptoss": ("tools.harmony:HarmonyReasoning", "openai", "gpt_oss", "harmony"),
+    "mistral": ("reasoning:Mistral",),
+    "glm45": ("reasoning:Think", "glm47", "glm"),
+    "granite": ("reasoning:Granite", "granite_thinking_parser"),
+    "nemotron_v3": ("reasoning:Think", "nemotron", "nemotron3", "nemotron_3", "nemotron_nano", "nemotron_deci"),
+    "kimi_k2": ("reasoning:KimiK2", "kimi_k25"),
+    "kimi": ("reasoning:Kimi",),
+    "minimax_m2": ("reasoning:MiniMaxM2", "minimax"),
+    "seed_oss": ("reasoning:SeedOss",),
+    "gemma4": ("reasoning:Gemma4",),
+    "cohere_command3": ("reasoning:Cohere", "cohere"),
+    "hunyuan_a13b": ("reasoning:Hunyuan", "hunyuan"),
+    "ernie45": ("reasoning:Ernie45",),
 }
 
 TOOL_PARSERS: Registry[ToolParser] = Registry(
@@ -159,7 +150,7 @@ TOOL_PARSERS: Registry[ToolParser] = Registry(
 REASONING_PARSERS: Registry[ReasoningParser] = Registry(
     "reasoning parser",
     "triton_openai.reasoning_parsers",
-    "triton_openai.parsers.reasoning",
+    "triton_openai.parsers",
     _REASONING,
     base=ReasoningParser,
     make=lambda parser: parser(inside=None),

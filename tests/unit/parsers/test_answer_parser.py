@@ -13,7 +13,7 @@ from triton_openai.api.chat import make_parser, message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from triton_openai.parsers.reasoning.delimited import Think
+from triton_openai.parsers.reasoning import Think
 from triton_openai.parsers.registry import Parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.json_calls import Hermes, Llama3Json, Mistral

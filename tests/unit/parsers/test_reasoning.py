@@ -184,7 +184,7 @@ def test_any_text(words: list[str], borders: list[int]) -> None:
     pieces = [text[start:end] for start, end in itertools.pairwise([0, *cuts, len(text)])]
 
     @every_case("inside", [None, True, False])
-    @every_case("name", REASONING_PARSERS.built_in)
+    @every_case("name", REASONING_PARSERS.table)
     def check(name: str, inside: bool | None) -> None:
         whole = run(name, inside, [text])
 
@@ -198,7 +198,7 @@ def test_any_text(words: list[str], borders: list[int]) -> None:
     check()
 
 
-@every_case("name", REASONING_PARSERS.built_in)
+@every_case("name", REASONING_PARSERS.table)
 def test_cost_is_linear(name: str) -> None:
     """A character is looked at a bounded number of times, in thinking and in the answer."""
     front, middle = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"

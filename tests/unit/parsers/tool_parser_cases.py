@@ -47,7 +47,7 @@ def _same(name: str, content: str, *parsers: str) -> tuple[Case, ...]:
 LOOKS = 6
 
 #: Every built-in parser.
-ALL = tuple(TOOL_PARSERS.built_in)
+ALL = tuple(TOOL_PARSERS.table)
 
 PLAIN = (
     *_same("empty", "", *ALL),

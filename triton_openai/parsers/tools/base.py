@@ -6,12 +6,14 @@ import re
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from triton_openai.parsers.grammar import Grammar, TextParser
 from triton_openai.parsers.markers import Markers
 from triton_openai.parsers.reader import SPACE, Ended, Malformed, Step, discard
 from triton_openai.parsers.tools import json_text
+
+_Result = TypeVar("_Result")
 
 #: The tools of a request: name → JSON schema of the parameters (empty where the tool has none).
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -73,12 +75,13 @@ class CallGrammar(Grammar, ToolParser):
     def unfinished(self) -> bool:
         return self._in_call
 
-    def _attempt(self, block: Step[None], already: str) -> Step[None]:
+    def _attempt(self, block: Step[_Result], already: str) -> Step[_Result | None]:
         """Read a *block* that began with the text *already*. What turns out not to be a call becomes content."""
         self._before_call(already)
         try:
-            yield from block
+            result = yield from block
             self._output.content(self._reader.release())
+            return result
         except Malformed:
             self._in_call = False
             self._output.content(self._reader.release())
@@ -87,6 +90,7 @@ class CallGrammar(Grammar, ToolParser):
             rest = self._reader.release()
             if not self._is_after_call:
                 self._output.content(rest)
+        return None
 
     def _before_call(self, already: str = "") -> None:
         """Keep *already*, and what is read from here on, in case that it is no call and becomes content."""

@@ -14,16 +14,18 @@ from __future__ import annotations
 import re
 
 from triton_openai.parsers.markers import Markers
-from triton_openai.parsers.reader import Ended, Malformed, Step
-from triton_openai.parsers.tools import json_text
+from triton_openai.parsers.reader import Malformed, Step
+from triton_openai.parsers.reasoning import ReasoningParser
 from triton_openai.parsers.tools.base import CallGrammar
 
 _ALL = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _BETWEEN = Markers(*_ALL)
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-BODY_END = Markers(*_ENDS)
+_BODY_END = Markers(*_ENDS)
 _HEADER_TEXT = re.compile(r"[^<]*")
 _LONGEST_HEADER = 400
+#: The tools of the model's server, as the format names them.
+_SERVER_TOOLS = frozenset({"python", "browser", "container"})
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
@@ -43,16 +45,9 @@ class Harmony(CallGrammar):
 
     def _begins(self) -> Step[str]:
         """Return the beginning of a header that starts with the recipient, since the prompt ends within the header."""
-        reader = self._reader
-        reader.keep()
-        try:
-            # One space, or none where the prompt brought it.
-            yield from reader.optional(" ")
-            yield from reader.literal("to=")
-        except (Malformed, Ended):
-            self._output.content(reader.release())
-            return ""
-        return reader.release()
+        # One space, or none where the prompt brought it.
+        recipient = self._reader.literal("to=", " to=")
+        return (yield from self._reader.attempt(recipient, self._output.content)) or ""
 
     def _messages(self, marker: str) -> Step[None]:
         """Read messages; *marker* is the last one that was read."""
@@ -66,20 +61,16 @@ class Harmony(CallGrammar):
 
     def _message(self, marker: str) -> Step[str]:
         """Read a message whose header begins with *marker*; return the marker that ended it."""
-        self._before_call(marker)
-        try:
-            header = yield from self._header(marker)
-        except (Malformed, Ended):
-            self._output.content(self._reader.release())
+        header = yield from self._reader.attempt(self._header(marker), self._output.content, marker)
+        if header is None:
             return ""
         channel = _CHANNEL.search(header)
         recipient = _RECIPIENT.search(header)
         if recipient is not None and self._is_function(recipient[1]):
-            return (yield from self._call(recipient[1].removeprefix("functions.")))
-        self._reader.release()
+            return (yield from self._call(recipient[1].removeprefix("functions."), header))
         if recipient is not None or (channel is not None and channel[1] == "analysis"):
             return (yield from self._reasoning())
-        return (yield from self._reader.until(BODY_END, self._output.content))
+        return (yield from self._reader.until(_BODY_END, self._output.content))
 
     def _is_function(self, recipient: str) -> bool:
         """Return whether the client runs *recipient*."""
@@ -91,7 +82,7 @@ class Harmony(CallGrammar):
             header += yield from self._reader.collect(_HEADER_TEXT, _LONGEST_HEADER)
             marker = yield from self._reader.literal(*_ALL)
             if marker == "<|message|>":
-                return header
+                return header + marker
             if marker not in {"<|channel|>", "<|constrain|>"} or len(header) > _LONGEST_HEADER:
                 raise Malformed
             header += marker
@@ -100,27 +91,54 @@ class Harmony(CallGrammar):
         if self._has_reasoned:
             self._output.reasoning("\n")
         self._has_reasoned = True
-        return (yield from self._reader.until(BODY_END, self._output.reasoning))
+        return (yield from self._reader.until(_BODY_END, self._output.reasoning))
 
-    def _call(self, name: str) -> Step[str]:
-        """Read the arguments of a call of *name*; return the marker that ended the message."""
-        reader = self._reader
-        try:
-            yield from reader.space()
-            if (yield from reader.next()) == "{":
-                self._start_call(name)
-                yield from json_text.value(reader, self._output.arguments)
-                self._in_call = False
-            else:
-                # No arguments at all: the end of the message follows.
-                end = yield from reader.literal(*_ENDS)
-                self._start_call(name)
-                self._output.arguments("{}")
-                self._in_call = False
-                return end
-        except Malformed:
-            self._in_call = False
-            self._output.content(reader.release())
-        except Ended:
-            self._output.content(reader.release())
-        return (yield from reader.until(BODY_END, self._output.content))
+    def _call(self, name: str, header: str) -> Step[str]:
+        """Read the call of *name* after its *header*; return the marker that ended the message."""
+        end = yield from self._attempt(self._arguments(name), header)
+        return end or (yield from self._reader.until(_BODY_END, self._output.content))
+
+    def _arguments(self, name: str) -> Step[str]:
+        """Read the arguments of a call; where there are none, return the marker that ended the message."""
+        yield from self._reader.space()
+        if (yield from self._reader.next()) == "{":
+            yield from self._json_call(name)
+            return ""
+        end = yield from self._reader.literal(*_ENDS)
+        self._start_call(name)
+        self._output.arguments("{}")
+        self._end_call()
+        return end
+
+
+class HarmonyReasoning(Harmony, ReasoningParser):
+    """
+    Harmony's ``analysis`` as reasoning, its other messages as content.
+
+    A message to a function passes as content with its markup, exactly as the model wrote it: the tool parser
+    reads it next, or, where the request has no tools, the client sees it.
+    """
+
+    def __init__(self, *, inside: bool | None = None) -> None:
+        super().__init__()
+        self._inside = bool(inside)
+
+    @classmethod
+    def inside_after(cls, prompt: str) -> bool | None:
+        """Return whether *prompt* ends with the header of an analysis."""
+        return True if prompt.endswith("<|channel|>analysis<|message|>") else None
+
+    def _text(self) -> Step[None]:
+        yield from self._messages((yield from (self._reasoning() if self._inside else self._begins())))
+
+    def _is_function(self, recipient: str) -> bool:
+        # The request's tools are not known here: the tool parser decides about what is not the server's for certain.
+        return recipient.partition(".")[0] not in _SERVER_TOOLS
+
+    def _call(self, name: str, header: str) -> Step[str]:
+        self._output.content(header)
+        end = yield from self._reader.until(_BODY_END, self._output.content)
+        # The next message's beginning is not the end of this one.
+        if end != "<|start|>":
+            self._output.content(end)
+        return end

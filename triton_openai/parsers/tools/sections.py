@@ -1,14 +1,20 @@
-# ruff: noqa: RUF001, RUF002 - DeepSeek's markers are made of full-width bars
-"""Calls in a section, each between markers of its own, with JSON objects as arguments."""
+# ruff: noqa: RUF001, RUF002 - the markers of DeepSeek and StepFun are made of full-width bars
+"""Calls in a section, each after a marker of its own: with JSON objects as arguments, or with a tag for each."""
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from typing import ClassVar
 
-from triton_openai.parsers.markers import Markers
-from triton_openai.parsers.reader import Step
+from triton_openai.parsers.markers import Markers, markers
+from triton_openai.parsers.reader import SPACE, Malformed, Step, discard
 from triton_openai.parsers.tools.base import MarkedCalls
+from triton_openai.parsers.tools.tagged_calls import TaggedCalls
+
+_ATTRIBUTE_NAME = re.compile(r"[a-z]*")
+_ATTRIBUTE = re.compile(r'[^"<>\n]*')
+_LONGEST = 1_000
 
 
 class SectionCalls(MarkedCalls):
@@ -93,3 +99,112 @@ class DeepSeekV3(SectionCalls):
         if fenced:
             yield from reader.token("```")
         yield from self._close("<｜tool▁call▁end｜>")
+
+
+class Invokes(SectionCalls, TaggedCalls):
+    """``<invoke name="f">`` with ``<parameter name="k">`` in it; between tags stands white space."""
+
+    #: What closes a call.
+    call_end: ClassVar[str]
+    #: Opening tag (without attributes) and closing tag.
+    parameter: ClassVar[tuple[str, str]]
+    #: Whether one line break on either side of a value is markup.
+    trims_lines: ClassVar[bool] = False
+
+    def _call(self) -> Step[None]:
+        attributes = yield from self._attributes()
+        self._open(attributes.get("name", ""))
+        ends = markers(self.parameter[0], self.call_end)
+        value_ends = markers(*((f"\n{self.parameter[1]}",) if self.trims_lines else ()), self.parameter[1])
+        while (yield from self._marker(ends, discard)) == self.parameter[0]:
+            attributes = yield from self._attributes()
+            if not attributes.get("name"):
+                raise Malformed
+            if self.trims_lines:
+                yield from self._reader.optional("\n")
+            yield from self._value(attributes["name"], value_ends, is_text=attributes.get("string") == "true")
+        self._finish()
+
+    def _attributes(self) -> Step[dict[str, str]]:
+        """Read ``a="b"`` as often as it stands there, and ``>``."""
+        reader = self._reader
+        attributes: dict[str, str] = {}
+        while True:
+            yield from reader.run(SPACE, discard)
+            if (yield from reader.next()) == ">":
+                reader.take()
+                return attributes
+            name = yield from reader.collect(_ATTRIBUTE_NAME, 32)
+            yield from reader.literal('="')
+            attributes[name] = yield from reader.collect(_ATTRIBUTE, _LONGEST)
+            yield from reader.literal('"')
+
+
+class MiniMaxM2(Invokes):
+    """
+    As MiniMax's chat template for M2 asks for calls::
+
+        <minimax:tool_call>
+        <invoke name="f">
+        <parameter name="k">value</parameter>
+        </invoke>
+        </minimax:tool_call>
+
+    Parameters carry no type: the tool's schema has it.
+    """
+
+    markers = Markers("<minimax:tool_call>")
+    closings = ("</minimax:tool_call>",)
+    call = "<invoke"
+    call_end = "</invoke>"
+    parameter = ("<parameter", "</parameter>")
+    # The template puts values between the tags as they are; the model at times on lines of their own.
+    trims_lines = True
+
+
+class DeepSeekV32(Invokes):
+    """
+    As DeepSeek's encoding of V3.2 ("DSML") writes calls: ``string`` says whether a value is a string or JSON::
+
+        <｜DSML｜function_calls>
+        <｜DSML｜invoke name="f">
+        <｜DSML｜parameter name="k" string="true">value</｜DSML｜parameter>
+        </｜DSML｜invoke>
+        </｜DSML｜function_calls>
+
+    V4 calls the outer tag ``tool_calls``.
+    """
+
+    special_tokens = True
+    markers = Markers("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
+    closings = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
+    call = "<｜DSML｜invoke"
+    call_end = "</｜DSML｜invoke>"
+    parameter = ("<｜DSML｜parameter", "</｜DSML｜parameter>")
+
+
+class Step3(Invokes):
+    """
+    As StepFun's Step 3 writes calls::
+
+        <｜tool_calls_begin｜>
+        <｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">
+        <steptml:parameter name="k">value</steptml:parameter>
+        </steptml:invoke><｜tool_call_end｜>
+        <｜tool_calls_end｜>
+
+    Parameters carry no type: the tool's schema has it.
+    """
+
+    special_tokens = True
+    call = "<｜tool_call_begin｜>"
+    markers = Markers("<｜tool_calls_begin｜>", call)
+    call_end = "</steptml:invoke>"
+    closings = ("<｜tool_calls_end｜>",)
+    parameter = ("<steptml:parameter", "</steptml:parameter>")
+
+    def _call(self) -> Step[None]:
+        yield from self._reader.token("function<｜tool_sep｜>")
+        yield from self._reader.token("<steptml:invoke")
+        yield from super()._call()
+        yield from self._close("<｜tool_call_end｜>")

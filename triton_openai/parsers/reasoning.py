@@ -6,12 +6,30 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from triton_openai.parsers.grammar import Grammar
+from triton_openai.parsers.grammar import Grammar, TextParser
 from triton_openai.parsers.markers import markers
-from triton_openai.parsers.reader import Ended, Malformed, Step
-from triton_openai.parsers.reasoning.base import ReasoningParser
+from triton_openai.parsers.reader import Step
 
 _ANYTHING = re.compile(r"(?s:.*)")
+
+
+class ReasoningParser(TextParser):
+    """
+    A text stage of which reasoning and content come out.
+
+    *inside* says whether the prompt itself opened (or closed) the thinking, see :meth:`inside_after`; ``None`` leaves
+    it to what the family of models usually does. Base of the classes that the entry-point group
+    ``triton_openai.reasoning_parsers`` takes.
+    """
+
+    def __init__(self, *, inside: bool | None = None) -> None:
+        """Begin an answer; *inside* is what :meth:`inside_after` says of its prompt."""
+        self.inside = inside
+
+    @classmethod
+    def inside_after(cls, prompt: str) -> bool | None:  # noqa: ARG003
+        """Return whether *prompt* ends with thinking opened (true) or closed (false), or with neither."""
+        return None
 
 
 class Delimited(Grammar, ReasoningParser):
@@ -63,13 +81,8 @@ class Delimited(Grammar, ReasoningParser):
     def _framed(self, opening: str, closing: str) -> Step[None]:
         """Read the answer without its frame. A *closing* that text follows is not the frame's."""
         reader = self._reader
-        reader.keep()
-        try:
-            yield from reader.literal(opening)
-            reader.release()
+        if (yield from reader.attempt(reader.literal(opening), self._output.content)):
             yield from reader.space()
-        except (Malformed, Ended):
-            self._output.content(reader.release())
         while (yield from reader.until(markers(closing), self._output.content)):
             reader.keep(closing)
             yield from reader.space()
@@ -81,18 +94,9 @@ class Delimited(Grammar, ReasoningParser):
 
     def _opens(self) -> Step[bool]:
         """Read an opening marker, if one is there. Return whether the thinking has begun."""
-        self._reader.keep()
-        try:
-            yield from self._reader.token(*self.openings)
-        except (Malformed, Ended):
-            before = self._reader.release()
-            if self._inside:
-                self._think(before)
-            else:
-                self._output.content(before)
-            return self._inside
-        self._reader.release()
-        return True
+        otherwise = self._think if self._inside else self._output.content
+        opening = yield from self._reader.attempt(self._reader.token(*self.openings), otherwise)
+        return opening is not None or self._inside
 
     def _think(self, text: str) -> None:
         """Pass on reasoning without white space at its beginning and end."""

@@ -1,1 +1,0 @@
-"""Reasoning parsers, one module for each family of formats."""
