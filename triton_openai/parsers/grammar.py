@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -40,10 +42,11 @@ class Output:
     def __init__(self) -> None:
         # Since the last take
         self._events: list[Event] = []
-        self._kind: type[Content | Reasoning | ToolCallArguments] | None = None
+        self._kind: Callable[[str], Event] | None = None
         self._parts: list[str] = []
         # Stream state
-        self.calls = 0
+        self._calls = 0
+        self._arguments: Callable[[str], Event]
         self._space: list[str] = []
         self._shown = False
         self._after_call = False
@@ -73,13 +76,14 @@ class Output:
         self._space.clear()
         self._after_call = True
         self._close()
-        self._events.append(ToolCallStart(self.calls, id, name))
-        self.calls += 1
+        self._events.append(ToolCallStart(self._calls, id, name))
+        self._arguments = partial(ToolCallArguments, self._calls)
+        self._calls += 1
 
     def arguments(self, text: str) -> None:
         """Add *text* to the arguments of the latest call."""
         if text:
-            self._add(ToolCallArguments, text)
+            self._add(self._arguments, text)
 
     def trim(self) -> None:
         """Drop white space at the end of the content so far: it is markup."""
@@ -97,22 +101,16 @@ class Output:
         events, self._events = self._events, []
         return events
 
-    def _add(self, kind: type[Content | Reasoning | ToolCallArguments], *parts: str) -> None:
+    def _add(self, kind: Callable[[str], Event], *parts: str) -> None:
         if kind is not self._kind:
             self._close()
             self._kind = kind
         self._parts.extend(parts)
 
     def _close(self) -> None:
-        if self._kind is None:
-            return
-        text = "".join(self._parts)
-        if self._kind is ToolCallArguments:
-            self._events.append(ToolCallArguments(self.calls - 1, text))
-        else:
-            self._events.append(Reasoning(text) if self._kind is Reasoning else Content(text))
-        self._kind = None
-        self._parts = []
+        if self._kind is not None:
+            self._events.append(self._kind("".join(self._parts)))
+            self._kind, self._parts = None, []
 
 
 class Grammar(TextParser):

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from functools import cache
 from typing import TypeAlias, TypeVar
-
-from triton_openai.parsers.markers import Markers
 
 _Result = TypeVar("_Result")
 
@@ -36,6 +35,57 @@ class Ended(Exception):
 
 def discard(text: str) -> None:
     """Discard text."""
+
+
+class Markers:
+    """
+    A set of markers, compiled.
+
+    The leftmost marker wins, and of those that begin together the longest, however the text is cut: where the text
+    ends inside of what may become a marker, nothing after that place is looked at. One search by the regular
+    expression engine finds both, so a piece costs its own length; what is held back is shorter than a marker.
+    """
+
+    def __init__(self, *markers: str) -> None:
+        self._whole = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+        self._prefixes = frozenset(marker[:size] for marker in markers for size in range(1, len(marker)))
+        self._whole_or_begun = re.compile(_branches(frozenset(markers)))
+
+    def search(self, text: str, start: int, *, ended: bool) -> tuple[int, int, str]:
+        """
+        Return where the first marker at or after *start* begins and ends, and the marker.
+
+        Without one, this is the end of the text, or where a marker may be beginning there, and nothing for the marker.
+        Once the text has *ended*, no marker is incomplete.
+        """
+        match = (self._whole if ended else self._whole_or_begun).search(text, start)
+        if match is None:
+            return len(text), len(text), ""
+        found = match.group()
+        if not ended and match.end() == len(text) and found in self._prefixes:
+            found = ""
+        return match.start(), match.end(), found
+
+
+@cache
+def markers(*texts: str) -> Markers:
+    """Return the set of these markers, compiled once: for sets that are put together from a class's attributes."""
+    return Markers(*texts)
+
+
+def _branches(rest: frozenset[str]) -> str:
+    """Return a pattern for any of *rest*, or for a beginning of one at the end of the text."""
+    branches = []
+    for first in sorted({marker[0] for marker in rest if marker}):
+        following = frozenset(marker[1:] for marker in rest if marker.startswith(first))
+        branches.append(re.escape(first) + (_tail(following) if following != {""} else ""))
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
+
+
+def _tail(following: frozenset[str]) -> str:
+    """Return a pattern for what follows a first character."""
+    branches = _branches(following - {""})
+    return f"(?:{branches})?" if "" in following else rf"(?:{branches}|\Z)"
 
 
 class Reader:
@@ -192,13 +242,12 @@ class Reader:
         Returns nothing at the end of the text.
         """
         while True:
-            found = markers.search(self._text, self._at, ended=self._ended)
-            stop = len(self._text) if found is None else found.start
-            self.examined += (len(self._text) if found is None else found.end) - self._at
-            if stop > self._at:
-                sink(self.take(stop - self._at))
-            if found is not None and found.marker:
-                return self.take(len(found.marker))
+            start, end, marker = markers.search(self._text, self._at, ended=self._ended)
+            self.examined += end - self._at
+            if start > self._at:
+                sink(self.take(start - self._at))
+            if marker:
+                return self.take(len(marker))
             if self._ended:
                 return ""
             yield

@@ -7,8 +7,7 @@ import re
 from typing import ClassVar
 
 from triton_openai.parsers.grammar import Grammar, TextParser
-from triton_openai.parsers.markers import markers
-from triton_openai.parsers.reader import Step
+from triton_openai.parsers.reader import Step, markers
 
 _ANYTHING = re.compile(r"(?s:.*)")
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from tests.cases import every_case
 from triton_openai.errors import ConfigurationError
 from triton_openai.parsers.events import Event
-from triton_openai.parsers.markers import Found, Markers
-from triton_openai.parsers.reader import Ended, Malformed, Reader
+from triton_openai.parsers.reader import Ended, Malformed, Markers, Reader
 from triton_openai.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, Registry, detect
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import ToolParser, Tools
@@ -183,12 +182,12 @@ def test_markers_that_begin_others() -> None:
     """The longest of those that begin together wins, once it is known."""
     markers = Markers("<a", "<ab>", "<abc>", "x")
 
-    assert Found(1, 1 + len("<ab"), "") == markers.search(" <ab", 0, ended=False)
-    assert Found(1, 3, "<a") == markers.search(" <ab", 0, ended=True)
-    assert Found(0, 4, "<ab>") == markers.search("<ab><abc>", 0, ended=False)
-    assert Found(4, 9, "<abc>") == markers.search("<ab><abc>", 1, ended=False)
-    assert Found(0, 2, "<a") == markers.search("<abd", 0, ended=False)
-    assert markers.search("<b", 0, ended=False) is None
+    assert (1, 1 + len("<ab"), "") == markers.search(" <ab", 0, ended=False)
+    assert (1, 3, "<a") == markers.search(" <ab", 0, ended=True)
+    assert (0, 4, "<ab>") == markers.search("<ab><abc>", 0, ended=False)
+    assert (4, 9, "<abc>") == markers.search("<ab><abc>", 1, ended=False)
+    assert (0, 2, "<a") == markers.search("<abd", 0, ended=False)
+    assert (2, 2, "") == markers.search("<b", 0, ended=False)
 
 
 SCHEMA = {

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from triton_openai.parsers.grammar import Grammar, TextParser
-from triton_openai.parsers.markers import Markers
-from triton_openai.parsers.reader import SPACE, Ended, Malformed, Step, discard
+from triton_openai.parsers.reader import SPACE, Ended, Malformed, Markers, Step, discard
 from triton_openai.parsers.tools import json_text
 
 _Result = TypeVar("_Result")

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from triton_openai.parsers.markers import Markers, markers
-from triton_openai.parsers.reader import Ended, Malformed, Reader, Sink, Step
+from triton_openai.parsers.reader import Ended, Malformed, Markers, Reader, Sink, Step, markers
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import quote

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import re
 
-from triton_openai.parsers.markers import Markers
-from triton_openai.parsers.reader import Malformed, Step
+from triton_openai.parsers.reader import Malformed, Markers, Step
 from triton_openai.parsers.reasoning import ReasoningParser
 from triton_openai.parsers.tools.base import CallGrammar
 

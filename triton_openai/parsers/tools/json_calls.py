@@ -7,8 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import ClassVar
 
-from triton_openai.parsers.markers import Markers
-from triton_openai.parsers.reader import Malformed, Sink, Step, discard
+from triton_openai.parsers.reader import Malformed, Markers, Sink, Step, discard
 from triton_openai.parsers.tools import json_text
 from triton_openai.parsers.tools.base import ListedCalls
 

@@ -7,8 +7,7 @@ import re
 from abc import abstractmethod
 from typing import ClassVar
 
-from triton_openai.parsers.markers import Markers, markers
-from triton_openai.parsers.reader import SPACE, Malformed, Step, discard
+from triton_openai.parsers.reader import SPACE, Malformed, Markers, Step, discard, markers
 from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.tagged_calls import TaggedCalls
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from triton_openai.parsers.markers import Markers, markers
-from triton_openai.parsers.reader import Ended, Malformed, Sink, Step, discard
+from triton_openai.parsers.reader import Ended, Malformed, Markers, Sink, Step, discard, markers
 from triton_openai.parsers.tools.base import MarkedCalls
 from triton_openai.parsers.tools.json_text import escape, quote
 from triton_openai.parsers.tools.schema import Parameters
