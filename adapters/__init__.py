@@ -7,7 +7,6 @@ An adapter of another package subclasses :class:`Adapter` and registers under th
 
 from triton_openai.adapters._common.base import (
     Adapter,
-    BoundParameter,
     Capabilities,
     Hints,
     Parameter,
@@ -20,7 +19,6 @@ from triton_openai.adapters._common.decoding import CumulativeText, PromptEcho, 
 
 __all__ = [
     "Adapter",
-    "BoundParameter",
     "Capabilities",
     "CumulativeText",
     "Hints",

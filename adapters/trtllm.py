@@ -15,7 +15,7 @@ from itertools import accumulate
 import msgspec
 
 from triton_openai.adapters._common import trtllm as common
-from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused, requires_only
+from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, requires_only
 from triton_openai.adapters._common.decoding import Reader
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.errors import ConfigurationError, InvalidValue, UnsupportedParameter, UpstreamError
@@ -61,7 +61,7 @@ class Trtllm(common.TrtllmAdapter):
         own = config.parameter("tokenizer_dir")
         self.hints = msgspec.structs.replace(found, tokenizer_dir=found.tokenizer_dir or own)
         logprobs = "return_log_probs" in config.inputs and common.LOGPROBS in config.outputs
-        self.parameters = bind(PARAMETERS, config, *([] if logprobs else [refused("logprobs")]))
+        self.parameters = bind(PARAMETERS, config, *([] if logprobs else [Parameter("logprobs")]))
         self._alternatives = logprobs and _sends(config, GENERATION)
         self.capabilities = self.capabilities_with(
             usage=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from triton_openai.adapters._common import trtllm as common
-from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, refused, requires_only
+from triton_openai.adapters._common.base import Hints, Parameter, Rule, bind, requires_only
 from triton_openai.adapters._common.decoding import TextDecoder
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Generation, Image, TokenLogprob
@@ -65,7 +65,7 @@ class TrtllmText(common.TrtllmAdapter):
         biases = {"embedding_bias_words", "embedding_bias_weights"} <= inputs.keys()
         missing = {name: _TOKEN_BY_TOKEN for name, there in (("logprobs", steps), ("logit_bias", biases)) if not there}
         missing |= self.unread
-        lacking = (refused(name, why, neutral=_NEUTRAL.get(name, ())) for name, why in missing.items())
+        lacking = (Parameter(name, why=why, neutral=_NEUTRAL.get(name, ())) for name, why in missing.items())
         self.parameters = bind(PARAMETERS, config, *lacking)
         self._counts = all(name in inputs and name.removeprefix("return_") in outputs for name in _COUNTS)
         excludes = self.engine is not None and common.truthy(self.engine.parameter("exclude_input_in_output"))

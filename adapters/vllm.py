@@ -16,13 +16,11 @@ import structlog
 
 from triton_openai.adapters._common.base import (
     Adapter,
-    BoundParameter,
     Capabilities,
     Hints,
     ModelFiles,
-    Rule,
+    Parameter,
     check_range,
-    refused,
     requires_only,
     with_engine_arguments,
 )
@@ -42,14 +40,11 @@ _SAMPLING = (
     *("min_p", "bad_words", "allowed_token_ids", "skip_special_tokens", "logprobs"),
 )
 _INTEGERS = {**dict.fromkeys(("max_tokens", "top_k", "min_tokens", "logprobs"), "INT32"), "seed": "INT64"}
-PARAMETERS: tuple[BoundParameter, ...] = (
-    *(
-        BoundParameter(name=name, rule=Rule.MAPPED, target=f"{_KEYS}.{name}", datatype=_INTEGERS.get(name))
-        for name in _SAMPLING
-    ),
-    refused("length_penalty"),
+PARAMETERS: tuple[Parameter, ...] = (
+    *(Parameter(name, target=f"{_KEYS}.{name}", datatype=_INTEGERS.get(name)) for name in _SAMPLING),
+    Parameter("length_penalty"),
     # JSON makes text of the token ids, which fails the request.
-    refused("logit_bias", "Triton's vLLM backend cannot read it"),
+    Parameter("logit_bias", why="Triton's vLLM backend cannot read it"),
 )
 _FLAGS = ("exclude_input_in_output", "return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 _SUPPLIED = frozenset({"text_input", "stream", _KEYS, *_FLAGS})
@@ -89,7 +84,7 @@ class Vllm(Adapter):
             for name in ("finish_reason", "num_output_tokens", "logprobs", _CUMULATIVE)
         )
         self.parameters = tuple(
-            refused("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
+            Parameter("logprobs") if row.name == "logprobs" and not logprobs else row for row in PARAMETERS
         )
         self._sampled = {row.name: row.datatype for row in self.parameters if row.target is not None}
         self.capabilities = Capabilities(

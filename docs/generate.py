@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_origin
 import msgspec
 
 from triton_openai.adapters import trtllm, trtllm_ensemble, trtllm_llmapi, vllm
-from triton_openai.adapters._common.base import BoundParameter, Parameter, Rule
+from triton_openai.adapters._common.base import Parameter, Rule
 from triton_openai.api import chat, completions
 from triton_openai.api.parameters import SamplingRequest, neutral_values
 from triton_openai.api.routes import OPERATIONS, prose
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VALUES_SCHEMA = ROOT / "deploy" / "helm" / "triton-openai" / "values.schema.json"
 
 #: The adapters that generate text, by the table that they share.
-TABLES: Mapping[str, Sequence[Parameter | BoundParameter]] = {
+TABLES: Mapping[str, Sequence[Parameter]] = {
     "`trtllm-ensemble`, `trtllm-bls`": trtllm_ensemble.PARAMETERS,
     "`trtllm`": trtllm.PARAMETERS,
     "`trtllm-llmapi`": trtllm_llmapi.PARAMETERS,
@@ -102,10 +102,8 @@ def _parameter_name(name: str) -> str:
     return f"`{name}`, `{other}`" if other else f"`{name}`"
 
 
-def _treatment(row: Parameter | BoundParameter) -> str:
-    if isinstance(row, BoundParameter):
-        return f"`{row.target}`" if row.target else row.rule.value
-    text = " or ".join(f"`{target}`" for target in row.inputs)
+def _treatment(row: Parameter) -> str:
+    text = " or ".join(f"`{target}`" for target in ([row.target] if row.target else row.inputs))
     if not text:
         return f"{row.otherwise.value} ({row.note})" if row.note else row.otherwise.value
     if row.note:

@@ -47,10 +47,12 @@ class Rule(enum.StrEnum):
 class Parameter(msgspec.Struct, frozen=True):
     """
     One row of an adapter's table: the *name* of a :class:`Sampling` field, the inputs (or JSON keys) that can carry it
-    in order of preference, and what to do *otherwise*, when the model declares none of them.
+    in order of preference, and what to do *otherwise*, when the model declares none of them. :func:`bind` finds the
+    *target*, which is one of them, and its *datatype*.
 
     *why* tells a client whose request is refused what to do. *signed* is whether the input has to hold negative
     numbers, *special* whether the adapter converts the value itself, instead of :meth:`Adapter.parameter_tensors`.
+    *neutral* are values that have their effect although the parameter is refused.
     """
 
     name: str
@@ -60,46 +62,34 @@ class Parameter(msgspec.Struct, frozen=True):
     why: str = ""
     signed: bool = False
     special: bool = False
-
-
-class BoundParameter(Parameter, frozen=True, kw_only=True):
-    """
-    A row bound to a model: its *target* is an input or a key, ``None`` unless the rule is :attr:`Rule.MAPPED`.
-
-    *neutral* are values that have their effect although the parameter is refused.
-    """
-
-    rule: Rule
     target: str | None = None
     datatype: str | None = None
     neutral: tuple[Any, ...] = ()
 
+    @property
+    def rule(self) -> Rule:
+        """What happens to the parameter on the model."""
+        return self.otherwise if self.target is None else Rule.MAPPED
 
-def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: BoundParameter) -> tuple[BoundParameter, ...]:
+
+def bind(table: Sequence[Parameter], config: ModelConfig, *overrides: Parameter) -> tuple[Parameter, ...]:
     """
     Resolve *table* against the inputs that *config* declares.
 
     A parameter without a row is refused, except ``stop``: the service cuts stop strings out itself.
     *overrides* stand in place of the rows of the same names.
     """
-    bound: dict[str, BoundParameter] = {}
+    bound: dict[str, Parameter] = {}
     for row in table:
         specs = [config.inputs[name] for name in row.inputs if name in config.inputs]
         spec = next((each for each in specs if not (row.signed and each.datatype.startswith("UINT"))), None)
-        found: dict[str, Any] = {"rule": row.otherwise}
-        if spec is not None:
-            found = {"rule": Rule.MAPPED, "target": spec.name, "datatype": spec.datatype}
-        bound[row.name] = BoundParameter(**msgspec.structs.asdict(row), **found)
+        found = {} if spec is None else {"target": spec.name, "datatype": spec.datatype}
+        bound[row.name] = msgspec.structs.replace(row, **found)
     bound |= {row.name: row for row in overrides}
-    bound.setdefault("stop", BoundParameter(name="stop", rule=Rule.SERVICE))
+    bound.setdefault("stop", Parameter("stop", otherwise=Rule.SERVICE))
     # Every request has a limit.
     missing = [name for name in Sampling.__struct_fields__ if name not in {*bound, "max_tokens"}]
-    return (*bound.values(), *map(refused, missing))
-
-
-def refused(name: str, why: str = "", *, neutral: tuple[Any, ...] = ()) -> BoundParameter:
-    """Return the row of a parameter that the model cannot honour, *why*, and the *neutral* values that it can."""
-    return BoundParameter(name=name, rule=Rule.REFUSED, why=why, neutral=neutral)
+    return (*bound.values(), *map(Parameter, missing))
 
 
 def requires_only(config: ModelConfig, names: Collection[str]) -> bool:
@@ -107,7 +97,7 @@ def requires_only(config: ModelConfig, names: Collection[str]) -> bool:
     return all(spec.optional or name in names for name, spec in config.inputs.items())
 
 
-def values_of(parameter: BoundParameter, sampling: Sampling) -> Sequence[Any]:
+def values_of(parameter: Parameter, sampling: Sampling) -> Sequence[Any]:
     """
     Return the flat values of *parameter* in a request, empty when it is not used.
 
@@ -268,7 +258,7 @@ class Adapter:
 
     name: ClassVar[str]
     capabilities: Capabilities = Capabilities()
-    parameters: Sequence[BoundParameter] = ()
+    parameters: Sequence[Parameter] = ()
     hints: Hints = Hints()
     notes: Sequence[str] = ()
 

@@ -7,7 +7,7 @@ distribution is: this module, and beside it the metadata with the entry point.
 
 from __future__ import annotations
 
-from triton_openai.adapters import Adapter, BoundParameter, Capabilities, Rule
+from triton_openai.adapters import Adapter, Capabilities, Parameter
 from triton_openai.generation import Delta, FinishReason, Generation
 from triton_openai.triton.tensors import InferRequest, InferResponse, ModelConfig
 
@@ -35,8 +35,8 @@ class Counting(Adapter):
     capabilities = Capabilities(generate=True, streaming=True, usage=True, finish_reason=True)
     # It can be asked for a length, and for nothing else.
     parameters = (
-        BoundParameter(name="max_tokens", rule=Rule.MAPPED, target="limit", datatype="INT32"),
-        BoundParameter(name="temperature", rule=Rule.REFUSED),
+        Parameter("max_tokens", target="limit", datatype="INT32"),
+        Parameter("temperature"),
     )
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from triton_openai.adapters._common.base import Adapter, BoundParameter, Rule, check_range, refused
+from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.logprobs import PromptScoring
 from triton_openai.api.bodies import ModelRequest, explain
 from triton_openai.config.tree import DefaultParameters
@@ -271,9 +271,9 @@ def _checked_words(name: str, words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @lru_cache(128)
-def _rows(adapter: Adapter) -> Mapping[str, BoundParameter]:
+def _rows(adapter: Adapter) -> Mapping[str, Parameter]:
     """Return the rows of *adapter*'s table by name. What the table does not mention is refused, as it is not sent."""
-    return {**{name: refused(name) for name in _MAPPED}, **{row.name: row for row in adapter.parameters}}
+    return {**{name: Parameter(name) for name in _MAPPED}, **{row.name: row for row in adapter.parameters}}
 
 
 def sampling(
@@ -315,7 +315,7 @@ def sampling(
         if row is None or value in usual:
             continue
         called = max_tokens_name if name == "max_tokens" else name
-        if row.rule is Rule.REFUSED and value not in row.neutral:
+        if row.target is None and row.rule is Rule.REFUSED and value not in row.neutral:
             why = f": {row.why}" if row.why else ""
             raise UnsupportedParameter(f"The parameter '{called}' is not supported with this model{why}.", param=called)
         # Checked here because the adapter does not know the client's name of the limit.

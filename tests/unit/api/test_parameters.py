@@ -12,13 +12,11 @@ import pytest
 from tests.cases import every_case
 from triton_openai.adapters._common.base import (
     Adapter,
-    BoundParameter,
     Capabilities,
     Parameter,
     Rule,
     bind,
     check_range,
-    refused,
     values_of,
 )
 from triton_openai.api.bodies import ModelRequest, parse_json
@@ -63,17 +61,17 @@ class Fake(Adapter):
 
     name = "fake"
 
-    def __init__(self, *parameters: BoundParameter) -> None:
+    def __init__(self, *parameters: Parameter) -> None:
         super().__init__(CONFIG, {})
         self.parameters = parameters
         self.capabilities = Capabilities(generate=True)
 
 
 def sampled(
-    fields: dict[str, Any], *parameters: BoundParameter, defaults: DefaultParameters | None = None, limit: int = 16
+    fields: dict[str, Any], *parameters: Parameter, defaults: DefaultParameters | None = None, limit: int = 16
 ) -> Sampling:
     """Return the sampling of a completion request, for a model that takes everything but what *parameters* say."""
-    rows = {name: BoundParameter(name=name, rule=Rule.MAPPED, target=name) for name in Sampling.__struct_fields__}
+    rows = {name: Parameter(name, target=name) for name in Sampling.__struct_fields__}
     rows |= {row.name: row for row in parameters}
     request = parse_json(msgspec.json.encode({"model": "m", "prompt": "Hi", **fields}), CompletionRequest)
     return sampling(
@@ -98,7 +96,7 @@ def test_what_has_no_row_is_refused() -> None:
     assert Rule.SERVICE is rules.pop("stop")
     assert rules.keys() == {*Sampling.__struct_fields__} - {"max_tokens", "stop"}
     assert {*rules.values()} == {Rule.REFUSED}
-    assert [Rule.REFUSED] == [row.rule for row in bind(TABLE, CONFIG, refused("seed")) if row.name == "seed"]
+    assert [Rule.REFUSED] == [row.rule for row in bind(TABLE, CONFIG, Parameter("seed")) if row.name == "seed"]
 
 
 @every_case(
@@ -111,7 +109,7 @@ def test_what_has_no_row_is_refused() -> None:
 )
 def test_values_of_a_parameter(fields, expected):
     """What is not asked for is nothing; zero is a value."""
-    bound = BoundParameter(name="temperature", rule=Rule.MAPPED, target="temperature", datatype="FP32")
+    bound = Parameter("temperature", target="temperature", datatype="FP32")
 
     assert expected == list(values_of(bound, Sampling(max_tokens=1, **fields)))
 
@@ -188,7 +186,7 @@ def test_neutral_values_keep_their_types():
 )  # fmt: skip
 def test_what_a_model_cannot_honour(name, value, neutral):
     """A parameter without an input is refused by name, unless its value asks for what happens anyway."""
-    refused = BoundParameter(name=name, rule=Rule.REFUSED)
+    refused = Parameter(name)
     with pytest.raises(UnsupportedParameter) as caught:
         sampled({name: value}, refused)
 
@@ -203,7 +201,7 @@ def test_a_bias_of_nothing(bias, expected):
     """A bias of 0 changes nothing: it is never a reason to refuse, and not sent."""
     assert expected == sampled({"logit_bias": bias}).logit_bias
     if not expected:
-        assert () == sampled({"logit_bias": bias}, BoundParameter(name="logit_bias", rule=Rule.REFUSED)).logit_bias
+        assert () == sampled({"logit_bias": bias}, Parameter("logit_bias")).logit_bias
 
 
 def test_a_parameter_that_an_adapter_does_not_mention():
@@ -217,8 +215,8 @@ def test_a_parameter_that_an_adapter_does_not_mention():
 
 def test_the_name_of_what_is_refused():
     """It is the client's own; a limit that no client has set is no reason to refuse a request."""
-    no_limit = BoundParameter(name="max_tokens", rule=Rule.REFUSED)
-    small = BoundParameter(name="top_k", rule=Rule.MAPPED, target="k", datatype="INT32")
+    no_limit = Parameter("max_tokens")
+    small = Parameter("top_k", target="k", datatype="INT32")
     assert 16 == sampled({}, no_limit).max_tokens
     messages = [{"role": "user", "content": "Hi"}]
     for kind, fields, row, param in (
@@ -228,7 +226,7 @@ def test_the_name_of_what_is_refused():
         (
             CompletionRequest,
             {"prompt": "Hi", "logprobs": 1},
-            BoundParameter(name="logprobs", rule=Rule.MAPPED),
+            Parameter("logprobs", target="logprobs"),
             "logprobs",
         ),
     ):

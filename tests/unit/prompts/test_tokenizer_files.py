@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from triton_openai.adapters._common.base import Adapter, BoundParameter, Rule
+from triton_openai.adapters._common.base import Adapter, Parameter
 from triton_openai.config.tree import DefaultParameters, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.served import ServedModel
@@ -51,8 +51,7 @@ def served(settings: ModelSettings, *refused: str) -> ServedModel:
     """Return a served model that takes all parameters but those *refused*."""
     adapter = Adapter(ModelConfig(name="m"), {})
     adapter.parameters = [
-        BoundParameter(name=name, rule=Rule.REFUSED if name in refused else Rule.MAPPED)
-        for name in DefaultParameters.__struct_fields__
+        Parameter(name, target=None if name in refused else name) for name in DefaultParameters.__struct_fields__
     ]
     return ServedModel(
         name="m", triton_model="m", adapter=adapter, reason="", settings=settings,
