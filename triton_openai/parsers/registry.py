@@ -157,91 +157,87 @@ REASONING_PARSERS: Registry[ReasoningParser] = Registry(
 )
 
 
-class _Rule(NamedTuple):
-    """
-    A parser, and what a chat template for it holds: all of ``has``, none of ``lacks``.
+class DetectionRule(NamedTuple):
+    """What a name is recognised by: something has all of *has*, and none of *lacks*."""
 
-    A template shows the model how to write a call, or writes past calls back; either way the marker stands in it. The
-    rules were read off the templates that the model families publish.
-    """
-
-    parser: str
+    name: str
     has: tuple[str, ...]
     lacks: tuple[str, ...] = ()
 
 
-#: The most specific first: several families write ``<tool_call>`` and mean different things.
+def detected(rules: Sequence[DetectionRule], has: Callable[[str], bool]) -> DetectionRule | None:
+    """Return the first of *rules* that is met; *has* says whether a text is there."""
+    return next((rule for rule in rules if all(map(has, rule.has)) and not any(map(has, rule.lacks))), None)
+
+
+#: By the text of a chat template, which shows the model how to write a call, or writes past calls back. The rules were
+#: read off the templates that the model families publish. The most specific come first: several families write
+#: ``<tool_call>`` and mean different things.
 _TOOL_RULES = (
-    _Rule("openai", ("<|channel|>", "<|message|>")),
-    _Rule("deepseek_v32", ("｜DSML｜",)),
-    _Rule("deepseek_v3", ("<｜tool▁call▁begin｜>",)),
-    _Rule("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    DetectionRule("openai", ("<|channel|>", "<|message|>")),
+    DetectionRule("deepseek_v32", ("｜DSML｜",)),
+    DetectionRule("deepseek_v3", ("<｜tool▁call▁begin｜>",)),
+    DetectionRule("kimi_k2", ("<|tool_calls_section_begin|>",)),
     # Kimi K2's first template writes no calls back, but declares tools in its own way.
-    _Rule("kimi_k2", ("<|im_middle|>", "tool_declare")),
-    _Rule("minimax_m2", ("<minimax:tool_call>",)),
-    _Rule("glm45", ("<arg_key>", "<arg_value>")),
-    _Rule("seed_oss", ("<seed:tool_call>",)),
-    _Rule("qwen3_coder", ("<function=", "<parameter=")),
-    _Rule("nemotron_json", ("<TOOLCALL>",)),
-    _Rule("mistral", ("[TOOL_CALLS]",)),
-    _Rule("lfm2", ("<|tool_call_start|>",)),
+    DetectionRule("kimi_k2", ("<|im_middle|>", "tool_declare")),
+    DetectionRule("minimax_m2", ("<minimax:tool_call>",)),
+    DetectionRule("glm45", ("<arg_key>", "<arg_value>")),
+    DetectionRule("seed_oss", ("<seed:tool_call>",)),
+    DetectionRule("qwen3_coder", ("<function=", "<parameter=")),
+    DetectionRule("nemotron_json", ("<TOOLCALL>",)),
+    DetectionRule("mistral", ("[TOOL_CALLS]",)),
+    DetectionRule("lfm2", ("<|tool_call_start|>",)),
     # Liquid's first template has the list of tools only.
-    _Rule("lfm2", ("<|tool_list_start|>",)),
-    _Rule("lfm2", ("<|im_start|>", "List of tools: ")),
-    _Rule("gemma4", ("<|tool_call>",)),
-    _Rule("functiongemma", ("<start_function_call>",)),
-    _Rule("cohere_command3", ("<|START_ACTION|>",)),
-    _Rule("step3", ("<steptml:invoke",)),
-    _Rule("internlm", ("<|action_start|>", "<|plugin|>")),
-    _Rule("longcat", ("<longcat_tool_call>",)),
-    _Rule("granite_20b_fc", ("<function_call>",)),
-    _Rule("phi4_mini_json", ("functools[",)),
+    DetectionRule("lfm2", ("<|tool_list_start|>",)),
+    DetectionRule("lfm2", ("<|im_start|>", "List of tools: ")),
+    DetectionRule("gemma4", ("<|tool_call>",)),
+    DetectionRule("functiongemma", ("<start_function_call>",)),
+    DetectionRule("cohere_command3", ("<|START_ACTION|>",)),
+    DetectionRule("step3", ("<steptml:invoke",)),
+    DetectionRule("internlm", ("<|action_start|>", "<|plugin|>")),
+    DetectionRule("longcat", ("<longcat_tool_call>",)),
+    DetectionRule("granite_20b_fc", ("<function_call>",)),
+    DetectionRule("phi4_mini_json", ("functools[",)),
     # Microsoft's own template for Phi 4 mini names no marker.
-    _Rule("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
-    _Rule("granite", ("<|tool_call|>",)),
-    _Rule("granite", ("<|start_of_role|>", "available_tools"), lacks=("<tool_call>",)),
-    _Rule("granite4", ("<|start_of_role|>", "<tool_call>")),
-    _Rule("olmo3", ("<function_calls>",)),
-    _Rule("jamba", ("<tool_calls>",)),
+    DetectionRule("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    DetectionRule("granite", ("<|tool_call|>",)),
+    DetectionRule("granite", ("<|start_of_role|>", "available_tools"), lacks=("<tool_call>",)),
+    DetectionRule("granite4", ("<|start_of_role|>", "<tool_call>")),
+    DetectionRule("olmo3", ("<function_calls>",)),
+    DetectionRule("jamba", ("<tool_calls>",)),
     # MiniMax M3 writes a nested markup of its own inside of that tag.
-    _Rule("hermes", ("<tool_call>",), lacks=("]<]minimax[>[",)),
-    _Rule("pythonic", ("[func_name1(",)),
+    DetectionRule("hermes", ("<tool_call>",), lacks=("]<]minimax[>[",)),
+    DetectionRule("pythonic", ("[func_name1(",)),
     # Functionary, which has Llama's marker too, writes ``<function=f>{…}</function>``.
-    _Rule("llama3_json", ("<|python_tag|>",), lacks=("<function=",)),
-    _Rule("llama3_json", ("<|start_header_id|>", '"parameters": ')),
-    _Rule("llama3_json", ("<|header_start|>", '"parameters": ')),
+    DetectionRule("llama3_json", ("<|python_tag|>",), lacks=("<function=",)),
+    DetectionRule("llama3_json", ("<|start_header_id|>", '"parameters": ')),
+    DetectionRule("llama3_json", ("<|header_start|>", '"parameters": ')),
 )
 
 _REASONING_RULES = (
-    _Rule("openai_gptoss", ("<|channel|>", "<|message|>")),
-    _Rule("mistral", ("[THINK]",)),
-    _Rule("seed_oss", ("<seed:think>",)),
-    _Rule("gemma4", ("<|channel>thought",)),
-    _Rule("cohere_command3", ("<|START_THINKING|>",)),
-    _Rule("kimi", ("◁think▷",)),
-    _Rule("granite", ("Here is my thought process:",)),
-    _Rule("granite", ("<|start_of_role|>", "<think>")),
-    _Rule("deepseek_v3", ("｜DSML｜", "</think>")),
-    _Rule("deepseek_v3", ("<｜Assistant｜>", "</think>", "thinking")),
-    _Rule("deepseek_r1", ("<｜Assistant｜>", "</think>")),
-    _Rule("kimi_k2", ("<|im_middle|>", "<think>")),
-    _Rule("minimax_m2", ("<minimax:tool_call>", "<think>")),
-    _Rule("glm45", ("<arg_key>", "<think>")),
-    _Rule("qwen3", ("</think>",)),
-    _Rule("qwen3", ("<think>",)),
+    DetectionRule("openai_gptoss", ("<|channel|>", "<|message|>")),
+    DetectionRule("mistral", ("[THINK]",)),
+    DetectionRule("seed_oss", ("<seed:think>",)),
+    DetectionRule("gemma4", ("<|channel>thought",)),
+    DetectionRule("cohere_command3", ("<|START_THINKING|>",)),
+    DetectionRule("kimi", ("◁think▷",)),
+    DetectionRule("granite", ("Here is my thought process:",)),
+    DetectionRule("granite", ("<|start_of_role|>", "<think>")),
+    DetectionRule("deepseek_v3", ("｜DSML｜", "</think>")),
+    DetectionRule("deepseek_v3", ("<｜Assistant｜>", "</think>", "thinking")),
+    DetectionRule("deepseek_r1", ("<｜Assistant｜>", "</think>")),
+    DetectionRule("kimi_k2", ("<|im_middle|>", "<think>")),
+    DetectionRule("minimax_m2", ("<minimax:tool_call>", "<think>")),
+    DetectionRule("glm45", ("<arg_key>", "<think>")),
+    DetectionRule("qwen3", ("</think>",)),
+    DetectionRule("qwen3", ("<think>",)),
 )
 
 
 def detect(template: str) -> tuple[str | None, str | None]:
     """Return the names of the tool parser and the reasoning parser for a chat template's source, where it shows any."""
-    return _first(_TOOL_RULES, template), _first(_REASONING_RULES, template)
-
-
-def _first(rules: tuple[_Rule, ...], template: str) -> str | None:
-    for rule in rules:
-        if all(mark in template for mark in rule.has) and not any(mark in template for mark in rule.lacks):
-            return rule.parser
-    return None
+    tools, reasoning = (detected(rules, template.__contains__) for rules in (_TOOL_RULES, _REASONING_RULES))
+    return tools and tools.name, reasoning and reasoning.name
 
 
 class Parsers(msgspec.Struct, frozen=True, kw_only=True):

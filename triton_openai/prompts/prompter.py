@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import structlog
@@ -22,7 +22,7 @@ import structlog
 from triton_openai import offload
 from triton_openai.config.tree import ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
-from triton_openai.parsers.registry import Parsers, choose
+from triton_openai.parsers.registry import DetectionRule, Parsers, choose, detected
 from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
 from triton_openai.prompts.template import ChatTemplate
@@ -32,38 +32,23 @@ from triton_openai.prompts.tokenizer_files import is_hub_name, recommended_sampl
 _log = structlog.get_logger(__name__)
 
 
-class _Family(NamedTuple):
-    """Tokens that identify the format that a model was trained on."""
-
-    template: str
-    has: tuple[str, ...]
-    lacks: tuple[str, ...] = ()
-
-
-#: Only unambiguous ones. ``[INST]`` is a token since Mistral's third format. Later formats, which the built-in template
-#: does not write, have ``[SYSTEM_PROMPT]`` or a byte-level vocabulary ("Ġ", Tekken).
+#: The built-in templates by the tokens that show without doubt that a model was trained on them. ``[INST]`` is a token
+#: since Mistral's third format. Later formats, which the built-in template does not write, have ``[SYSTEM_PROMPT]``
+#: or a byte-level vocabulary ("Ġ", Tekken).
 _FAMILIES = (
-    _Family("llama3", has=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
-    _Family("chatml", has=("<|im_start|>", "<|im_end|>")),
-    _Family("gemma", has=("<start_of_turn>", "<end_of_turn>")),
-    _Family("mistral", has=("[INST]", "[/INST]"), lacks=("[SYSTEM_PROMPT]", "Ġ")),
+    DetectionRule("llama3", ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    DetectionRule("chatml", ("<|im_start|>", "<|im_end|>")),
+    DetectionRule("gemma", ("<start_of_turn>", "<end_of_turn>")),
+    DetectionRule("mistral", ("[INST]", "[/INST]"), lacks=("[SYSTEM_PROMPT]", "Ġ")),
 )
 
 #: Every built-in; ``plain`` belongs to no family and is taken by name only.
-NAMES = (*(family.template for family in _FAMILIES), "plain")
+NAMES = (*(family.name for family in _FAMILIES), "plain")
 
 
 def read_builtin(name: str) -> str:
     """Return the source of the built-in template *name* (one of :data:`NAMES`)."""
     return (files("triton_openai.templates") / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def recognise_template(tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """Return the built-in template that *tokenizer*'s special tokens identify, and that token; else None."""
-    for family in _FAMILIES:
-        if all(map(tokenizer.has, family.has)) and not any(map(tokenizer.has, family.lacks)):
-            return family.template, family.has[0]
-    return None
 
 
 #: Messages heavier than this are rendered in a thread. A character weighs 1, and each item (a message, and each of its
@@ -279,13 +264,12 @@ def _find_templates(
                 own[name] = error
                 notes.append(error.message)
         return own, "the tokenizer's own"
-    recognised = recognise_template(tokenizer)
-    if recognised is None:
+    family = detected(_FAMILIES, tokenizer.has)
+    if family is None:
         notes.append("no chat template: the tokenizer has none, and its special tokens are of no known family")
         return {}, None
-    name, token = recognised
-    found = ChatTemplate(read_builtin(name), name=name, special_tokens=tokens)
-    return {"default": found}, f"built-in {name} (the tokenizer has {token} and no template of its own)"
+    found = ChatTemplate(read_builtin(family.name), name=family.name, special_tokens=tokens)
+    return {"default": found}, f"built-in {family.name} (the tokenizer has {family.has[0]} and no template of its own)"
 
 
 def _read_template(spec: str) -> tuple[str, str, str]:
