@@ -59,7 +59,7 @@ class Registry(Generic[_Parser]):
             raise ConfigurationError(f"There is no {self.kind} '{name}'. Known names: {', '.join(self.names())}.")
         subject = f"The {self.kind} '{name}' ({point.value})"
         try:
-            loaded: type[_Parser] = point.load()
+            loaded = point.load()
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(f"{subject} cannot be loaded: {error}.") from error
         if not isinstance(loaded, type) or self.base not in loaded.__mro__:
