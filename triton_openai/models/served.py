@@ -394,8 +394,7 @@ class Models:
             key = (model.name, found, wanted)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
             delivery = self._deliveries.setdefault(key, LoraDelivery(partial(asyncio.to_thread, found.read, wanted)))
-        lora = Lora(name=found.name, number=found.number, path=found.path, ckpt_source=found.ckpt_source)
-        return msgspec.structs.replace(model, lora=lora, lora_delivery=delivery)
+        return msgspec.structs.replace(model, lora=found, lora_delivery=delivery)
 
     def _bind(
         self, config: ModelConfig, repository: Mapping[str, ModelConfig], files: ModelFiles

@@ -29,19 +29,15 @@ _BF16_INFINITE = 0x7F80
 _decode = msgspec.json.Decoder(dict[Annotated[str, msgspec.Meta(min_length=1)], str]).decode
 
 
-class FoundLora(msgspec.Struct, frozen=True, kw_only=True):
+class FoundLora(Lora, frozen=True, kw_only=True):
     """
-    An adapter that can be served: by its *name*, by a *number* that the engine knows, or with the files in *folder*.
+    An adapter that can be served: by its name, by a number that the engine knows, or with the files in *folder*.
 
-    *root* is the folder that its files must not lead out of. *path* and *ckpt_source* are for models that read it.
+    *root* is the folder that its files must not lead out of.
     """
 
-    name: str
-    number: int | None = None
     folder: Path | None = None
     root: Path | None = None
-    path: str | None = None
-    ckpt_source: str | None = None
 
     def read(self, wanted: LoraFormat) -> Lora:
         """Return the adapter with its weights from its files. Raises :class:`ConfigurationError` for clients to see."""
