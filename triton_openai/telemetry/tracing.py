@@ -92,7 +92,12 @@ class Tracing(Observer):
                 observation.upstream = Upstream(headers)
             return
         attributes = head_attributes(observation)
-        span = self.tracer.start_span(span_name(observation), parent, SpanKind.SERVER, attributes=attributes)
+        # Spans have wall-clock times, the record those of time.monotonic. It may have begun a while ago.
+        zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
+        began = zero + int(observation.began * _NANOSECONDS)
+        span = self.tracer.start_span(
+            span_name(observation), parent, SpanKind.SERVER, attributes=attributes, start_time=began
+        )
         context = span.get_span_context()
         # The names are those of OpenTelemetry's specification for logs. The flags say whether the trace is recorded.
         observation.log_fields = {
@@ -102,7 +107,7 @@ class Tracing(Observer):
             "trace_flags": f"{context.trace_flags:02x}",
         }
         if span.is_recording():
-            observation.upstream = Trace(self.tracer, span, observation, self._locate)
+            observation.upstream = Trace(self.tracer, span, observation, self._locate, zero=zero)
 
     def identified(self, observation: Observation) -> None:
         trace = observation.upstream
@@ -118,10 +123,10 @@ class Tracing(Observer):
 
 
 class Trace(Upstream):
-    """The *span* of one request, and the spans under it."""
+    """The *span* of one request, and the spans under it. *zero* is the wall clock's time at zero of time.monotonic."""
 
     def __init__(
-        self, tracer: Tracer, span: Span, observation: Observation, locate: Callable[[Any], str] | None
+        self, tracer: Tracer, span: Span, observation: Observation, locate: Callable[[Any], str] | None, *, zero: int
     ) -> None:
         super().__init__(observation.upstream.headers)
         self.span = span
@@ -129,8 +134,7 @@ class Trace(Upstream):
         self._context = set_span_in_context(span, Context())
         self._observation = observation
         self._locate = locate
-        # Spans have wall-clock times, the record those of time.monotonic.
-        self._zero = time.time_ns() - int(time.monotonic() * _NANOSECONDS)
+        self._zero = zero
         self._calls: dict[int, tuple[Span, int, Progress]] = {}
 
     def begin(self, request: Request, answer: Progress, *, lora: str | None = None) -> Request:

@@ -284,6 +284,17 @@ def test_stages_and_calls_lie_under_the_request(recorder: Recorder) -> None:
     assert abs(call.end_time - server.start_time - 2e9) < 1e8
 
 
+def test_a_span_begins_with_its_request(recorder: Recorder) -> None:
+    """However late it is made: all times of the record, as that of the first token, lie within it."""
+    observation = Observation(request_id="r", method="POST", path="/", began=time.monotonic() - 5)
+    recorder.tracing.started(observation)
+    (span,) = recorder.end(observation).values()
+
+    assert span.start_time is not None
+    assert span.end_time is not None
+    assert span.end_time - span.start_time >= 5e9
+
+
 def test_an_answer_that_was_asked_for_twice(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first attempt ends where the second begins."""
     observation = recorder.begin()
