@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Mapping
 from decimal import Decimal
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import msgspec
@@ -256,28 +256,34 @@ def _without_images(body: bytes, most: int) -> bytes:
     The removed contents have no quotes, and no escape but base64's ``\\/``, so the result is still JSON. Raises
     :class:`PayloadTooLarge` if more than *most* bytes are left.
     """
-    plain = body.isascii()
-    first, *parts = body.split(_DATA, _MOST_DATA_URLS)
-    kept = [first]
-    for part in parts:
-        opening = next(filter(part.startswith, _OPENINGS), b"")
-        start = len(opening)
-        end = part.find(b'"', start) if opening else -1
-        # Without copies of what may be tens of megabytes.
-        if end < 0 or not (plain or part[start:end].isascii()) or not _has_few_escapes(part, start, end):
-            kept += _DATA, part
-        elif opening == b":":
-            kept += b'""', part[end + 1 :]
-        elif part[start:end].translate(None, _BASE64):
-            kept += _DATA, part
+    # Without copies of what may be tens of megabytes: to make one keeps the interpreter lock.
+    plain, view = body.isascii(), memoryview(body)
+    places: list[int] = []
+    place = body.find(_DATA)
+    while place >= 0 and len(places) < _MOST_DATA_URLS:
+        places.append(place)
+        place = body.find(_DATA, place + 1)
+    kept: list[bytes | memoryview] = []
+    begin = 0
+    for place, following in pairwise([*places, len(body)]):
+        opening = next((one for one in _OPENINGS if body.startswith(_DATA + one, place)), b"")
+        start = place + len(_DATA) + len(opening)
+        end = body.find(b'"', start, following) if opening else -1
+        if end < 0 or not (plain or body[start:end].isascii()) or not _has_few_escapes(body, start, end):
+            continue
+        if opening == b":":
+            kept += view[begin:place], b'""'
+        elif body[start:end].translate(None, _BASE64):
+            continue
         else:
-            kept += _DATA, opening, b'"', part[end + 1 :]
-    text = b"".join(kept)
-    if len(text) > most:
+            kept += view[begin:start], b'"'
+        begin = end + 1
+    kept.append(view[begin:])
+    if sum(map(len, kept)) > most:
         raise PayloadTooLarge(
             f"The request has more than {most} bytes besides its images.", code="string_above_max_length"
         )
-    return text
+    return b"".join(kept)
 
 
 def _has_few_escapes(data: bytes, start: int, end: int) -> bool:
@@ -288,7 +294,7 @@ def _has_few_escapes(data: bytes, start: int, end: int) -> bool:
         escapes += data.count(b"\\", place, min(place + _PIECE, end))
         if escapes * 16 > end - start:
             return False
-    return escapes == data.count(b"\\/", start, end)
+    return not escapes or escapes == data.count(b"\\/", start, end)
 
 
 def _has_long_number(text: bytes) -> bool:
