@@ -114,6 +114,18 @@ def wait_for_end(server: EmbeddedTriton, timeout: float) -> int | None:
     return status
 
 
+@contextlib.contextmanager
+def shared(server: EmbeddedTriton) -> Iterator[None]:
+    """Run *server* for several tests."""
+    server.start()
+    _SHARED.append(server)
+    try:
+        yield
+    finally:
+        _SHARED.remove(server)
+        server.stop(timeout=1.0)
+
+
 _SHARED: list[EmbeddedTriton] = []
 _ENDED = "Triton ended by itself"
 # Whether services that were running have still to find a Triton that was started again.
@@ -123,7 +135,7 @@ _STARTED_AGAIN = pytest.StashKey[bool]()
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """
-    Run a test, and once more if the shared Triton ended by itself meanwhile: then the second result counts.
+    Run a test, and once more if a shared Triton ended by itself meanwhile: then the second result counts.
 
     Triton 2.51 now and then ends when calls are cancelled, which says nothing about us.
     """
@@ -149,7 +161,8 @@ def _start_again(item: pytest.Item, reports: list[pytest.TestReport]) -> str:
             # It may take seconds from its last connection to its end.
             wait_for_end(server, 60)
         status = server.poll()
-        if status is not None:
+        # Some tests stop or kill theirs.
+        if status not in (None, 0, -signal.SIGKILL):
             said.append(f"It ended with status {status}, and was started again.\n{server.log_tail()}\n")
             server.start()
             item.config.stash[_STARTED_AGAIN] = True
@@ -222,11 +235,5 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestTriton]:
     # Once, and not in each of the models' processes.
     compileall.compile_dir(folder / "repository" / "standins", quiet=1)
     server = embedded(repository)
-    server.start()
-    _SHARED.append(server)
-    try:
-        with _loaded_once(str(repository.tokenizer)):
-            yield TestTriton(server, repository, Record(record))
-    finally:
-        _SHARED.remove(server)
-        server.stop(timeout=1.0)
+    with shared(server), _loaded_once(str(repository.tokenizer)):
+        yield TestTriton(server, repository, Record(record))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.clients.service import until
 from tests.faults.surroundings import COMPLETIONS, PATIENT, TRANSPORTS, Own, Watched, assert_works, body, left, watched
-from tests.triton_fixture import embedded
+from tests.triton_fixture import embedded, shared
 from triton_openai.demo.record import Record
 from triton_openai.demo.repository import build_repository
 
@@ -23,11 +23,8 @@ def faulty_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Own]:
     record = folder / "record.jsonl"
     repository = build_repository(folder, models=MODELS, record=record)
     server = embedded(repository, model_control_mode="explicit", load_models=MODELS)
-    server.start()
-    try:
+    with shared(server):
         yield Own(server, repository, Record(record))
-    finally:
-        server.stop(timeout=1.0)
 
 
 @pytest.fixture

@@ -138,14 +138,16 @@ def test_256_clients_at_once(service: Service) -> None:
 
 def test_clients_that_leave_at_random(own: Own, service: Watched) -> None:
     """Whenever they leave, the backend works for nobody within two seconds."""
-    began = time.monotonic()
-    assert 200 == service.post(COMPLETIONS, body("ensemble", steered(text=WORDS))).status
-    # A machine may be slow, or halt for a moment: the one shows in a short answer too, the other not every time.
-    allowed = max(2.0, 20 * (time.monotonic() - began))
-    seconds = [until_nobody_is_left(own, service, 0)]
-    while seconds[-1] > allowed and len(seconds) < 3:
-        seconds.append(until_nobody_is_left(own, service, len(seconds)))
-    assert seconds[-1] <= allowed, seconds
+    told = []
+    for turn in range(3):
+        began = time.monotonic()
+        assert 200 == service.post(COMPLETIONS, body("ensemble", steered(text=WORDS))).status
+        # A machine may be slow, or halt for a moment: the one shows in a short answer too, the other not every time.
+        allowed = max(2.0, 20 * (time.monotonic() - began))
+        told.append((until_nobody_is_left(own, service, turn), allowed))
+        if told[-1][0] <= allowed:
+            return
+    raise AssertionError(told)
 
 
 def until_nobody_is_left(own: Own, service: Watched, turn: int) -> float:

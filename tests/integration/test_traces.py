@@ -29,7 +29,7 @@ from tests.clients import service
 from tests.collector import CollectedSpan, Collector, collecting
 from tests.conformance.calls import PATHS, ask, request, steered
 from tests.proxy_fixture import TRANSPORTS, Answer, Proxy, changed, proxy_settings, serving
-from tests.triton_fixture import TestTriton, embedded
+from tests.triton_fixture import TestTriton, embedded, shared
 from triton_openai.api.service import SERVICE
 from triton_openai.config.tree import TracesSettings
 from triton_openai.demo.record import Record
@@ -63,11 +63,8 @@ def traced_triton(tmp_path_factory: pytest.TempPathFactory, collector: Collector
         "opentelemetry,bsp_schedule_delay=20",
     )
     server = embedded(repository, [f"--trace-config={option}" for option in trace])
-    server.start()
-    try:
+    with shared(server):
         yield TestTriton(server, repository, Record(record))
-    finally:
-        server.stop(timeout=1.0)
 
 
 @pytest.fixture(autouse=True)
