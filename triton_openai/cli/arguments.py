@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     Raises :class:`ConfigurationError` when it is wrong, and :class:`SystemExit` after ``--help`` and ``--version``.
     """
     _check_command(arguments[0] if arguments else "")
-    parser = build_parser()
+    parser = build_parser(everything="--help-all" in arguments)
     namespace, unknown = parser.parse_known_args(arguments)
     given = vars(namespace)
     if unknown:
@@ -116,7 +116,7 @@ def _check_command(first: str) -> None:
     )
 
 
-def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
+def build_parser(*, everything: bool) -> argparse.ArgumentParser:
     """Return the parser for all commands. Its help shows the common flags, or *everything*."""
     parser = _Parser(
         prog="triton-openai",
@@ -136,7 +136,7 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
             # Wide enough to put a flag, its value and its help on one line.
             formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
         )
-        command.add_argument("--help-all", action=_HelpAll, nargs=0, help="Show every option and exit.")
+        command.add_argument("--help-all", action="help", help="Show every option and exit.")
         command.add_argument(
             "--config", metavar="FILE", default=argparse.SUPPRESS, help="YAML file with any of the settings."
         )
@@ -153,14 +153,6 @@ def build_parser(*, everything: bool = False) -> argparse.ArgumentParser:
                 command.add_argument(f"--{switch}", help=help_text, **keywords)
         _add_settings(command, name, everything=everything)
     return parser
-
-
-class _HelpAll(argparse.Action):
-    """Prints the help with all flags."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        build_parser(everything=True).parse_args([parser.prog.split()[-1], "--help"])
-        raise SystemExit(0)
 
 
 def _usable(command: str) -> list[Option]:
