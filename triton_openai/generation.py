@@ -241,11 +241,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def total_usage(usages: Sequence[Usage | None], *, n: int = 1) -> Usage | None:
-    """
-    Return the sum of *usages*, or ``None`` if one of them is not known.
-
-    A prompt counts once for its *n* answers.
-    """
+    """Return the sum of *usages*, ``None`` if one is not known. A prompt counts once for its *n* answers."""
     if len(usages) == 1:
         return usages[0]
     known = [usage for usage in usages if usage is not None]

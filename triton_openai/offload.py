@@ -19,11 +19,7 @@ _Args = TypeVarTuple("_Args")
 
 
 async def run(function: Callable[[*_Args], _T], *arguments: *_Args, size: int, threshold: int) -> _T:
-    """
-    Call *function* with *arguments*, here when *size* is at most *threshold*, else in a thread.
-
-    Raises whatever *function* raises. A cancelled caller returns at once, while the thread continues.
-    """
+    """Call *function*: here if *size* is at most *threshold*, else in a thread, which outlives a cancelled caller."""
     if size <= threshold:
         return function(*arguments)
     return await asyncio.to_thread(function, *arguments)

@@ -99,11 +99,7 @@ class Translated(msgspec.Struct, frozen=True):
 
 
 def translate(arguments: Sequence[str], environ: Mapping[str, str]) -> Translated:
-    """
-    Put our names in the place of other servers' names.
-
-    A variable of ours wins over one of theirs. Raises :class:`ConfigurationError` for a name without a counterpart.
-    """
+    """Put our names in the place of other servers'; a variable of ours wins. Raises :class:`ConfigurationError`."""
     written: list[str] = []
     warnings: list[str] = []
     convert: Callable[[str], str] | None = None

@@ -88,11 +88,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> Parsed:
-    """
-    Read the command line.
-
-    Raises :class:`ConfigurationError` when it is wrong, and :class:`SystemExit` after ``--help`` and ``--version``.
-    """
+    """Read the command line. Raises :class:`ConfigurationError`, and :class:`SystemExit` after ``--help``."""
     _check_command(arguments[0] if arguments else "")
     parser = build_parser(everything="--help-all" in arguments)
     namespace, unknown = parser.parse_known_args(arguments)

@@ -101,11 +101,7 @@ def _chat(model: ModelLine) -> str:
 
 
 async def banner_of(settings: Settings, app: web.Application, address: str, *, launched: bool = False) -> Banner:
-    """
-    Return the banner of *app* once the first discovery has ended, whether or not Triton answered.
-
-    A Triton that was *launched* here is known to be ready: its models are waited for too.
-    """
+    """Return the banner after the first discovery; the models of a Triton that was *launched* here are waited for."""
     models = app[SERVICE].models
     await models.catalog.first.wait()
     # In explicit mode a Triton may well start without any model.

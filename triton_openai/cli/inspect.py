@@ -84,11 +84,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def inspect(settings: Settings, parsed: Parsed) -> int:
-    """
-    Print a table of all models, the details of those that are named, or JSON; return the exit status.
-
-    Raises :class:`ConfigurationError` for a name that no model has.
-    """
+    """Print a table, details of named models, or JSON; return the exit status. Raises :class:`ConfigurationError`."""
     reports = asyncio.run(inspect_models(settings))
     if parsed.models:
         by_name = {name: one for one in reports for name in (*one.served_as, one.name)}

@@ -45,11 +45,7 @@ class FileWatch:
         self._read = self._looked = self._signatures()
 
     def due(self, *, settled: bool = False) -> bool:
-        """
-        Look at the files, and return whether to read them.
-
-        With *settled*, a change counts when the files have looked the same twice: the writer has finished then.
-        """
+        """Return whether to read the files; if *settled*, once they look the same twice: their writer has finished."""
         found = self._signatures()
         steady, self._looked = found == self._looked, found
         if found == self._read:
@@ -76,11 +72,7 @@ class FileWatch:
         self._reason = reason
 
     def check(self, what: str = "file") -> None:
-        """
-        Raise :class:`ConfigurationError` if one of the files is a pipe; *what* describes the file.
-
-        A pipe can be read only once: a second reader waits for ever.
-        """
+        """Raise :class:`ConfigurationError` if one of the files, each a *what*, is a pipe: it can be read only once."""
         for path in self.paths:
             with suppress(OSError):
                 if S_ISFIFO(path.stat().st_mode):

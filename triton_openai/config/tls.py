@@ -73,11 +73,7 @@ def server_context(settings: TlsSettings) -> ssl.SSLContext | None:
 
 
 def load_identity(context: ssl.SSLContext, certificate: Path, key: Path | None, *, prefix: str) -> None:
-    """
-    Give *context* a certificate and its key; *prefix* begins the flags for both.
-
-    Raises :class:`ConfigurationError`, with what is wrong with which file.
-    """
+    """Give *context* a certificate and its key; *prefix* begins their flags. Raises :class:`ConfigurationError`."""
     read_file(certificate, f"{prefix}-certificate")
     if key is not None:
         read_file(key, f"{prefix}-key")

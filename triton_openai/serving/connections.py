@@ -25,11 +25,7 @@ ErrorBody = Callable[[ServiceError], bytes]
 
 
 class Connection(web.RequestHandler):
-    """
-    One connection. It closes when the head of a request takes too long from its first byte.
-
-    *observer* observes what is not HTTP, which no handler sees.
-    """
+    """One connection. It closes if the head of a request takes too long. *observer* observes what is not HTTP."""
 
     def __init__(self, manager: web.Server, limits: LimitSettings, body: ErrorBody, observer: Observer) -> None:
         super().__init__(

@@ -39,11 +39,7 @@ def without_expectations(message: RawRequestMessage) -> tuple[RawRequestMessage,
 
 
 def ask_for_body(request: web.Request) -> None:
-    """
-    Prepare to read the body of *request*, which is authorized: send ``100 Continue`` to a client that waits for it.
-
-    Raises :class:`UnsupportedMediaType` for a transfer coding that nothing here decodes.
-    """
+    """Send ``100 Continue`` to a client that waits for it before the body. Raises :class:`UnsupportedMediaType`."""
     headers = request.headers
     if hdrs.TRANSFER_ENCODING in headers and [
         coding.strip().lower() for coding in headers.getall(hdrs.TRANSFER_ENCODING)
@@ -60,12 +56,7 @@ _LONGEST_JOINED = 1024 * 1024
 
 
 async def read_body(request: web.Request, limits: LimitSettings) -> bytes:
-    """
-    Return the body of *request*, which is authorized, decompressed.
-
-    Raises :class:`InvalidRequest` and its subclasses, such as :class:`PayloadTooLarge`, and :class:`RequestTimeout` for
-    a slow client.
-    """
+    """Return the body of *request*, which is authorized, decompressed. Raises :class:`InvalidRequest`."""
     coding, most = _content_coding(request), request.client_max_size
     if (request.content_length or 0) > most:
         raise _too_large(most)
@@ -128,11 +119,7 @@ def _content_coding(request: web.Request) -> str | None:
 
 
 async def decompress(body: bytes, coding: str, limit: int) -> bytes:
-    """
-    Return the content of *body*, which has the content coding *coding*.
-
-    Raises :class:`PayloadTooLarge` for more than *limit* bytes, and :class:`InvalidRequest` for what is not *coding*.
-    """
+    """Return *body*, decoded from *coding* to *limit* bytes at most. Raises :class:`InvalidRequest`."""
     try:
         return await asyncio.get_running_loop().run_in_executor(_threads(), _decompress, body, coding, limit)
     except zlib.error as error:

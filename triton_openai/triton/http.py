@@ -92,11 +92,7 @@ def infer_body(request: InferRequest) -> tuple[bytes, int]:
 
 
 def parse_infer(body: bytes, header_length: int, model: str) -> BinaryResponse:
-    """
-    Return the outputs of an infer answer of *model*.
-
-    Raises :class:`UpstreamError` if there are none, or if the contents do not match the sizes.
-    """
+    """Return the outputs of an infer answer. Raises :class:`UpstreamError` for none, and for sizes that do not fit."""
     try:
         header = _header_decoder.decode(body[:header_length])
     except msgspec.MsgspecError as error:

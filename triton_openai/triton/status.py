@@ -193,11 +193,7 @@ _BY_STATUS = {
 
 
 def classify(text: str, model: str, status: str = "") -> ServiceError:
-    """
-    Return the error for the *text* of a failure of *model*, and the transport's *status* name, if there is one.
-
-    A text that no rule knows is the upstream's fault (502).
-    """
+    """Return the error for a failure of *model* by its *text*, or by the transport's *status* if no rule knows that."""
     matches = ((rule, match) for rule in RULES for pattern in rule.patterns if (match := pattern.search(text)))
     if found := next(matches, None):
         rule, match = found

@@ -40,11 +40,7 @@ _TAKE_OVER_SECONDS = 300.0
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    What a worker reads from its standard input, as a pickle.
-
-    It has the file descriptors of the listening sockets, and their address.
-    """
+    """What a worker reads from its standard input, with the descriptors and the address of the listening sockets."""
 
     worker: Worker
     settings: Settings

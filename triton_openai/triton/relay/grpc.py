@@ -39,11 +39,7 @@ _STATUSES = {
 
 
 def server_credentials(settings: TlsSettings) -> grpc.ServerCredentials | None:
-    """
-    Return the server's credentials; ``None`` without TLS.
-
-    New connections get the newest certificate. Raises :class:`ConfigurationError`.
-    """
+    """Return the server's credentials, ``None`` without TLS. Raises :class:`ConfigurationError`."""
     certificate, key, client_ca = settings.certificate, settings.key, settings.client_ca
     if certificate is None:
         return None

@@ -94,12 +94,7 @@ def operation_of_rpc(method: str) -> Operation | None:
 def check_operation(
     operation: Operation | None, what: str, names: Collection[str] = (), *, may_load: bool
 ) -> Operation:
-    """
-    Return *operation* if clients may call it. *what* is the client's name for it, *names* are the models in its path.
-
-    Raises :class:`EndpointNotFound`, :class:`ManagementDisabled` for a load without *may_load*, and
-    :class:`InvalidRequest` for an impossible name of a model.
-    """
+    """Return *operation*, called *what* by clients, if they may call it for *names*. Raises :class:`InvalidRequest`."""
     if operation is None:
         raise EndpointNotFound(f"There is no {what[:200]}, or it is not relayed.")
     if operation.loads and not may_load:
@@ -128,11 +123,7 @@ class _LoadBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def checked_load_body(body: bytes) -> bytes:
-    """
-    Return *body*, that of a load or unload over HTTP, encoded again: two parsers may read one text differently.
-
-    Raises :class:`InvalidRequest` and, as :func:`check_load`, :class:`ManagementDisabled`.
-    """
+    """Return *body* encoded again: two parsers may read one text differently. Raises :class:`InvalidRequest`."""
     if not body:
         return b""
     try:
