@@ -98,7 +98,7 @@ async def test_every_call_over_tls(transport: str, triton: TestTriton, authority
     access = TritonAccess(ca=authority.file, certificate=authority.issue("client", "service.example"))
     async with guarded(triton, transport, authority, authority.issue("triton"), clients=True) as (url, _):
         client = Endpoint([url], connect_timeout=5, access=access)
-        assert await client.live()
+        assert "triton" == (await client.server_info()).name
         assert MODEL in {entry.name for entry in await client.repository_index()}
         assert (await client.model_config(MODEL)).decoupled
         await begin(client)
@@ -125,7 +125,7 @@ async def test_what_is_wrong_with_a_certificate_is_told(
         assert "127.0.0.1" in (error.detail or "")
         named = TritonAccess(ca=authority.file, server_name="triton.example")
         client = Endpoint([url], connect_timeout=5, access=named)
-        assert await client.live()
+        assert "triton" == (await client.server_info()).name
         await begin(client)
         await client.close()
 

@@ -95,9 +95,6 @@ class ResponseStream(Protocol):
 class TritonClient(Protocol):
     """One Triton behind one transport."""
 
-    async def live(self) -> bool:
-        """Return whether the server answers at all."""
-
     async def server_info(self) -> ServerInfo:
         """Return the server's name and version."""
 

@@ -60,7 +60,7 @@ class Endpoint:
         control = self._http or self._grpc
         assert control is not None, "there is an address"
         self._control: TritonClient = control
-        self.live, self.model_config, self.unload_model = control.live, control.model_config, control.unload_model
+        self.model_config, self.unload_model = control.model_config, control.unload_model
         self._explain_timeout = min(connect_timeout, _EXPLAIN_SECONDS)
         # Whether the gRPC address answered last time. With an HTTP address, discovery does not use it.
         self._grpc_answers: bool | None = None
@@ -91,7 +91,7 @@ class Endpoint:
 
     async def _check_grpc(self, client: TritonClient) -> None:
         try:
-            await client.live()
+            await client.server_info()
         except ServiceError as error:
             if self._grpc_answers is not False:
                 reason = (await self._explained(client, error)).reason

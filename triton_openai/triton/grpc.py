@@ -421,10 +421,6 @@ class GrpcClient:
                 self.reconnect()
             raise translate(error.code().name, error.details() or "", model) from error
 
-    async def live(self) -> bool:
-        await self._unary("ServerLive", service_pb2.ServerLiveRequest())
-        return True
-
     async def server_info(self) -> ServerInfo:
         answer = await self._unary("ServerMetadata", service_pb2.ServerMetadataRequest())
         return ServerInfo(name=answer.name, version=answer.version)

@@ -141,10 +141,6 @@ class HttpClient:
             raise classify(error_text(b"".join(answer.parts)), model, str(answer.status))
         return answer
 
-    async def live(self) -> bool:
-        await self._call(self._request("GET", "/v2/health/live"))
-        return True
-
     async def server_info(self) -> ServerInfo:
         return _decoded(ServerInfo, await self._call(self._request("GET", "/v2")), "server metadata")
 

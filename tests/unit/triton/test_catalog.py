@@ -59,9 +59,6 @@ class FakeClient:
     async def unload_model(self, model: str, *, dependents: bool = False) -> None:
         raise NotImplementedError
 
-    async def live(self) -> bool:
-        return True
-
     async def infer(self, request: InferRequest) -> InferResponse:
         raise NotImplementedError
 

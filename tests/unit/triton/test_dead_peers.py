@@ -130,7 +130,7 @@ async def test_a_server_that_is_stopped_is_connected_to_for_a_while() -> None:
     with stopped() as address:
         client = GrpcClient(f"grpc://{address}", ConnectionSettings(connect_timeout=0.2, control_timeout=60))
         with pytest.raises(UpstreamUnavailable):
-            await asyncio.wait_for(client.live(), 15)
+            await asyncio.wait_for(client.server_info(), 15)
         await client.close()
 
 
@@ -185,7 +185,7 @@ async def test_a_call_that_ends_after_its_client_is_closed(cancelled: bool) -> N
     """It ends as calls do."""
     with stopped() as address:
         client = HttpClient(f"http://{address}", ConnectionSettings(connect_timeout=60, control_timeout=0.5))
-        call = asyncio.ensure_future(client.live())
+        call = asyncio.ensure_future(client.server_info())
         await asyncio.wait({call}, timeout=0.05)
         await client.close()
         if cancelled:

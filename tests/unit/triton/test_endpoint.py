@@ -176,8 +176,8 @@ async def test_models_are_loaded_over_grpc() -> None:
     asked: list[str] = []
 
     class Triton(Servicer):
-        async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
-            return service_pb2.ServerLiveResponse(live=True)
+        async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return service_pb2.ServerMetadataResponse(name="triton")
 
         async def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802
             asked.append(request.model_name)

@@ -251,8 +251,8 @@ class FakeGrpc(FakeTriton, service_pb2_grpc.GRPCInferenceServiceServicer):  # ty
         answer.models.add(name="b", state="UNAVAILABLE", reason="unloaded")
         return answer
 
-    async def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return service_pb2.ServerLiveResponse(live=True)
+    async def ServerMetadata(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return service_pb2.ServerMetadataResponse(name="triton", version="2.51.0")
 
 
 def stream_response(text: str | None) -> Any:
@@ -500,7 +500,7 @@ async def test_nobody_listens(triton):
     await triton.stop()
     client = type(triton.client)(triton.url, ConnectionSettings(connect_timeout=0.5))
     calls = [
-        client.live(),
+        client.server_info(),
         client.repository_index(),
         client.model_config("m"),
         client.infer(REQUEST),
@@ -826,9 +826,9 @@ async def test_a_body_that_ends_within_an_event(http):
 async def test_closed_while_it_connects(http):
     """No request is sent."""
     http.client.stream(REQUEST, Mock()).close()
-    assert await http.client.live()
+    await gather(http.client, REQUEST)
 
-    assert ["GET /v2/health/live HTTP/1.1"] == [request["line"] for request in http.requests]
+    assert 1 == len(http.requests)
 
 
 async def test_a_stream_without_a_length(http):
@@ -908,7 +908,7 @@ async def test_calls_share_the_connections_of_streams(http):
 async def test_a_call_that_is_cancelled_leaves_no_connection(http):
     """What comes after it would be read as the answer to the next call."""
     http.reply = Reply(texts=[], end="hang")
-    call = asyncio.create_task(http.client.live())
+    call = asyncio.create_task(http.client.server_info())
     async with asyncio.timeout(5):
         while not http.requests:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(0)
@@ -1016,8 +1016,8 @@ async def test_a_call_that_ends_with_a_status(grpc_server, code, details, kind, 
 
 
 async def test_control_calls_over_grpc(grpc_server):
-    """Liveness and the index are read."""
-    assert await grpc_server.client.live()
+    """The server's version and the index are read."""
+    assert "2.51.0" == (await grpc_server.client.server_info()).version
     index = await grpc_server.client.repository_index()
 
     assert [("a", True, ""), ("b", False, "unloaded")] == [(entry.name, entry.ready, entry.reason) for entry in index]
@@ -1226,7 +1226,7 @@ async def test_calls_that_are_not_answered(limit: float | None) -> None:
         settings.connect_timeout = 0
         with pytest.raises(UpstreamTimeout if limit else TimeoutError):
             async with asyncio.timeout(None if limit else 0.05):
-                await client.live()
+                await client.server_info()
 
         assert before is not client.channel
         await client.close()
