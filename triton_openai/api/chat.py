@@ -284,9 +284,11 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
     def rendered() -> list[ChatChoice]:
         return [chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers)]
 
-    plain = turn.parsers[0].plain
-    size = 0 if plain else sum(len(delta.text) for answer in answers for delta in answer.deltas)
-    choices = await offload.run(rendered, size=size, threshold=LONGEST_INLINE)
+    if turn.parsers[0].plain:
+        choices = rendered()
+    else:
+        size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
+        choices = await offload.run(rendered, size=size, threshold=LONGEST_INLINE)
     usages = [run.progress.usage for run in runs]
     usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     completion = ChatCompletion(

@@ -223,7 +223,9 @@ async def _text_fields(
         if task.token_ids:
             ids = tuple(await tokenizer.encode_async(prompt, special))
     biases = task.sampling.logit_bias if capabilities.bias_words else ()
-    words = await offload.run(bias_words, tokenizer, biases, size=len(biases), threshold=_INLINE_WORDS)
+    words: Sequence[tuple[str, float]] = ()
+    if biases:
+        words = await offload.run(bias_words, tokenizer, biases, size=len(biases), threshold=_INLINE_WORDS)
     return {"prompt": prompt, "original_prompt": original, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
 
 
@@ -303,8 +305,6 @@ def bias_words(tokenizer: Tokenizer | None, biases: Sequence[tuple[int, float]])
     tokens get the whole sum taken off again, by an empty text, which consists of nothing else. Raises
     :class:`InvalidRequest`, such as for a token that no text gives.
     """
-    if not biases:
-        return ()
     if tokenizer is None:
         raise UnsupportedParameter(
             "'logit_bias' needs the model's tokenizer, which is not configured (--tokenizer).", param="logit_bias"
