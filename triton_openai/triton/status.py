@@ -14,21 +14,8 @@ from typing import Any
 
 import msgspec
 
-from triton_openai.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    LoraNotLoaded,
-    ModelConflict,
-    ModelNotFound,
-    NotImplementedUpstream,
-    Overloaded,
-    PromptRefused,
-    RequestRefused,
-    ServiceError,
-    UpstreamError,
-    UpstreamTimeout,
-    UpstreamUnavailable,
-)
+from triton_openai import errors
+from triton_openai.errors import ServiceError, UpstreamError
 
 _REQUEST_ID = re.compile(r"\[request id: [^\]]*\]\s*")
 _ENSEMBLE = re.compile(r"in ensemble '[^']*', ")
@@ -82,23 +69,24 @@ def _rule(
 
 RULES = (
     # Triton's core.
-    _rule(Overloaded, "The model's queue is full.", r"Exceeds maximum queue size", retry_after=1),
+    _rule(errors.Overloaded, "The model's queue is full.", r"Exceeds maximum queue size", retry_after=1),
     _rule(
-        UpstreamTimeout, "The request waited too long in the model's queue.", r"Request timeout expired", retry_after=1
+        errors.UpstreamTimeout, "The request waited too long in the model's queue.",
+        r"Request timeout expired", retry_after=1,
     ),
-    _rule(ModelNotFound, "{model}", r"Request for unknown model|has no available versions"),
+    _rule(errors.ModelNotFound, "{model}", r"Request for unknown model|has no available versions"),
     _rule(
-        UpstreamUnavailable, "The model is not available at the moment.",
+        errors.UpstreamUnavailable, "The model is not available at the moment.",
         r"is not ready|Stub process .* is not healthy|unhealthy|shutting down|EngineCore encountered", retry_after=2,
     ),
     # Its model repository.
     _rule(
-        NotImplementedUpstream,
+        errors.NotImplementedUpstream,
         "Triton does not load or unload models by request: it was not started with --model-control-mode=explicit.",
         r"explicit model load / unload is not allowed",
     ),
     _rule(
-        ModelConflict, "Another model that '{model}' needs, or that needs it, is being loaded or unloaded.",
+        errors.ModelConflict, "Another model that '{model}' needs, or that needs it, is being loaded or unloaded.",
         r"currently loading or unloading", param="model", code="model_busy",
     ),
     _rule(
@@ -107,11 +95,11 @@ RULES = (
         unsaid="Triton could not load the model '{model}'; its log says why.",
     ),
     _rule(
-        NotImplementedUpstream, "The model's deployment does not stream.",
+        errors.NotImplementedUpstream, "The model's deployment does not stream.",
         r"doesn't support models with decoupled transaction policy|Streaming is only supported",
     ),
     _rule(
-        ContextLengthExceeded,
+        errors.ContextLengthExceeded,
         "This model's maximum context length is {limit} tokens, but the request needs {prompt} for its prompt and "
         "{answer} for its answer.",
         # TensorRT-LLM's LLM API.
@@ -120,7 +108,7 @@ RULES = (
         param="max_tokens",
     ),
     _rule(
-        ContextLengthExceeded,
+        errors.ContextLengthExceeded,
         "This model's maximum input is {limit} tokens, but the request's prompt has {prompt} tokens.",
         # TensorRT-LLM's executor, through each of its wrappers.
         r"Prompt length \((?P<prompt>\d+)\) exceeds maximum (?:input|sequence) length \((?P<limit>\d+)\)",
@@ -132,44 +120,44 @@ RULES = (
         r"passed (?P<prompt>\d+) input tokens .*? maximum input length of (?P<limit>\d+)",
     ),
     _rule(
-        ContextLengthExceeded,
+        errors.ContextLengthExceeded,
         "This model's maximum context length is {limit} tokens, but the request needs {prompt} for its prompt and "
         "{answer} for its answer.",
         r"Input length \((?P<prompt>\d+)\) \+ max new tokens \((?P<answer>\d+)\)[^.]*? must be less than max sequence"
         r" length \((?P<limit>\d+)\)",
     ),
     _rule(
-        ContextLengthExceeded, "{said}",
+        errors.ContextLengthExceeded, "{said}",
         r"\A(?:Error generating stream: )?"
         r"(?P<reason>.*(?:maximum (?:context|model) length|(?:[Pp]rompt|[Ii]nput)[^.]{0,40} is too long).*)",
         unsaid="The prompt is longer than the model takes.",
     ),
     # Several backends, each in its own wording.
     _rule(
-        PromptRefused, "The prompt is empty: there is nothing to continue.",
+        errors.PromptRefused, "The prompt is empty: there is nothing to continue.",
         r"!mInputTokenIds\.empty\(\)|[Pp]rompt(?: \w+)? (?:can ?not|can't|must not|should not) be empty"
         r"|[Pp]rompt is empty|[Ee]mpty prompt|text_input is required",
     ),
     _rule(
-        InvalidRequest, "The model's backend refused the sampling parameters.",
+        errors.InvalidRequest, "The model's backend refused the sampling parameters.",
         r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
     ),
     # Pillow, in several backends.
     _rule(
-        InvalidRequest, "The model's backend cannot read an image of the request.",
+        errors.InvalidRequest, "The model's backend cannot read an image of the request.",
         r"cannot identify image file|image file is truncated|broken data stream|decompression bomb",
     ),
     _rule(
-        LoraNotLoaded, "The model's backend does not have the LoRA adapter '{said}'.",
+        errors.LoraNotLoaded, "The model's backend does not have the LoRA adapter '{said}'.",
         r"LoRA (?P<reason>[^\n]{1,200}) is not supported|LoRA feature is not enabled|LoRA task \d+ not found in cache",
         unsaid="The model's backend does not have this LoRA adapter, or its weights.", param="model",
     ),
     _rule(
-        Overloaded, "The model has no room for another LoRA adapter now.",
+        errors.Overloaded, "The model has no room for another LoRA adapter now.",
         r"PEFT Cache is full|There are no done tasks to evict", retry_after=1,
     ),
     _rule(
-        RequestRefused, "{said}",
+        errors.RequestRefused, "{said}",
         r"Model [^\n]* does not support '(?:generate|embed)' request",
         # The backend passes on the text of a ValueError (the request's fault) and drops the text of everything else.
         r"Error generating stream: ?(?P<reason>.*\S.*)",
@@ -183,10 +171,10 @@ RULES = (
 _BY_STATUS = {
     **dict.fromkeys(
         ("UNAVAILABLE", "503"),
-        _rule(UpstreamUnavailable, "Triton is not available at the moment.", retry_after=2),
+        _rule(errors.UpstreamUnavailable, "Triton is not available at the moment.", retry_after=2),
     ),
-    **dict.fromkeys(("UNIMPLEMENTED", "501"), _rule(NotImplementedUpstream, "Triton does not support this.")),
-    "DEADLINE_EXCEEDED": _rule(UpstreamTimeout, "Triton did not answer in time."),
+    **dict.fromkeys(("UNIMPLEMENTED", "501"), _rule(errors.NotImplementedUpstream, "Triton does not support this.")),
+    "DEADLINE_EXCEEDED": _rule(errors.UpstreamTimeout, "Triton did not answer in time."),
     "CANCELLED": _rule(UpstreamError, "Triton cancelled the request."),
     "RESOURCE_EXHAUSTED": _rule(UpstreamError, "A message was too large for Triton or for this service."),
 }
@@ -218,9 +206,9 @@ def model_failed(said: str | None, *, detail: str | None) -> UpstreamError:
     return UpstreamError(message, detail=detail)
 
 
-def failed_midway(error: InvalidRequest) -> UpstreamError:
+def failed_midway(error: errors.InvalidRequest) -> UpstreamError:
     """Return *error* as the model's fault: a backend that has begun to answer had accepted the request."""
-    said = error.said if isinstance(error, RequestRefused) else error.message
+    said = error.said if isinstance(error, errors.RequestRefused) else error.message
     return model_failed(said, detail=error.detail)
 
 
@@ -237,4 +225,4 @@ def cut_off(reason: str | None = None) -> ServiceError:
 
 def unreachable(reason: str) -> ServiceError:
     """Return the error for a Triton that cannot be connected to."""
-    return UpstreamUnavailable("Triton cannot be reached at the moment.", detail=reason, retry_after=2)
+    return errors.UpstreamUnavailable("Triton cannot be reached at the moment.", detail=reason, retry_after=2)
