@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tests.clients.forked import Forked
+
 # Tests steer and watch each adapter itself, so no engine answers in its place.
 _ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("TRITON_OPENAI_")},
@@ -70,7 +72,7 @@ class Reply(msgspec.Struct, frozen=True):
 class Service:
     """A running process, and ways to ask it."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     banner: Mapping[str, Any]
     log: Path
 
@@ -158,7 +160,7 @@ def serving(
     folder: Path,
     *arguments: str,
     settings: Mapping[str, Any] | None = None,
-    program: Sequence[str] = ("triton_openai",),
+    program: Sequence[str] = (),
     command: str = "serve",
     **environ: str,
 ) -> Iterator[Service]:
@@ -168,20 +170,24 @@ def serving(
     Its log goes to a file in *folder*.
 
     *settings* is what its YAML file holds.
-    *program* is the module that is run, with its first arguments.
+    *program* is the module that an interpreter of its own runs, with its first arguments.
     """
     log = folder / "service.log"
-    line = [sys.executable, "-m", *program, command, "--port", "0", "--log-format", "json", *arguments]
+    line = [command, "--port", "0", "--log-format", "json", *arguments]
     if settings is not None:
         # JSON is YAML too.
         file = folder / "settings.yaml"
         file.write_text(json.dumps(settings))
         line += ["--config", str(file)]
-    # A file, because an unread pipe fills up and then holds the service.
-    with log.open("w") as sink:
-        process = subprocess.Popen(
-            line, env={**_ENVIRONMENT, **environ}, stdout=subprocess.PIPE, stderr=sink, text=True
-        )
+    environ = {**_ENVIRONMENT, **environ}
+    process: subprocess.Popen[str] | Forked
+    if program:
+        line = [sys.executable, "-m", *program, *line]
+        # A file, because an unread pipe fills up and then holds the service.
+        with log.open("w") as sink:
+            process = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=sink, text=True)
+    else:
+        process = Forked(line, environ, log)
     try:
         assert process.stdout is not None
         banner = process.stdout.readline()

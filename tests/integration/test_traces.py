@@ -489,7 +489,8 @@ def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTri
     arguments = ["--workers", "2", "--triton-url", traced_triton.http_url]
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.http_url, "OTEL_BSP_SCHEDULE_DELAY": "3600000"}
     traces: list[tuple[str, dict[str, str]]] = []
-    with service.serving(tmp_path, *arguments, settings=None, **environ) as running:
+    # Its own interpreter, because OpenTelemetry reads its variables when it is imported.
+    with service.serving(tmp_path, *arguments, settings=None, program=["triton_openai"], **environ) as running:
 
         def both_have_answered() -> bool:
             # Over a connection of its own: the kernel chooses the worker, and one begins later than the other.
