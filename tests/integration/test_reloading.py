@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -76,8 +75,14 @@ def running(
     request: pytest.FixtureRequest, triton: TestTriton, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Configured]:
     """The service, with one process and with two."""
-    with _configured(triton, tmp_path_factory.mktemp("reloading"), request.param) as configured:
-        yield configured
+    folder, workers = tmp_path_factory.mktemp("reloading"), request.param
+    file = folder / "settings.yaml"
+    file.write_text(json.dumps(_settings("chatml", "old-name")))
+    arguments = ("--config", str(file), "--triton-url", triton.http_url, "--workers", str(workers), *_TOLD)
+    with serving(folder, *arguments, XDG_RUNTIME_DIR=str(folder)) as service:
+        running = Configured(service, file, workers)
+        until(lambda: len([line for line in running.said("model is served") if line["model"] == "ensemble"]) == workers)
+        yield running
 
 
 @pytest.fixture
@@ -93,17 +98,6 @@ def template(tmp_path: Path) -> Path:
     file = tmp_path / "template.jinja"
     file.write_text("first {{ messages[0].content }}")
     return file
-
-
-@contextlib.contextmanager
-def _configured(triton: TestTriton, folder: Path, workers: int) -> Iterator[Configured]:
-    file = folder / "settings.yaml"
-    file.write_text(json.dumps(_settings("chatml", "old-name")))
-    arguments = ("--config", str(file), "--triton-url", triton.http_url, "--workers", str(workers), *_TOLD)
-    with serving(folder, *arguments, XDG_RUNTIME_DIR=str(folder)) as service:
-        running = Configured(service, file, workers)
-        until(lambda: len([line for line in running.said("model is served") if line["model"] == "ensemble"]) == workers)
-        yield running
 
 
 def _settings(template: Path | str, alias: str, **api: Any) -> dict[str, Any]:
@@ -230,16 +224,17 @@ def test_a_replaced_worker_has_the_keys_in_force(triton: TestTriton, tmp_path: P
         assert b"sk-two" not in b"".join(file.read_bytes() for file in tmp_path.rglob("api-keys*"))
 
 
-def test_a_replaced_worker_has_the_new_settings(triton: TestTriton, tmp_path: Path) -> None:
+@pytest.mark.parametrize("running", [2], indirect=True, ids=["two"])
+def test_a_replaced_worker_has_the_new_settings(configured: Configured) -> None:
     """Also where the file has become bad since."""
-    with _configured(triton, tmp_path, 2) as configured:
-        configured.take(_settings("llama3", "new-name"))
-        configured.write({"api": "nothing"})
-        configured.ask_to_reload()
-        until(lambda: configured.said("new settings are not used, the old ones stay"))
-        for line in configured.said("worker started"):
-            os.kill(line["pid"], signal.SIGKILL)
-        until(lambda: len(configured.said("worker started")) == 4)
-        until(lambda: len(configured.said("Triton answers")) == 4)
+    workers = replace(configured, older=0).said("worker started")[-2:]
+    configured.take(_settings("llama3", "new-name"))
+    configured.write({"api": "nothing"})
+    configured.ask_to_reload()
+    until(lambda: configured.said("new settings are not used, the old ones stay"))
+    for line in workers:
+        os.kill(line["pid"], signal.SIGKILL)
+    until(lambda: len(configured.said("worker started")) == 2)
+    until(lambda: len(configured.said("Triton answers")) == 2)
 
-        configured.agree(lambda: "new-name" in configured.models(), True)
+    configured.agree(lambda: "new-name" in configured.models(), True)

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,12 +30,13 @@ ASK: dict[str, Any] = {"model": "ensemble", "prompt": steered(text="one two thre
 ENDLESS = {**ASK, "stream": True, "prompt": steered(text="a b c d", repeat=500, delay_ms=100), "max_tokens": 2000}
 
 
-@pytest.fixture
-def service(triton: TestTriton, tmp_path: Path) -> Iterator[Service]:
-    """Three workers that ask for keys."""
-    keys = tmp_path / "keys.yaml"
+@pytest.fixture(scope="module")
+def service(triton: TestTriton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Three workers that ask for keys, of which each test has its own."""
+    folder = tmp_path_factory.mktemp("limits")
+    keys = folder / "keys.yaml"
     keys.write_text(KEYS)
-    with workers(tmp_path, triton, 3, "--api-keys-file", str(keys), "--tokenizer", str(triton.tokenizer)) as service:
+    with workers(folder, triton, 3, "--api-keys-file", str(keys), "--tokenizer", str(triton.tokenizer)) as service:
         yield service
 
 
