@@ -3,9 +3,9 @@ Writes ``deploy/kubernetes``: what the Helm chart makes of two of its files of v
 
     pip install helm-python-sdk && python deploy/generate.py
 
-``--render`` reads a list of ``{"values", "name", "namespace"}`` as JSON and writes for each what the chart makes, as
-``{"manifests"}`` by template or ``{"error"}``. That is for the tests: Helm's library is Go, and runs in a process of
-its own.
+``--render`` reads lists of ``{"values", "name", "namespace"}``, one a line as JSON, and answers each with a line: what
+the chart makes, as ``{"manifests"}`` by template or ``{"error"}``. That is for the tests: Helm's library is Go, and
+runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def plain(form: str, manifests: dict[str, str]) -> str:
 def main() -> None:
     """Write the files, or render what is asked for."""
     if sys.argv[1:] == ["--render"]:
-        json.dump([render(**case) for case in json.load(sys.stdin)], sys.stdout)
+        for line in sys.stdin:
+            print(json.dumps([render(**case) for case in json.loads(line)]), flush=True)
         return
     for form in FORMS:
         made = render(values_of(form), name="triton-openai", namespace="default")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
 import shlex
@@ -110,16 +111,22 @@ def render_all(cases: Sequence[Mapping[str, Any]], *, name: str = "demo", namesp
     Skips the test where Helm's library has no wheel.
     """
     pytest.importorskip("helm_python")
-    done = subprocess.run(
-        [sys.executable, str(DEPLOY / "generate.py"), "--render"],
-        input=json.dumps([{"values": values, "name": name, "namespace": namespace} for values in cases]),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    made: list[Any] = json.loads(done.stdout)
+    helm = _helm()
+    assert helm.stdin is not None
+    assert helm.stdout is not None
+    print(json.dumps([{"values": values, "name": name, "namespace": namespace} for values in cases]), file=helm.stdin)
+    helm.stdin.flush()
+    made: list[Any] = json.loads(helm.stdout.readline())
     return made
+
+
+@cache
+def _helm() -> subprocess.Popen[str]:
+    """Return the process that renders until this one ends: to load Helm's library takes longer than a chart."""
+    pipe, command = subprocess.PIPE, [sys.executable, str(DEPLOY / "generate.py"), "--render"]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+    atexit.register(process.communicate)
+    return process
 
 
 def documents(text: str) -> list[Any]:
