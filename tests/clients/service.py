@@ -1,4 +1,4 @@
-"""The service as a process of its own, as an operator starts it, for tests that look at it from outside."""
+"""The service as a process of its own, for tests that look at it from outside."""
 
 from __future__ import annotations
 
