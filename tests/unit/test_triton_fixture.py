@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ class Server:
         pass
 
     def poll(self):
-        return 6 if runs in ends else None
+        return {status} if runs in ends else None
 
     def log_tail(self):
         return "its last words"
@@ -48,10 +49,10 @@ def test_one():
 """
 
 
-def run(folder: Path, ends: tuple[int, ...] | str, passes: int) -> str:
-    """Return what a run prints in which Triton ends in the runs *ends* of a test that passes in the run *passes*."""
+def run(folder: Path, ends: tuple[int, ...] | str, passes: int, status: int = 6) -> str:
+    """Return what is printed if Triton ends with *status* in the runs *ends* of a test that passes in run *passes*."""
     file = folder / "test_it.py"
-    file.write_text(TESTS.format(ends=ends, passes=passes))
+    file.write_text(TESTS.format(ends=ends, passes=passes, status=status))
     command = [sys.executable, "-m", "pytest", "-p", "tests.triton_fixture", "-p", "no:cacheprovider", "-rP", file.name]
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(
@@ -76,11 +77,11 @@ def test_a_test_is_run_once_more(tmp_path: Path) -> None:
 
 
 def test_other_failures_stand(tmp_path: Path) -> None:
-    """A test that fails while Triton runs is not run again."""
-    output = run(tmp_path, ends=(), passes=2)
-
-    assert "1 failed" in output
-    assert "ended by itself" not in output
+    """A test that fails while Triton runs, or that has killed its own, is not run again."""
+    for ends in ((), (1,)):
+        output = run(tmp_path, ends=ends, passes=2, status=-signal.SIGKILL)
+        assert "1 failed" in output
+        assert "ended by itself" not in output
 
 
 def test_a_module_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
