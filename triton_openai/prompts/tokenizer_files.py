@@ -129,6 +129,8 @@ def fetch_from_hub(source: str) -> Path:
             # A cache that another program filled may lack unneeded files.
             cached = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
             why = "is not a local folder, HF_HUB_OFFLINE is set, and the hub's cache lacks it. Download it there first"
+        elif isinstance(error, OSError) and error.filename is not None:
+            why = "cannot be kept in the Hugging Face hub's cache: let HF_HOME name a folder that can be written to"
         else:
             why = "is no local folder, and the Hugging Face hub could not be reached. Check the name and the network"
         if not isinstance(cached, str):

@@ -267,14 +267,15 @@ def test_broken_files_beside_it(tmp_path: Path, name: str, content: bytes, messa
         (RepositoryNotFoundError, "neither a local folder nor a model"),
         (ConnectionError, "could not be reached"),
         (ValueError, "could not be reached"),
+        (PermissionError(13, "Permission denied", "/.cache"), "HF_HOME"),
     ],
 )
-def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: type[Exception], message: str) -> None:
+def test_hub_errors(monkeypatch: pytest.MonkeyPatch, error: type[Exception] | Exception, message: str) -> None:
     """Whatever the hub's client raises becomes an error that names the flag."""
 
     def fail(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         # Without its constructor: that wants a response of the hub's own HTTP library.
-        raise error.__new__(error)
+        raise error.__new__(error) if isinstance(error, type) else error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
 
