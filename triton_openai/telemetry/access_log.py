@@ -54,9 +54,8 @@ class _Cut:
     def text(self, text: str) -> str:
         """Return *text* with its end and its data URLs replaced by marks."""
         # Cut first, so that the search for data URLs stays short.
-        kept = text[: max(0, min(self._max_chars, self._left))]
-        # An empty text counts too: there may be any number of them.
-        self._left -= max(1, len(kept))
+        kept = text[: min(self._max_chars, self._left)]
+        self._left -= len(kept)
         missing = len(text) - len(kept)
         # Lone surrogates could not be sent.
         shown = _DATA_URL.sub("<data URL>", kept).encode("utf-8", "replace").decode("utf-8")
@@ -83,7 +82,12 @@ class _Cut:
             parts.append({"type": "tool_call_response", "id": name, "response": self.text(content)})
         else:
             parts += self.last([content] if isinstance(content, str) else content or (), self.part, type="omitted")
-        parts += self.last(getattr(message, "tool_calls", None) or (), self.call, type="omitted")
+        if refusal := getattr(message, "refusal", None):
+            parts.append(self.part(refusal))
+        calls = [*(getattr(message, "tool_calls", None) or ())]
+        if older := getattr(message, "function_call", None):
+            calls.append(older)
+        parts += self.last(calls, self.call, type="omitted")
         return {"role": role, "parts": parts}
 
     def part(self, part: Any) -> Part:
@@ -94,9 +98,9 @@ class _Cut:
         return {"type": self.text(part.type or "image_url")}
 
     def call(self, call: Any) -> Part:
-        """Return the call of a tool."""
-        function = call.function
-        found: Part = {"type": "tool_call", "id": None if call.id is None else self.text(call.id)}
+        """Return the call of a tool, or of a function, which has no id."""
+        function, name = getattr(call, "function", call), getattr(call, "id", None)
+        found: Part = {"type": "tool_call", "id": None if name is None else self.text(name)}
         if function is not None:
             arguments = function.arguments
             if not isinstance(arguments, str):

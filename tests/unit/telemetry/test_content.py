@@ -42,6 +42,9 @@ def test_a_chat() -> None:
         {"role": "user", "content": [{"type": "text", "text": "Hi"}, "you"]},
         {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "rain"}]},
+        {"role": "assistant", "reasoning": "so", "refusal": "No.", "function_call": {"name": "f"}},
+        {"role": "function", "name": "f", "content": "1"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": [{}]},
     )
 
     assert [
@@ -55,6 +58,16 @@ def test_a_chat() -> None:
             ],
         },
         {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "rain"}]},
+        {
+            "role": "assistant",
+            "parts": [
+                {"type": "reasoning", "content": "so"},
+                {"type": "text", "content": "No."},
+                {"type": "tool_call", "id": None, "name": "f", "arguments": "null"},
+            ],
+        },
+        {"role": "function", "parts": [{"type": "tool_call_response", "id": "f", "response": "1"}]},
+        {"role": "assistant", "parts": [{"type": "text", "content": "No."}, {"type": "tool_call", "id": None}]},
     ] == input_messages(body, 100)
 
 
@@ -68,6 +81,9 @@ def test_a_chat() -> None:
         (EmbeddingsRequest(input=["a", "b"]), ["a", "b"]),
         (RerankRequest(query="q", documents=["a", TextObject(text="b")]), ["q", "a", "b"]),
         (ScoreRequest(text_1="a", text_2=["b"]), ["a", "b"]),
+        (ScoreRequest(data_1="a", data_2=["b"]), ["a", "b"]),
+        (ScoreRequest(queries="a", items=["b"]), ["a", "b"]),
+        (CompletionRequest(prompt=[]), None),
         (None, None),
     ],
 )
@@ -79,11 +95,14 @@ def test_other_requests(body: object, shown: list[str] | None) -> None:
 
 def test_answers() -> None:
     """One message for each, also for one that has not come to its end."""
-    answers = [FakeAnswer(text="one two", finish_reason=FinishReason.LENGTH), FakeAnswer(text="", finish_reason=None)]
+    answers = [
+        FakeAnswer(text="one two", finish_reason=FinishReason.LENGTH),
+        FakeAnswer(text="\ud800", finish_reason=None),
+    ]
 
     assert [
         {"role": "assistant", "parts": [{"type": "text", "content": "one…(+4 characters)"}], "finish_reason": "length"},
-        {"role": "assistant", "parts": [{"type": "text", "content": ""}]},
+        {"role": "assistant", "parts": [{"type": "text", "content": "?"}]},
     ] == output_messages(answers, 3)
 
 
@@ -114,6 +133,7 @@ def test_long_chats() -> None:
 
     assert {"role": "omitted", "parts": [], "count": 936} == found[0]
     assert ["936", "999"] == [found[1]["parts"][0]["content"], found[-1]["parts"][0]["content"]]
+    assert 64 == len(input_messages(chat(*[{"role": "user", "content": "a"}] * 64), 100))
 
 
 def test_much_of_everything() -> None:
