@@ -207,6 +207,8 @@ def tokens_charged(observation: Observation, *, served: bool, cut_short: bool) -
 
     *served* is whether it was answered without an error, *cut_short* whether its client ended it before that.
     """
+    if observation.input_tokens is not None:
+        return observation.input_tokens
     total = 0
     for number, answer in enumerate(observation.answers):
         usage = answer.usage_so_far
@@ -214,8 +216,6 @@ def tokens_charged(observation: Observation, *, served: bool, cut_short: bool) -
             usage = answer.usage_estimate
         if usage is not None:
             total += usage.completion_tokens + (0 if number % observation.n else usage.prompt_tokens)
-    if observation.input_tokens is not None:
-        return total + observation.input_tokens
     if observation.operation is not None and not observation.answers and served and observation.body_size is not None:
         # All of a request for vectors or scores is input, but for the little that says so.
         return tokens_in_bytes(observation.body_size)

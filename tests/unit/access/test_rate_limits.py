@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triton_openai.access.rate_limits import RateLimit, RateLimits, Ticket
+from triton_openai.access.rate_limits import RateLimit, RateLimits, Ticket, _Account
 
 
 class Clock:
@@ -90,6 +90,9 @@ def test_tokens_are_charged_when_they_are_known(limits: RateLimits, clock: Clock
     assert "0" == refused.headers["x-ratelimit-remaining-tokens"]
     # The first 70 go a minute after they came, within a tick.
     assert {"Retry-After": "51"} == dict(refused.refusal.headers())
+    assert refused.refusal.message.endswith(
+        "for 'a' on tokens per minute: limit 100, used 140. Please try again in 51s."
+    )
     clock.now += 51
     again = admit(limits, "a", limit)
     assert again.refusal is None
@@ -108,14 +111,14 @@ def test_concurrent_requests(limits: RateLimits) -> None:
 
     assert (None, None) == (one.refusal, two.refusal)
     assert refused.refusal is not None
-    assert "1" == refused.refusal.headers()["Retry-After"]
+    assert ("1", "requests") == (refused.refusal.headers()["Retry-After"], refused.refusal.body()["type"])
     refused.close(0)
     assert admit(limits, "a", limit).refusal is not None
     one.close(0)
     assert admit(limits, "a", limit).refusal is None
 
 
-def test_accounts_that_nobody_uses_any_more(limits: RateLimits, clock: Clock) -> None:
+def test_accounts_that_nobody_uses_any_more(limits: RateLimits, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take no memory, though there is no end of names; what counts stays."""
     limit, kept = RateLimit(requests_per_minute=1), RateLimit(concurrent_requests=1)
     running = admit(limits, "running", kept)
@@ -129,9 +132,20 @@ def test_accounts_that_nobody_uses_any_more(limits: RateLimits, clock: Clock) ->
     running.close(0)
     spent = RateLimit(tokens_per_minute=1)
     admit(limits, "spent", spent).close(5)
+    looked_at: list[_Account] = []
+    idle = _Account.idle
+
+    def counted(account: _Account, now: float) -> bool:
+        looked_at.append(account)
+        return idle(account, now)
+
+    monkeypatch.setattr(_Account, "idle", counted)
     for number in range(2100):
         admit(limits, f"new {number}", limit).close(0)
     assert admit(limits, "spent", spent).refusal is not None
+    assert admit(limits, "new 0", limit).refusal is not None
+    # Not all of them for each request
+    assert 2000 < len(looked_at) < 10_000
 
 
 def test_several_limits(limits: RateLimits) -> None:
@@ -146,10 +160,12 @@ def test_several_limits(limits: RateLimits) -> None:
     assert used is not None
     assert "at the same time" in busy.message
     assert "requests per minute" in used.message
+    assert "try again in 1m1s." in used.message
     assert "60" == used.headers()["Retry-After"]
 
 
 def test_limits_that_are_not_there(limits: RateLimits) -> None:
-    """They have no headers."""
-    assert not RateLimit().any
+    """They have no headers, and any one of them is a limit."""
+    names = RateLimit.__struct_fields__
+    assert [False, True, True, True] == [RateLimit().any, *[RateLimit(**{name: 1}).any for name in names]]
     assert {} == limits.decide("a", RateLimit(concurrent_requests=1)).headers

@@ -32,13 +32,15 @@ def answer(counted: Usage | None, *, sent: bool = True, begun: bool = True) -> P
         ([answer(None, begun=False)], True, 12),
         ([answer(None, begun=False)], False, 0),
         ([answer(None, sent=False, begun=False)], True, 0),
+        # Two prompts with two answers each
+        ([answer(_KNOWN)] * 4, False, 40),
     ],
 )
 def test_answers(answers: list[Progress], cut_short: bool, tokens: int) -> None:
     """What is counted is charged, and an estimate for the rest."""
     observation = Observation(request_id="a", method="POST", path="/v1/completions")
     observation.identify("text_completion", model="m", adapter="a")
-    observation.answers, observation.n = answers, 2
+    observation.answers, observation.n, observation.body_size = answers, 2, 400
 
     assert tokens == tokens_charged(observation, served=not cut_short, cut_short=cut_short)
 
@@ -52,6 +54,9 @@ def test_inputs() -> None:
     assert [100, 0] == [tokens_charged(observation, served=served, cut_short=False) for served in (True, False)]
     observation.input_tokens = 7
     assert 7 == tokens_charged(observation, served=True, cut_short=False)
+    # What no model answers, such as the count of a text's tokens, costs nothing.
+    observation = Observation(request_id="a", method="POST", path="/tokenize", body_size=400)
+    assert 0 == tokens_charged(observation, served=True, cut_short=False)
 
 
 def test_estimates() -> None:

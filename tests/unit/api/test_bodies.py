@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
-from aiohttp import ServerDisconnectedError, web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,6 @@ from triton_openai.api.bodies import explain, parse_json
 from triton_openai.api.parameters import is_neutral
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import InvalidRequest
-from triton_openai.serving.connections import WholeResponse
 
 
 class Part(msgspec.Struct):
@@ -272,19 +270,3 @@ async def test_a_large_body_is_read_in_a_thread_with_a_decoder_made_outside(monk
         for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"):
             await proxy.post(path, {"model": "m", "metadata": "a" * 100_000})
     assert {threading.main_thread()} == made
-
-
-@every_case("value", ["a\r\nx-other: b", "a\nx-other: b", "a\rb"])
-async def test_a_header_is_one_line(aiohttp_client, value):
-    """As in aiohttp, what is written into a header cannot add another one, or begin the body: nothing is sent."""
-
-    async def handler(request):
-        return WholeResponse(body=b"{}", headers={"x-one": value if "bad" in request.query else "a"})
-
-    app = web.Application()
-    app.router.add_get("/", handler)
-    client = await aiohttp_client(app)
-
-    assert "a" == (await client.get("/")).headers["x-one"]
-    with pytest.raises(ServerDisconnectedError):
-        await client.get("/?bad")

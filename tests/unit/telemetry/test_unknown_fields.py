@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import msgspec
 import structlog
 
 from tests.conformance.fake_triton import FakeTriton, config_of
@@ -64,6 +65,27 @@ def test_names_that_clients_make_up_are_bounded() -> None:
     assert 101 == len(set(counted)) == len(logs)
     assert 1 + 1000 + 1 == len(counted)
     assert "name_5" == counted[-1]
+
+
+class Body(msgspec.Struct):
+    """A request with a field that has another name in JSON."""
+
+    kind: str | None = msgspec.field(name="type", default=None)
+
+
+def test_each_model_is_told_of_once() -> None:
+    """With the field that has almost this name, by its name in JSON, if there is one."""
+    unknown = UnknownFields(Metrics(Worker()))
+    with structlog.testing.capture_logs() as logs:
+        for model in ("a", "b", "a"):
+            observation = Observation(request_id="1", method="POST", path="/", parameters=Body())
+            observation.identify("chat", model=model, adapter="a")
+            observation.unknown_fields = ("typ", "size")
+            unknown.ended(observation)
+
+    assert [("a", "typ", "type"), ("a", "size", None), ("b", "typ", "type"), ("b", "size", None)] == [
+        (line["model"], line["field"], line.get("similar")) for line in logs
+    ]
 
 
 def test_few_names_of_a_request_are_looked_at() -> None:
