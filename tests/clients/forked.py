@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,11 +22,13 @@ _CONTEXT.set_forkserver_preload(["triton_openai.cli.serve", __name__])
 
 
 class Forked:
-    """The part of :class:`subprocess.Popen` that tests use; stderr goes to the file *log*."""
+    """The part of :class:`subprocess.Popen` that tests use; *first* is called first, and stderr is the file *log*."""
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], environ: Mapping[str, str], log: Path, first: Callable[[], None] | None
+    ) -> None:
         reading, writing = _CONTEXT.Pipe(duplex=False)
-        self._process = _CONTEXT.Process(target=_run, args=(arguments, dict(environ), writing, log))
+        self._process = _CONTEXT.Process(target=_run, args=(arguments, dict(environ), writing, log, first))
         log.write_text("")
         with reading, writing:
             self.stdout = os.fdopen(os.dup(reading.fileno()))
@@ -67,10 +69,18 @@ class Forked:
         return rest, None
 
 
-def _run(arguments: Sequence[str], environ: Mapping[str, str], stdout: Connection, log: Path) -> None:
+def _run(
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    stdout: Connection,
+    log: Path,
+    first: Callable[[], None] | None,
+) -> None:
     os.environ.clear()
     os.environ.update(environ)
     with stdout, log.open("w") as stderr:
         os.dup2(stdout.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
+    if first is not None:
+        first()
     sys.exit(main(arguments))

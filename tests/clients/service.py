@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,8 +160,9 @@ def serving(
     folder: Path,
     *arguments: str,
     settings: Mapping[str, Any] | None = None,
-    program: Sequence[str] = (),
     command: str = "serve",
+    first: Callable[[], None] | None = None,
+    fork: bool = True,
     **environ: str,
 ) -> Iterator[Service]:
     """
@@ -170,7 +171,7 @@ def serving(
     Its log goes to a file in *folder*.
 
     *settings* is what its YAML file holds.
-    *program* is the module that an interpreter of its own runs, with its first arguments.
+    The process calls *first* before anything else. Without *fork* it is an interpreter of its own, see ``forked``.
     """
     log = folder / "service.log"
     line = [command, "--port", "0", "--log-format", "json", *arguments]
@@ -181,13 +182,13 @@ def serving(
         line += ["--config", str(file)]
     environ = {**_ENVIRONMENT, **environ}
     process: subprocess.Popen[str] | Forked
-    if program:
-        line = [sys.executable, "-m", *program, *line]
-        # A file, because an unread pipe fills up and then holds the service.
+    # A file, because an unread pipe fills up and then holds the service.
+    if fork:
+        process = Forked(line, environ, log, first)
+    else:
+        line = [sys.executable, "-m", "triton_openai", *line]
         with log.open("w") as sink:
             process = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, stderr=sink, text=True)
-    else:
-        process = Forked(line, environ, log)
     try:
         assert process.stdout is not None
         banner = process.stdout.readline()

@@ -1,8 +1,7 @@
 """
-``python -m tests.faults.probed FILE STRICT ARGUMENT…``: the command; on SIGUSR1 it writes into FILE how it is inside.
+On SIGUSR1 a process of the service writes into a file how it is inside.
 
-With STRICT, which is 1 or 0, what only the collector of cycles finds counts as left behind. What is counted is found
-by its class among all that is alive: what leaks is what nobody refers to by name any more.
+What is counted is found by its class among all that is alive: what leaks is what nobody refers to by name any more.
 """
 
 from __future__ import annotations
@@ -74,10 +73,8 @@ def state(*, strict: bool) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Run the command."""
-    file, strict = Path(sys.argv[1]), sys.argv[2] == "1"
-
+def watch(file: Path, *, strict: bool) -> None:
+    """Write into *file* when asked; if *strict*, what only the collector of cycles finds counts as left behind."""
     libc = ctypes.CDLL(None)
 
     def tell(*_: object) -> None:
@@ -89,10 +86,3 @@ def main() -> int:
         draft.rename(file)
 
     signal.signal(signal.SIGUSR1, tell)
-    from triton_openai import cli
-
-    return cli.main(sys.argv[3:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,12 +13,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tests.clients.service import Reply, Service, serving, steered, until
+from tests.faults import probed
 from triton_openai.demo.record import Event, Record
 from triton_openai.demo.repository import DemoRepository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
@@ -152,8 +154,7 @@ def watched(
     """Run the service with *arguments* and settings of *triton*, so that it can be looked into; see ``probed``."""
     probe = folder / "probe.json"
     settings = {"triton": {"refresh_interval": 0.2, **(triton or {})}, "server": {"heartbeat_interval": 0.2}}
-    program = ("tests.faults.probed", str(probe), str(int(strict)))
-    with serving(folder, *arguments, settings=settings, program=program) as service:
+    with serving(folder, *arguments, settings=settings, first=partial(probed.watch, probe, strict=strict)) as service:
         yield Watched(service.process, service.banner, service.log, probe)
 
 

@@ -220,9 +220,12 @@ def test_models_at_run_time(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_models_to_load_that_make_no_sense(arguments: tuple[str, ...], message: str) -> None:
+def test_models_to_load_that_make_no_sense(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What cannot be meant is said before anything starts."""
-    assert (2, "", f"triton-openai: {message}\n") == _run("serve", "--port", "0", *arguments)
+    assert 2 == main(["serve", "--port", "0", *arguments])
+    assert ("", f"triton-openai: {message}\n") == capsys.readouterr()
 
 
 def test_demo() -> None:

@@ -490,7 +490,7 @@ def test_every_worker_sends_its_own(collector: Collector, traced_triton: TestTri
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.http_url, "OTEL_BSP_SCHEDULE_DELAY": "3600000"}
     traces: list[tuple[str, dict[str, str]]] = []
     # Its own interpreter, because OpenTelemetry reads its variables when it is imported.
-    with service.serving(tmp_path, *arguments, settings=None, program=["triton_openai"], **environ) as running:
+    with service.serving(tmp_path, *arguments, settings=None, first=None, fork=False, **environ) as running:
 
         def both_have_answered() -> bool:
             # Over a connection of its own: the kernel chooses the worker, and one begins later than the other.

@@ -13,20 +13,19 @@ from triton_openai.telemetry.process import DescriptorWatch
 
 _PROGRAM = """
 import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, {given})
 from triton_openai.cli.serve import raise_limit
-raise_limit()
-print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+for given in (128, 900), (700, 700):
+    resource.setrlimit(resource.RLIMIT_NOFILE, given)
+    raise_limit()
+    print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-@pytest.mark.parametrize("given, found", [((128, 900), "900 900"), ((700, 700), "700 700")])
-def test_the_limit_is_raised_as_far_as_it_may_be(given: tuple[int, int], found: str) -> None:
+def test_the_limit_is_raised_as_far_as_it_may_be() -> None:
     """In a process of its own, which nobody else shares the limit with."""
-    program = _PROGRAM.format(given=given)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=True)
 
-    assert found == done.stdout.strip()
+    assert ["900 900", "700 700"] == done.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
