@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
@@ -20,8 +22,8 @@ from triton_openai.answer.logprobs import INLINE_NUMBERS
 from triton_openai.answer.run import Run
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.config.tree import TritonSettings
-from triton_openai.errors import InvalidRequest, UpstreamError, UpstreamTimeout, UpstreamUnavailable
-from triton_openai.generation import Delta, Generation, Logits, Progress, Sampling, Usage, total_usage
+from triton_openai.errors import InvalidRequest, ServiceError, UpstreamError, UpstreamTimeout, UpstreamUnavailable
+from triton_openai.generation import Delta, FinishReason, Generation, Logits, Progress, Sampling, Usage, total_usage
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import Background
 from triton_openai.triton.client import Receiver
@@ -85,6 +87,8 @@ class Answer:
         tokenizer: Tokenizer | None = None,
         limits: TimeLimits = TimeLimits(first_token=60, idle=60, total=60),  # noqa: B008 - immutable
         sampling: Sampling = Sampling(max_tokens=9),  # noqa: B008 - immutable
+        at_once: bool = False,
+        generation: Mapping[str, Any] = MappingProxyType({}),
         **capabilities: Any,
     ) -> None:
         self.engine = Engine()
@@ -92,9 +96,11 @@ class Answer:
         self.deltas: list[Delta] = []
         self.told = 0
         self.over = asyncio.Event()
+        model = model_of(decoder or TextDecoder(), **capabilities)
+        model.adapter.at_once.return_value = at_once
         self.run = Run(
-            model_of(decoder or TextDecoder(), **capabilities),
-            Generation(id="1", prompt="Hello", sampling=sampling),
+            model,
+            Generation(id="1", prompt="Hello", sampling=sampling, **generation),
             client=self.engine,  # type: ignore[arg-type]
             limits=limits,
             background=self.background,
@@ -148,8 +154,15 @@ async def test_closed_in_the_middle() -> None:
 
 
 async def test_closed_before_the_first_answer() -> None:
-    """The engine may get a stop request before the request itself, so there are three."""
+    """The engine may get a stop request before the request itself, so there are three, though none is answered."""
     answer = Answer()
+    infer = answer.engine.infer
+
+    async def refuse(request: Any) -> Any:
+        await infer(request)
+        raise UpstreamError("no")
+
+    answer.engine.infer = refuse  # type: ignore[method-assign]
     answer.run.close()
     await answer.background.close()
 
@@ -212,6 +225,8 @@ async def test_what_goes_wrong_on_the_way(steps: int) -> None:
         answer.engine.receiver.end(error)
         assert expected is type(answer.run.failure)
         assert 1 == answer.told
+        known = answer.run.failure if isinstance(answer.run.failure, ServiceError) else None
+        assert known is answer.run.progress.error
         answer.run.close()
         await answer.background.close()
 
@@ -257,7 +272,10 @@ async def test_silence() -> None:
 
 async def test_silence_with_a_likely_cause() -> None:
     """The adapter's guess is told where nothing has come at all."""
-    for texts, told in (((), "0.05 seconds. It is too long."), (("one",), "0.05 seconds.")):
+    for texts, told in (
+        ((), "sent no answer for 0.05 seconds. It is too long."),
+        (("one",), "sent no further token for 0.05 seconds."),
+    ):
         answer = Answer(limits=TimeLimits(first_token=0.05, idle=0.05, total=None))
         adapter: Any = answer.run.model.adapter
         adapter.cause_of_silence.return_value = "It is too long."
@@ -368,6 +386,8 @@ async def answered(*texts: str, limit: int, tokenizer: Tokenizer | None = TOKENI
         (["one two", " three", ""], 9, "stop", 3),
         # Text of which tokenizing makes more tokens than there can have been.
         (["x" * 40], 5, "length", 5),
+        # Half a character of a stream is at most what was counted.
+        (["a", BROKEN], 4, "stop", 2),
         # Whole answers: only what is there tells it.
         (["one two three"], 3, "length", 3),
         (["one two"], 3, "stop", 2),
@@ -394,6 +414,9 @@ async def test_how_an_answer_ended_that_nobody_counted(texts: list[str], limit: 
         # A whole answer of fewer bytes than tokens it may have has not reached them; of more, it may have.
         (["one two"], 9, "stop"),
         (["one two three"], 9, None),
+        (["one two", " three"], 9, "stop"),
+        (["日本語"], 9, None),
+        (["\ud800"], 9, "stop"),
     ],
 )
 async def test_how_an_answer_ended_without_a_tokenizer(texts: list[str], limit: int, reason: str | None) -> None:
@@ -418,6 +441,140 @@ def test_counts_are_never_beyond_the_limit(texts: list[str], limit: int) -> None
     assert run.usage is not None
     assert run.usage.completion_tokens <= limit
     assert (run.finish_reason == "length") == (run.usage.completion_tokens == limit)
+
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+@every_case(
+    "first, last, generation, room, expected",
+    [
+        # (reason, prompt, completion, cached)
+        ({}, {"tokens": 8}, {}, None, (LENGTH, 5, 9, None)),
+        ({}, {"tokens": 7}, {}, None, (STOP, 5, 8, None)),
+        ({}, {"tokens": 8, "finish_reason": STOP}, {}, None, (STOP, 5, 9, None)),
+        ({}, {"tokens": 2}, {}, 8, (LENGTH, 5, 3, None)),
+        ({}, {"tokens": 8}, {}, 100, (LENGTH, 5, 9, None)),
+        ({"cached_tokens": 16}, {"tokens": 7}, {}, None, (STOP, 5, 8, 5)),
+        ({"cached_tokens": 4}, {"tokens": 7}, {"prompt_ids": (1, 2)}, None, (STOP, 5, 8, 4)),
+        ({"prompt_tokens": None}, {"tokens": 7}, {"prompt_ids": (1, 2), "prompt_tokens": 6}, None, (STOP, 2, 8, None)),
+        ({"prompt_tokens": None}, {"tokens": 7}, {"prompt_tokens": 6}, None, (STOP, 6, 8, None)),
+        # A step that is not counted leaves all to the text.
+        ({"tokens": None}, {"tokens": 7, "finish_reason": STOP}, {}, 7, (STOP, 5, 2, None)),
+    ],
+)
+async def test_what_the_backend_counts(
+    first: dict[str, Any], last: dict[str, Any], generation: dict[str, Any], room: int | None, expected: Any
+) -> None:
+    """It stands, and the reason follows from it; the prompt's tokens may be known before."""
+    deltas = [Delta(**{"text": "one", "tokens": 1, "prompt_tokens": 5, **first}), Delta(**{"text": " two", **last})]
+    decoder = Mock(feed=Mock(side_effect=deltas), flush=Mock(return_value=""))
+    answer = Answer(decoder=decoder, tokenizer=TOKENIZER, generation=generation)
+    answer.run.model.settings.max_model_len = room  # type: ignore[misc]
+    answer.engine.bring("", "")
+    answer.engine.receiver.end(None)
+    await answer.run.conclude()
+    progress, usage = answer.run.progress, answer.run.progress.usage
+
+    assert usage is not None
+    assert expected == (progress.finish_reason, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+    assert usage is progress.usage_so_far
+    answer.run.close()
+    assert not progress.cancelled
+
+
+@every_case("reason, ids, expected", [(STOP, (8, 7), 7), (STOP, (7, 8), None), (LENGTH, (7,), None), (STOP, (), None)])
+def test_the_stop_token(reason: FinishReason, ids: tuple[int, ...], expected: int | None) -> None:
+    """It is the last one, of those that were asked for; what later steps leave out stays known."""
+    progress = Progress(Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=9, stop_token_ids=(7,))))
+    progress.now = 2.5
+    progress.add(Delta(text="one", tokens=2, prompt_tokens=5, cumulative_logprob=-1.5))
+    assert Usage(prompt_tokens=5, completion_tokens=2) == progress.usage_so_far
+    progress.add(Delta(token_ids=ids, finish_reason=reason))
+    progress.add(Delta(tokens=1))
+
+    assert (reason, expected, -1.5) == (progress.finish_reason, progress.stop_reason, progress.cumulative_logprob)
+    assert (["one"], [2.5]) == (progress.pieces, list(progress.arrivals))
+    # A step that is not counted
+    assert progress.tokens is None
+
+
+@every_case(
+    "generation, prompt", [({}, 2), ({"prompt_tokens": 6}, 6), ({"prompt_tokens": 6, "prompt_ids": (1, 2, 3)}, 3)]
+)
+def test_estimates(generation: dict[str, Any], prompt: int) -> None:
+    """What is known counts, and texts for the rest."""
+    progress = Progress(Generation(id="1", prompt="Hello", sampling=Sampling(max_tokens=9), **generation))
+    assert progress.usage_so_far is None
+    progress.add(Delta(text="one two three", tokens=3))
+    assert Usage(prompt_tokens=prompt, completion_tokens=3) == progress.usage_estimate
+    progress.add(Delta(text="four"))
+    assert Usage(prompt_tokens=prompt, completion_tokens=5) == progress.usage_estimate
+
+
+async def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When what came, and how long the silence may be: from the last response, or from the end of a pause."""
+    now = 100.0
+    monkeypatch.setattr("triton_openai.answer.run.monotonic", lambda: now)
+    answer = Answer(limits=TimeLimits(first_token=10, idle=5, total=60))
+    run, progress = answer.run, answer.run.progress
+    checks = [run.check(now)]
+    for now in (109.0, 112.0):  # noqa: B007 - the run reads it
+        answer.engine.bring("one")
+    checks += [run.check(113)]
+    run.pause()
+    checks += [run.check(200)]
+    now = 200.0
+    run.resume()
+    checks += [run.check(203)]
+    assert ([5, 4, 5, 2], False) == (checks, run.over)
+    now = 205.0
+    checks = [run.check(205), run.check(300)]
+
+    assert ([5, 5], 1, UpstreamTimeout) == (checks, answer.told, type(run.failure))
+    assert (100, 109, 205) == (progress.sent, progress.first, progress.ended)
+    await answer.background.close()
+
+
+@every_case("at_once, total, over", [(True, 60, False), (False, 60, True), (True, None, True)])
+async def test_silence_before_an_answer_that_comes_as_a_whole(at_once: bool, total: float | None, over: bool) -> None:
+    """It is no fault where the whole answer has a limit."""
+    answer = Answer(at_once=at_once, limits=TimeLimits(first_token=10, idle=5, total=total))
+    answer.run.check(monotonic() + 11)
+
+    assert over is answer.run.over
+    answer.run.close()
+    await answer.background.close()
+
+
+async def test_no_tokens() -> None:
+    """Nothing is sent for them."""
+    answer = Answer(sampling=Sampling(max_tokens=0))
+
+    assert (None, True, 1) == (answer.engine.receiver, answer.run.over, answer.told)
+
+
+async def test_what_cannot_be_sent() -> None:
+    """The record has the error."""
+    answer = Answer()
+    adapter: Any = answer.run.model.adapter
+    adapter.encode.side_effect = refused = InvalidRequest("x")
+    with pytest.raises(InvalidRequest):
+        answer.run.start(0, lambda *_: None, answer.tell)
+
+    assert refused is answer.run.progress.error
+
+
+@every_case("wanted, shown", [(True, 2), (False, 1)])
+async def test_ids_without_text(wanted: bool, shown: int) -> None:
+    """They are shown where they are wanted."""
+    deltas = [Delta(token_ids=(1,), tokens=1), Delta(text="one", token_ids=(2,), tokens=1)]
+    answer = Answer(decoder=Mock(feed=Mock(side_effect=deltas)), generation={"token_ids": wanted})
+    answer.engine.bring("", "")
+
+    assert shown == len(answer.deltas)
+    answer.run.close()
+    await answer.background.close()
 
 
 def test_time_limits() -> None:

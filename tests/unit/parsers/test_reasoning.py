@@ -91,6 +91,7 @@ CASES_OF_REASONING = (
         "Hm",
         "Yes",
     ),
+    Case("openai_gptoss", None, "<|channel|>commentary to=browser.search code<|message|>Hm<|call|>", "Hm", ""),
     Case("openai_gptoss", True, "Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>", "Hm", "Yes"),
     Case(
         "openai_gptoss",

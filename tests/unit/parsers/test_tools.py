@@ -333,3 +333,9 @@ def test_what_is_too_long(name: str, text: str) -> None:
     assert Merged(text, "", ()) == whole
     assert whole == parse(name, text)
     assert whole == parse(name, [text[:1500], text[1500:]])
+
+
+@every_case("text", ["<|channel|>" + "a" * 500, "<|channel|>a<|constrain|>b" * 20])
+def test_a_header_that_does_not_end(text: str) -> None:
+    """It is shown when it cannot be one any more, before the text ends."""
+    assert any(isinstance(event, Content) for event in make("openai").feed(text))

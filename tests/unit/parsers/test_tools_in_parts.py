@@ -184,6 +184,7 @@ def test_markers_that_begin_others() -> None:
 
     assert (1, 1 + len("<ab"), "") == markers.search(" <ab", 0, ended=False)
     assert (1, 3, "<a") == markers.search(" <ab", 0, ended=True)
+    assert (0, 5, "<abc>") == markers.search("<abc>", 0, ended=True)
     assert (0, 4, "<ab>") == markers.search("<ab><abc>", 0, ended=False)
     assert (4, 9, "<abc>") == markers.search("<ab><abc>", 1, ended=False)
     assert (0, 2, "<a") == markers.search("<abd", 0, ended=False)
@@ -204,8 +205,25 @@ SCHEMA = {
         "j": True,
         "k": {"$ref": "#/properties/a/type/x"},
         "l": {"type": "string"},
+        "m": {"$ref": "#/$defs/a~1b~01c"},
+        "n": {"type": ["string", 5]},
+        "o": {"$ref": 5, "enum": [1]},
+        "p": {"oneOf": [{"type": "string"}, {"type": "integer"}]},
+        "q": {"anyOf": [], "const": 1},
+        "r": {"enum": "x"},
+        "s": {"$ref": "elsewhere/properties/a"},
+        "t": {"$ref": "#/$defs/0"},
+        "u": {"allOf": [{"type": "string"}, {"$ref": "#/$defs/Wide"}]},
     },
-    "$defs": {"B": {"type": ["boolean", "array"]}, "Loop": {"$ref": "#/$defs/Loop"}},
+    "$defs": {
+        "B": {"type": ["boolean", "array"]},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        "a/b~1c": {"type": "string"},
+        # More references after each other than anybody writes, and more alternatives
+        **{str(number): {"$ref": f"#/$defs/{number + 1}"} for number in range(6)},
+        "6": {"type": "integer"},
+        "Wide": {"anyOf": [{"$ref": "#/$defs/Wide"}] * 20},
+    },
 }
 
 
@@ -224,6 +242,15 @@ SCHEMA = {
         ("j", set()),
         ("k", set()),
         ("l", {"string"}),
+        ("m", {"string"}),
+        ("n", {"string"}),
+        ("o", {"integer"}),
+        ("p", {"string", "integer"}),
+        ("q", {"integer"}),
+        ("r", set()),
+        ("s", set()),
+        ("t", {"integer"}),
+        ("u", set()),
         ("none", set()),
     ],
 )
@@ -266,6 +293,7 @@ def test_a_schema_that_is_none() -> None:
     """What clients put in the place of a schema does no harm."""
     assert Parameters(None).value("a", "1") == "1"
     assert Parameters({"properties": [1]}).types("a") == frozenset()
+    assert Parameters([1]).types("a") == frozenset()  # type: ignore[arg-type]
 
 
 def read_json(text: str) -> str | None:
