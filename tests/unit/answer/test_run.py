@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from array import array
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
@@ -347,10 +349,14 @@ async def test_log_probabilities_from_logits(width: int) -> None:
 async def test_left_while_logits_are_read() -> None:
     """Nothing is pushed any more, and no task is left behind."""
     before = asyncio.all_tasks()
+    held, executor = threading.Event(), ThreadPoolExecutor(1)
+    executor.submit(held.wait)
+    asyncio.get_running_loop().set_default_executor(executor)
     answer = Answer(decoder=Scored(INLINE_NUMBERS + 1), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1))
     answer.engine.bring("1", "2")
     await asyncio.sleep(0)
     answer.run.close()
+    held.set()
     await answer.background.close()
     await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
 
