@@ -13,7 +13,7 @@ from triton_openai.api.chat import make_parser, message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from triton_openai.parsers.reasoning import Think
+from triton_openai.parsers.reasoning import Hunyuan, Think
 from triton_openai.parsers.registry import Parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.json_calls import Hermes, Llama3Json, Mistral
@@ -69,7 +69,7 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
 
 
 @every_case("choice", ["required", NAMED])
-@every_case("text", ["Now.", "[now]", '[{"name": "then", "parameters": {}}]', "  [", "<tool_call>then"])
+@every_case("text", ["Now.", "[now]", '[{"name": "then", "parameters": {}}]', "  [", "<tool_call>then", " <tool_ca"])
 def test_a_forced_call_that_is_none(choice: Any, text: str) -> None:
     """The text is content, as the model wrote it."""
     wanted = plan_tools(tools=TOOLS, tool_choice=choice, functions=None, function_call=None, parallel=None)
@@ -87,6 +87,8 @@ def test_a_forced_call_that_is_none(choice: Any, text: str) -> None:
         (CALL, True, False),
         (CALL[:-15], True, True),
         (CALL[:-12], True, False),
+        # Within a word of JSON
+        (CALL.replace("1}}</tool_call>", "tru"), True, True),
         (CALL + CALL[:-15], True, True),
         # The call that was cut is not passed on.
         (CALL + CALL[:-15], False, False),
@@ -124,6 +126,33 @@ def test_a_third_partys_parser() -> None:
     parser.flush()
 
     assert not parser.cut
+
+
+def test_text_behind_a_forced_call() -> None:
+    """It is content, even if it has the model's own form of a call."""
+    wanted = plan_tools(tools=TOOLS, tool_choice="required", functions=None, function_call=None, parallel=None)
+    parser = make_parser(Parsers(tools=Hermes), wanted, "")
+    assert parser is not None
+    events = parser.feed('[{"name": "now", "parameters": {}}]' + CALL) + parser.flush()
+    assert (1, CALL) == (parser.calls, "".join(event.text for event in events if isinstance(event, Content)))
+
+
+def test_the_tokens_of_the_thinking() -> None:
+    """A piece counts as what its text ends in, and one that shows nothing as what was before; some have no count."""
+    parser = AnswerParser(Think(), None)
+    counts = []
+    for text, tokens in (("<think>a", 2), ("b", None), (" ", 1), ("c</think>d", 8), ("e", 16)):
+        parser.feed(text, tokens)
+        counts.append(parser.reasoning_tokens)
+
+    assert [2, 2, 3, 3, 3] == counts
+
+
+def test_what_both_stages_hold_back() -> None:
+    """It comes in the order in which it was written."""
+    parser = AnswerParser(Hunyuan(), Hermes({"now": {}}))
+    events = parser.feed("<think>a</think>b<tool_ca</ans") + parser.flush()
+    assert [Reasoning("a"), Content("b"), Content("<tool_ca</ans")] == events
 
 
 @every_case("size", [1, 7, 1000])

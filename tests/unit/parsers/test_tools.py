@@ -245,11 +245,12 @@ def test_a_text_that_ends_within_a_call(name: str) -> None:
         assert unfinished is parser.unfinished
 
 
-def test_a_text_that_ends_behind_a_malformed_call() -> None:
-    """It does not end in the middle of one."""
+def test_a_text_that_ends_behind_a_call() -> None:
+    """It does not end in the middle of one, be that malformed or without arguments."""
     for name, text in (
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": nil}}'),
         ("openai", '<|channel|>commentary to=functions.f<|message|>{"a": nil}'),
+        ("openai", "<|channel|>commentary to=functions.f<|message|><|call|>"),
     ):
         parser = make(name, ONE_TOOL)
         assert isinstance(parser, CallGrammar)
@@ -314,12 +315,15 @@ def test_a_deep_value() -> None:
 
     assert len(parse("hermes", [text]).calls[0][2]) == 2 * depth + len('{"a": }')
     assert parse("pythonic", ["[now(a=" + "[" * depth]).content
+    text = '<tool_call>{"name": "f", "arguments": "' + "[" * depth + '"}</tool_call>'
+    assert text == parse("hermes", [text]).content
 
 
 @every_case(
     "text",
     [
         '<tool_call>{"name": "f", "x": ' + "9" * 2000 + "}",
+        '<tool_call>{"name": "f", "x": [' + "9" * 2000 + ", 1]}",
         "<tool_call>" + "9" * 2000,
         "<|python_start|>" + "f" * 2000 + "(",
         "<tool_call>" + "\n" * 2000 + "x",

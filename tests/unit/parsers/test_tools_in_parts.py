@@ -338,7 +338,25 @@ def test_json_passes_as_it_is(value: object, indent: int | None, ascii_only: boo
 
 
 @every_case(
-    "text", ["01", "-", "1.", ".5", "1e", "1e+", "+1", "0x1", "nul", "True", '"\\x"', '"\\u00g0"', "1 2", ",", "1,"]
+    "text",
+    [
+        "01",
+        "-",
+        "1.",
+        ".5",
+        "1e",
+        "1e+",
+        "+1",
+        "0x1",
+        "nul",
+        "True",
+        '"\\x"',
+        '"\\u00g0"',
+        '"\\u000g"',
+        "1 2",
+        ",",
+        "1,",
+    ],
 )
 def test_faults_of_json(text: str) -> None:
     """Each of these is refused, alone in an array and behind another item."""

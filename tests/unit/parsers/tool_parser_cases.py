@@ -66,6 +66,19 @@ HERMES = (
         '<tool_call>{"parameters": {"a": 1}, "arguments": {"b": 2}, "name": "f"}</tool_call>',
         (("f", '{"a": 1}'),),
     ),
+    Case(
+        "hermes",
+        "names and arguments twice",
+        '<tool_call>{"name": "f", "name": "g", "arguments": {"a": 1}, "parameters": {"b": 2}}</tool_call>',
+        (("f", '{"a": 1}'),),
+    ),
+    Case(
+        "hermes",
+        "cut in the second name",
+        '<tool_call>{"name": "f"}</tool_call><tool_call>{"na',
+        (("f", "{}"),),
+        '<tool_call>{"na',
+    ),
     *_same("a comma left out", '<tool_call>{"name": "f" "arguments": {}}</tool_call>', "hermes"),
     Case(
         "hermes",
@@ -162,6 +175,7 @@ HERMES = (
     *_same("no name", '<tool_call>{"arguments": {"a": 1}}</tool_call>', "hermes"),
     *_same("name is a number", '<tool_call>{"name": 5, "arguments": {}}</tool_call>', "hermes"),
     *_same("name is a lone surrogate", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "hermes"),
+    *_same("name is half a character", '<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>', "hermes"),
     *_same("arguments are a list", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "hermes"),
     *_same("arguments are no JSON", '<tool_call>{"name": "f", "arguments": "a=1"}</tool_call>', "hermes"),
     *_same("arguments are a word", '<tool_call>{"name": "f", "arguments": nothing}</tool_call>', "hermes"),
