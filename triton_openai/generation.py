@@ -305,7 +305,7 @@ class Progress:
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.tokens: int | None = 0
-        #: 1 is an answer in one piece.
+        #: 1 for an answer in one piece.
         self.steps = 0
         self.silent = True
         #: The texts of the steps, before stop strings are cut and tool calls are parsed.

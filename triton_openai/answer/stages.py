@@ -68,9 +68,8 @@ class TokenText:
     """
     Sets the text of deltas from their token ids. Has one stream's state.
 
-    The answer ends before the first token id that ends a text of *vocabulary*, or before a stop token id after
-    ``min_tokens`` tokens. Then ``stopped`` is true, and ``stop_id`` is that stop token id. The id is neither shown nor
-    counted.
+    The answer ends before the first end-of-text id of *vocabulary*, or before a stop token id after ``min_tokens``
+    tokens. Then ``stopped`` is true, and ``stop_id`` is the stop token id. The id is neither shown nor counted.
     """
 
     def __init__(self, pieces: TokenPieces, generation: Generation, vocabulary: Vocabulary) -> None:

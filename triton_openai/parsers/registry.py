@@ -158,7 +158,7 @@ REASONING_PARSERS: Registry[ReasoningParser] = Registry(
 
 
 class DetectionRule(NamedTuple):
-    """What a name is recognised by: something has all of *has*, and none of *lacks*."""
+    """Recognises the format *name* by texts: all of *has* are there, and none of *lacks*."""
 
     name: str
     has: tuple[str, ...]

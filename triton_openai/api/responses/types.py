@@ -67,7 +67,7 @@ class CompactRequest(ItemsRequest, kw_only=True):
     """A conversation that becomes shorter."""
 
 
-#: What a client of OpenAI can ask for. The last two have an effect.
+#: The names that OpenAI documents. Only the last two have an effect here.
 Includable = Literal[
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "computer_call_output.output.image_url", "code_interpreter_call.outputs", "message.input_image.image_url",
