@@ -7,8 +7,9 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, groupby
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta
@@ -286,24 +287,32 @@ _SYSTEM = ("system", "developer")
 def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return prepared *messages*: later system messages become the user's, and consecutive user messages are merged."""
     merged: list[dict[str, Any]] = []
+    # All contents of each are joined at once: pair by pair would copy the first ones again and again.
+    contents: list[list[str | list[dict[str, str]]]] = []
     for message in messages:
-        last: dict[str, Any] = merged[-1] if merged else {"role": None}
+        last = merged[-1]["role"] if merged else None
         role = message["role"]
-        leading = role in _SYSTEM and last["role"] in (None, *_SYSTEM)
+        leading = role in _SYSTEM and last in (None, *_SYSTEM)
         if role in _SYSTEM and not leading:
             role = "user"
-        if merged and (leading or role == last["role"] == "user"):
-            merged[-1] = {**last, "content": _joined(last["content"], message["content"])}
+        if merged and (leading or role == last == "user"):
+            contents[-1].append(message["content"])
         else:
             merged.append({**message, "role": role})
+            contents.append([message["content"]])
+    for message, joined in zip(merged, contents, strict=True):
+        if len(joined) > 1:
+            message["content"] = _joined(joined)
     return merged
 
 
-def _joined(first: str | list[dict[str, str]], second: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    parts = [[_text_part(content)] if isinstance(content, str) else content for content in (first, second)]
-    return parts[0] + parts[1]
+def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[str, str]]:
+    joined: list[str | list[dict[str, str]]] = []
+    for kind, group in groupby(contents, key=type):
+        joined.append("\n\n".join(cast(Iterable[str], group)) if kind is str else [*chain.from_iterable(group)])
+    if len(joined) == 1:
+        return joined[0]
+    return [part for each in joined for part in ([_text_part(each)] if isinstance(each, str) else each)]
 
 
 def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate, place: str) -> dict[str, Any]:

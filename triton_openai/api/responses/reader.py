@@ -217,7 +217,7 @@ class _Turns:
         self.messages: list[messages.Message] = []
         #: Of each message the place of its content, and those of its calls.
         self.places: list[tuple[str, list[str]]] = []
-        self._thought: str | None = None
+        self._thoughts: list[str] = []
         self._said: messages.Content = None
         self._calls: list[messages.MessageToolCall] = []
         self._place = ""
@@ -233,7 +233,7 @@ class _Turns:
         """Add thinking; after text or a call it begins the next message."""
         if self._said is not None or self._calls:
             self.close()
-        self._thought = text if self._thought is None else f"{self._thought}\n{text}"
+        self._thoughts.append(text)
         self._place = place
 
     def say(self, content: messages.Content, place: str) -> None:
@@ -250,15 +250,17 @@ class _Turns:
 
     def close(self) -> None:
         """End the assistant's message, if one is open."""
-        if self._thought is None and self._said is None and not self._calls:
+        if not self._thoughts and self._said is None and not self._calls:
             return
         self.messages.append(
             messages.AssistantMessage(
-                content=self._said, reasoning_content=self._thought, tool_calls=self._calls or None
+                content=self._said,
+                reasoning_content="\n".join(self._thoughts) if self._thoughts else None,
+                tool_calls=self._calls or None,
             )
         )
         self.places.append((self._place or self._call_places[0], self._call_places))
-        self._thought, self._said, self._calls, self._place, self._call_places = None, None, [], "", []
+        self._thoughts, self._said, self._calls, self._place, self._call_places = [], None, [], "", []
 
 
 _ROLES: Mapping[str, type[messages.UserMessage | messages.SystemMessage | messages.DeveloperMessage]] = {
