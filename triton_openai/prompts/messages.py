@@ -7,9 +7,8 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -307,12 +306,19 @@ def _merged(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _joined(contents: Sequence[str | list[dict[str, str]]]) -> str | list[dict[str, str]]:
-    joined: list[str | list[dict[str, str]]] = []
-    for kind, group in groupby(contents, key=type):
-        joined.append("\n\n".join(cast(Iterable[str], group)) if kind is str else [*chain.from_iterable(group)])
-    if len(joined) == 1:
-        return joined[0]
-    return [part for each in joined for part in ([_text_part(each)] if isinstance(each, str) else each)]
+    parts: list[dict[str, str]] = []
+    texts: list[str] = []
+    for content in contents:
+        if isinstance(content, str):
+            texts.append(content)
+            continue
+        parts += [_text_part("\n\n".join(texts))] if texts else []
+        parts += content
+        texts = []
+    text = "\n\n".join(texts)
+    if not parts:
+        return text
+    return [*parts, _text_part(text)] if texts else parts
 
 
 def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate, place: str) -> dict[str, Any]:
