@@ -52,6 +52,11 @@ ENDS = ("finished", "cancelled", "stopped", "failed")
 in_session_loop = pytest.mark.asyncio(loop_scope="session")
 
 
+def approximately(entries: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return *entries* whose numbers *name* equal others to some digits: sums of a batch depend on the processor."""
+    return [{**entry, name: pytest.approx(entry[name], abs=1e-5)} for entry in entries]
+
+
 def steered(prompt: str = "Hello", **orders: Any) -> str:
     """Return a prompt that tells the stand-ins what to do."""
     return f"{prompt} <<steer {json.dumps(orders)}>>"

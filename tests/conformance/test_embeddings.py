@@ -34,7 +34,11 @@ def tokenizer(triton):
 
 
 def vector(text: str, dimensions: int = 64) -> list[float]:
-    """Return the vector that the stand-ins have for a text."""
+    """
+    Return the vector that the stand-ins have for a text.
+
+    It is the same to the last bit on every processor: whole numbers are summed, and then divided by the root of a sum.
+    """
     return [float(value) for value in embed(text, dimensions)]
 
 

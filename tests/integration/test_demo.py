@@ -128,7 +128,9 @@ def test_parameters(client: openai.OpenAI) -> None:
     logprobs = emoji.choices[0].logprobs
     content = (logprobs and logprobs.content) or []
     assert 6 == len(content)
-    assert b"\xf0\x9f\x8c\x9f" in b"".join(bytes(token.bytes or []) for token in content)
+    # Which ones the model prefers depends on the processor.
+    written = b"".join(bytes(token.bytes or []) for token in content).decode(errors="ignore")
+    assert any(character >= "\U0001f000" for character in written)
 
 
 def test_defaults(client: openai.OpenAI) -> None:
