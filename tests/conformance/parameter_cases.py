@@ -189,7 +189,7 @@ CASES: Mapping[str, Case] = {
     "priority": Case(1, **REFUSED),
     "modalities": Case(["text", "audio"], **CHAT, **REFUSED),
     "audio": Case({"voice": "x", "format": "wav"}, **CHAT, **REFUSED),
-    "verbosity": Case("high", **CHAT, **REFUSED),
+    "verbosity": Case("high", **CHAT, **HARMLESS),
     "web_search_options": Case({}, **CHAT, **REFUSED),
     "moderation": Case({"model": "x"}, **CHAT, **REFUSED),
     "chat_template": Case("{{ messages }}", **CHAT, **REFUSED),

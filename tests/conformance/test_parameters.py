@@ -351,7 +351,6 @@ REFUSED = [
     ("chat", "modalities", ["text", "audio"]),
     ("chat", "audio", {"voice": "x", "format": "wav"}),
     ("chat", "reasoning_effort", "low"),
-    ("chat", "verbosity", "high"),
     ("chat", "web_search_options", {}),
     ("completions", "prompt_logprobs", 1),
     ("completions", "suffix", "end"),

@@ -21,7 +21,7 @@ from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
 from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
-from triton_openai.api.parameters import SamplingRequest, accepting, refusing
+from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
 from triton_openai.api.prompts import images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import Chunks, stream
@@ -48,7 +48,7 @@ LONGEST_INLINE = 10_000
 
 @accepting("prediction", "prompt_cache_options", "prompt_cache_retention")
 @refusing(
-    modalities=["text"], audio=None, verbosity="medium", web_search_options=None, moderation=None, echo=False,
+    modalities=["text"], audio=None, web_search_options=None, moderation=None, echo=False,
     best_of=1, add_special_tokens=False,
 )  # fmt: skip
 class ChatRequest(SamplingRequest, kw_only=True):
@@ -59,6 +59,7 @@ class ChatRequest(SamplingRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: str | None = None
+    verbosity: Verbosity | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

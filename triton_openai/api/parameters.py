@@ -123,6 +123,10 @@ class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
     """Any JSON object."""
 
 
+#: How long an answer is to be: without influence, as no backend knows it.
+Verbosity = Literal["low", "medium", "high"]
+
+
 class NamedSchema(msgspec.Struct):
     """A JSON schema; its name and whether it is strict change nothing."""
 

@@ -262,6 +262,42 @@ def test_every_kind_of_item() -> None:
     assert 1 == events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"]
 
 
+def test_reasoning_as_a_summary() -> None:
+    """A client that asks for a summary gets the whole reasoning as one, in its own events and in the item."""
+    for wanted in ("auto", "concise", "detailed"):
+        stream = renderer(Scripted([Reasoning("H")], [Reasoning("m"), Content("Hi")]), sealed=True)
+        stream.response.reasoning = {"summary": wanted}
+        stream.__post_init__()
+        events = rendered(stream, Delta("x"), Delta("y"))
+
+        part = "reasoning_summary_part"
+        text = ["reasoning_summary_text.delta"] * 2 + ["reasoning_summary_text.done"]
+        assert ["output_item.added", f"{part}.added", *text, f"{part}.done", "output_item.done"] == short(events)[:7]
+        assert {0} == {event["summary_index"] for event in events[3:8]}
+        thought, message = events[-1]["response"]["output"]
+        assert ([{"type": "summary_text", "text": "Hm"}], []) == (thought["summary"], thought["content"])
+        assert (seal("Hm"), "Hi") == (thought["encrypted_content"], message["content"][0]["text"])
+        # It comes back with the next request.
+        (read_again,) = reading({"input": [{**thought, "encrypted_content": None}]}).chat.messages
+        assert "Hm" == msgspec.to_builtins(read_again)["reasoning_content"]
+
+
+@every_case("param, fields", [
+    ("metadata", {"metadata": {f"k{n}": "" for n in range(17)}}),
+    ("metadata", {"metadata": {"k" * 65: ""}}),
+    ("metadata", {"metadata": {"k": "v" * 513}}),
+    ("metadata", {"metadata": {"k": 1}}),
+    ("reasoning.summary", {"reasoning": {"summary": "short"}}),
+    ("text.verbosity", {"text": {"verbosity": "most"}}),
+])  # fmt: skip
+def test_fields_out_of_range(param, fields):
+    """They are refused by name; at the limit they are taken."""
+    with pytest.raises(InvalidRequest) as caught:
+        reading({"input": "x", **fields})
+    assert param == caught.value.param
+    reading({"input": "x", "metadata": {f"{n:064}": "v" * 512 for n in range(16)}})
+
+
 def test_ends() -> None:
     """The last event tells how it ended, and so does the last item."""
     cut = rendered(renderer(reason=FinishReason.LENGTH), Delta("a"))

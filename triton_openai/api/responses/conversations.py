@@ -13,27 +13,26 @@ from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.responses.handlers import Deleted, list_of, listed
 from triton_openai.api.responses.reader import check_items, numbered
 from triton_openai.api.responses.state import STATE, Conversation, ResponseState
-from triton_openai.api.responses.types import Item
+from triton_openai.api.responses.types import Item, Metadata
 from triton_openai.api.service import key_of, now
 from triton_openai.errors import InvalidRequest, ObjectNotFound
 
 # As many as OpenAI takes at once, and as many as a chat may have messages.
 _Items = Annotated[list[Item], Meta(max_length=20)]
 _MOST_ITEMS = 4096
-_Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A new conversation."""
 
     items: _Items | None = None
-    metadata: _Metadata | None = None
+    metadata: Metadata | None = None
 
 
 class ConversationUpdate(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What changes in a conversation."""
 
-    metadata: _Metadata
+    metadata: Metadata
 
 
 class NewItems(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

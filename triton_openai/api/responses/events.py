@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,13 +22,25 @@ from triton_openai.parsers.events import Content, Reasoning, ToolCallStart
 from triton_openai.parsers.events import Event as ParserEvent
 
 _encode = msgspec.json.Encoder().encode
-# For each kind of item, what its ids begin with, what the events with its text are called, and what has the text.
-_KINDS: Mapping[type[types.OutputItem], tuple[str, str, type[types.OutputText | types.ReasoningText] | None]] = {
-    types.OutputMessage: ("msg", "output_text", types.OutputText),
-    types.OutputReasoning: ("rs", "reasoning_text", types.ReasoningText),
-    types.OutputFunctionCall: ("fc", "function_call_arguments", None),
-    types.OutputCustomCall: ("ctc", "custom_tool_call_input", None),
+
+
+class _Kind(NamedTuple):
+    """What the ids of items begin with, how events with their text are called, and the part with the text, if any."""
+
+    prefix: str
+    text: str
+    part: type[types.OutputText | types.ReasoningText | types.SummaryText] | None = None
+    part_event: str = "content_part"
+    numbered: str = "content_index"
+
+
+_KINDS: Mapping[type[types.OutputItem], _Kind] = {
+    types.OutputMessage: _Kind("msg", "output_text", types.OutputText),
+    types.OutputReasoning: _Kind("rs", "reasoning_text", types.ReasoningText),
+    types.OutputFunctionCall: _Kind("fc", "function_call_arguments"),
+    types.OutputCustomCall: _Kind("ctc", "custom_tool_call_input"),
 }
+_SUMMARY = _Kind("rs", "reasoning_summary_text", types.SummaryText, "reasoning_summary_part", "summary_index")
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
@@ -65,6 +77,9 @@ class ResponseEvents(Renderer):
         self._last_size = 0
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
         self._item: types.OutputItem | None = None
+        summarizes = self.response.reasoning.get("summary") is not None
+        self._kinds = {**_KINDS, types.OutputReasoning: _SUMMARY} if summarizes else _KINDS
+        self._kind = _KINDS[types.OutputMessage]
         self._texts: list[str] = []
         self._logprobs: list[ContentLogprob] = []
         self._head = self._middle = self._tail = b""
@@ -165,6 +180,9 @@ class ResponseEvents(Renderer):
         assert self._item is not None
         return self._event(f"response.{kind}", item_id=self._item.id, output_index=len(self._output) - 1, **fields)
 
+    def _part_event(self, what: str, part: types.OutputText | types.ReasoningText | types.SummaryText) -> bytes:
+        return self._item_event(f"{self._kind.part_event}.{what}", **{self._kind.numbered: 0}, part=part)
+
     def _parsed(self, events: Sequence[ParserEvent], entries: list[ContentLogprob]) -> bytes:
         """Return the events for those of the parser; the first text carries the log probabilities *entries*."""
         rendered = b""
@@ -213,28 +231,28 @@ class ResponseEvents(Renderer):
     def _open(self, kind: type[types.OutputItem], **fields: Any) -> bytes:
         """Return the end of the open item, and the events that begin one of *kind*."""
         rendered = self._close("completed")
-        prefix, name, part = _KINDS[kind]
+        named = self._kind = self._kinds[kind]
         index = len(self._output)
         # It names its response, so that the item can be found by it.
-        item = self._item = kind(id=f"{prefix}_{self.response.id.partition('_')[2]}{index:04x}", **fields)
+        item = self._item = kind(id=f"{named.prefix}_{self.response.id.partition('_')[2]}{index:04x}", **fields)
         self._output.append(item)
         rendered += self._event("response.output_item.added", output_index=index, item=item)
-        content, logprobs = b"", b""
-        if part is not None:
-            rendered += self._item_event("content_part.added", content_index=0, part=part())
-            content, logprobs = b'"content_index":0,', b',"logprobs":[]' if part is types.OutputText else b""
+        content = b""
+        if named.part is not None:
+            rendered += self._part_event("added", named.part())
+            content = b'"%b":0,' % named.numbered.encode()
         # All events for pieces of its text are alike.
-        delta = f"response.{name}.delta"
+        delta = f"response.{named.text}.delta"
         marked = event(delta, b'{"type":"%b","sequence_number":' % delta.encode())
         # A custom tool's text is sent whole.
         self._head = b"" if kind is types.OutputCustomCall else marked.rstrip(b"\n")
         self._middle = b',"item_id":"%b","output_index":%d,%b"delta":' % (item.id.encode(), index, content)
-        self._tail = logprobs + b"}\n\n"
+        self._tail = b',"logprobs":[]}\n\n' if kind is types.OutputMessage else b"}\n\n"
         return rendered
 
     def _close(self, status: types.ItemStatus) -> bytes:
         """Return the events that end the open item, if there is one."""
-        item, rendered = self._item, b""
+        item, kind, rendered = self._item, self._kind, b""
         if item is None:
             return b""
         if isinstance(item, types.OutputFunctionCall) and not self._texts and status == "completed":
@@ -247,9 +265,12 @@ class ResponseEvents(Renderer):
             item.content = (types.OutputText(text=text, logprobs=logprobs),)
             rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
         elif isinstance(item, types.OutputReasoning):
-            item.content = (types.ReasoningText(text=text),)
+            if kind is _SUMMARY:
+                item.summary = (types.SummaryText(text=text),)
+            else:
+                item.content = (types.ReasoningText(text=text),)
             item.encrypted_content = seal(text) if self.sealed else None
-            rendered += self._item_event("reasoning_text.done", content_index=0, text=text)
+            rendered += self._item_event(f"{kind.text}.done", **{kind.numbered: 0}, text=text)
         elif isinstance(item, types.OutputFunctionCall):
             item.arguments = text
             rendered += self._item_event("function_call_arguments.done", name=item.name, arguments=text)
@@ -257,8 +278,10 @@ class ResponseEvents(Renderer):
             item.input = _custom_input(text)
             rendered += self._item_event("custom_tool_call_input.delta", delta=item.input)
             rendered += self._item_event("custom_tool_call_input.done", input=item.input)
-        if isinstance(item, types.OutputMessage | types.OutputReasoning):
-            rendered += self._item_event("content_part.done", content_index=0, part=item.content[0])
+        if isinstance(item, types.OutputMessage):
+            rendered += self._part_event("done", item.content[0])
+        elif isinstance(item, types.OutputReasoning):
+            rendered += self._part_event("done", item.summary[0] if item.summary else item.content[0])
         rendered += self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
         self._item = None
         return rendered

@@ -83,7 +83,7 @@ class Job:
             store=self.stored,
             text={
                 "format": (body.text and body.text.format) or {"type": "text"},
-                "verbosity": (body.text and body.text.verbosity) or "medium",
+                "verbosity": "medium",
             },
             **told,
         )

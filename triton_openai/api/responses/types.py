@@ -30,21 +30,21 @@ class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 
 
 class TextOptions(msgspec.Struct):
-    """The form of the text. ``verbosity`` has no influence: no backend knows it."""
+    """The form of the text. ``verbosity`` has no influence: no backend knows it. The response says ``medium``."""
 
     format: parameters.TextFormat | parameters.JsonObjectFormat | SchemaFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None
+    verbosity: parameters.Verbosity | None = None
 
 
 class ReasoningOptions(msgspec.Struct):
     """
     How much the model thinks. The answer's ``effort`` is null where the model's template does not take it.
 
-    There are no summaries: the reasoning itself is given.
+    With a ``summary`` of any kind, the whole reasoning is given as the summary, without one as ``content``.
     """
 
     effort: str | None = None
-    summary: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ConversationId(msgspec.Struct):
@@ -66,6 +66,11 @@ class ItemsRequest(ModelRequest, kw_only=True):
 class CompactRequest(ItemsRequest, kw_only=True):
     """A conversation that becomes shorter."""
 
+
+#: What clients note about a response or a conversation.
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 
 #: The names that OpenAI documents. Only the last two have an effect here.
 Includable = Literal[
@@ -91,7 +96,7 @@ class ResponsesRequest(ItemsRequest, kw_only=True):
     include: list[Includable] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    metadata: Metadata | None = None
     max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
@@ -133,6 +138,12 @@ class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
     text: str = ""
 
 
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    """Text of the model's thinking, for clients that show nothing else."""
+
+    text: str = ""
+
+
 class _OutputItem(msgspec.Struct, kw_only=True, tag_field="type"):
     id: str
     status: ItemStatus = "in_progress"
@@ -146,9 +157,13 @@ class OutputMessage(_OutputItem, kw_only=True, tag="message"):
 
 
 class OutputReasoning(_OutputItem, kw_only=True, tag="reasoning"):
-    """The model's thinking. ``encrypted_content`` holds the same as ``content``, in the form that clients send back."""
+    """
+    The model's thinking, in ``summary`` or in ``content``.
 
-    summary: Sequence[Any] = ()
+    ``encrypted_content`` holds the same, in the form that clients send back.
+    """
+
+    summary: Sequence[SummaryText] = ()
     content: Sequence[ReasoningText] = ()
     encrypted_content: str | None = None
 
@@ -277,8 +292,9 @@ class ResponseEvent(msgspec.Struct, kw_only=True):
     item_id: str | UnsetType = UNSET
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
     item: OutputItem | UnsetType = UNSET
-    part: OutputText | ReasoningText | UnsetType = UNSET
+    part: OutputText | ReasoningText | SummaryText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     logprobs: Sequence[ContentLogprob] | UnsetType = UNSET
