@@ -195,6 +195,44 @@ async def test_a_named_call_is_its_arguments(tooled, stream):
     )
 
 
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "vllm_model"])
+async def test_a_forced_call_wins_over_a_format(tooled, triton, model):
+    """Agents with an output type send both: the model is held to the call, and without one to the format."""
+    other = {"type": "object", "properties": {"mood": {"type": "string"}}}
+    arguments, thread = '{"city": "Bonn"}', [{"role": "user", "content": steered(text='{"city": "Bonn"}')}]
+    schema, named = (
+        {"type": "json_schema", "name": "mood", "schema": other},
+        {"type": "function", "name": "get_weather"},
+    )
+    function = {**WEATHER["function"], "type": "function"}
+    tool = {"name": "get_weather", "input_schema": PARAMETERS}
+    response_format = {"type": "json_schema", "json_schema": {"name": "mood", "schema": other}}
+    forced = {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+    called = await chat(tooled, model, arguments, **forced, response_format=response_format)
+    auto = await chat(tooled, model, '{"mood": "good"}', tools=[WEATHER], response_format=response_format)
+    responses = await tooled.post(
+        "/v1/responses",
+        {"model": model, "input": thread, "tools": [function], "tool_choice": named, "text": {"format": schema}},
+    )
+    forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}
+    message = await tooled.post(
+        "/v1/messages",
+        {"model": model, "max_tokens": 300, "messages": thread, **forced, "output_config": {"format": schema}},
+    )
+
+    assert arguments == called.json["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == responses.json["output"][0]["arguments"]
+    assert {"city": "Bonn"} == message.json["content"][0]["input"]
+    asked = [(each, PARAMETERS) for each in (called, responses, message)]
+    for answer, expected in [*asked, (auto, other)]:
+        inputs = await inputs_of(triton, {"ensemble": "tensorrt_llm"}.get(model, model), id_of(answer))
+        if model != "vllm_model":
+            held = json.loads(inputs["guided_decoding_guide"]["value"][0])
+        else:
+            held = json.loads(json.loads(inputs["sampling_parameters"]["value"][0])["structured_outputs"])["json"]
+        assert expected == held
+
+
 async def test_the_older_form(tooled):
     """A client that speaks of functions gets its call in their form."""
     answer = await chat(tooled, "vllm_model", CALL, functions=[WEATHER["function"]])
@@ -219,7 +257,7 @@ async def test_the_older_form(tooled):
             "tool_choice.function.name",
         ),
         (
-            {"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            {"tools": [WEATHER], "tool_choice": "required", "guided_json": {}},
             "tool_choice",
         ),
     ],

@@ -312,6 +312,8 @@ async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: Tool
         raise InvalidValue("'top_logprobs' needs 'logprobs' to be true.", "top_logprobs")
     forced = None
     if plan.forced:
+        # The call wins, as in vLLM's server: a format is that of an answer in text.
+        context = context.about(msgspec.structs.replace(body, response_format=None))
         # The schemas are walked, in Python.
         size = offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT)
         forced = await offload.run(plan.guide, size=size, threshold=INLINE_WEIGHT)
