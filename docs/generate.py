@@ -22,7 +22,7 @@ from triton_openai.adapters._common.base import Parameter, Rule
 from triton_openai.api import chat, completions
 from triton_openai.api.parameters import SamplingRequest, neutral_values
 from triton_openai.api.routes import OPERATIONS, prose
-from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES
+from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, VARIABLES, WITHOUT_EFFECT
 from triton_openai.config.options import Option, bare_type, options
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ServiceError
@@ -309,7 +309,12 @@ def _attribute_names(function: Callable[..., Any]) -> Iterable[str]:
 def flags_of(server: str) -> str:
     """Return the table of the flags and variables of another *server*."""
     rows = [[f"`{theirs}`", f"`{ours}`; the other name works too"] for theirs, (ours, _) in ALIASES[server].items()]
-    rows += [[f"`{theirs}`", advice] for theirs, advice in REFUSED[server].items()]
+    rows += [
+        [f"`{theirs}`", f"accepted without effect. {why}"] for theirs, why in WITHOUT_EFFECT.get(server, {}).items()
+    ]
+    rows += [[f"`{theirs}`", advice] for theirs, advice in REFUSED.get(server, {}).items()]
+    if server == "vLLM's server":
+        rows.append([_list([f"--{name}" for name in sorted(ENGINE_ARGUMENTS)]), "a key of `model.json`"])
     if server == "openai_trtllm":
         rows += [[f"`{variable}`", f"as `{flag}`"] for variable, flag in VARIABLES.items()]
     return "\n".join(_table(["There", "Here"], rows))

@@ -14,7 +14,7 @@ from docs import generate
 from tests import deploy_files as files
 from tests.cases import every_case
 from triton_openai.api.routes import add_routes
-from triton_openai.cli.aliases import ALIASES, REFUSED
+from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, WITHOUT_EFFECT
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import ENVIRONMENT_PREFIX, options
 from triton_openai.config.sources import closest, load_settings
@@ -49,8 +49,8 @@ FOREIGN = {
     "docs/guides/kubernetes.md": _KUBERNETES,
     "docs/guides/kubernetes-gateway.md": {*_KUBERNETES, "--refresh-metrics-interval"},
     "docs/guides/migrating.md": {
-        *(flag for flags in (*ALIASES.values(), *REFUSED.values()) for flag in flags),
-        *("--lora-modules", "--tensor-parallel-size"),
+        *(flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags),
+        *(f"--{name}" for name in ENGINE_ARGUMENTS),
     },
     "docs/explanation/performance.md": {"--cases", "--quick", "--rounds", "--seconds", "--streams", "--subjects"},
     "docs/explanation/reliability.md": {"--clients", "--seconds", "--seed"},

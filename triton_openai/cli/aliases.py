@@ -1,7 +1,8 @@
 """
-Flags and variables of similar servers: each is an alias of ours with a warning, or an error that says what to do.
+Flags and variables of similar servers: each is taken with a warning, or an error that says what to do.
 
-``ALIASES`` and ``REFUSED`` are the whole list, by the server that has them; the guide to migrating is written from it.
+``ALIASES``, ``WITHOUT_EFFECT`` and ``REFUSED`` are the whole list, by the server that has them, beside vLLM's
+``ENGINE_ARGUMENTS``; the guide to migrating is written from it.
 """
 
 from __future__ import annotations
@@ -48,15 +49,19 @@ ALIASES: Mapping[str, Mapping[str, tuple[str, Callable[[str], str] | None]]] = {
         "--ssl-keyfile": ("--tls-key", None),
         "--ssl-ca-certs": ("--tls-client-ca", None),
         "--otlp-traces-endpoint": ("--otlp-endpoint", None),
+        "--api-server-count": ("--workers", None),
+    },
+}
+#: By server: each flag whose value changes nothing here, and why.
+WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
+    "NVIDIA's OpenAI frontend": {
+        "--backend": "Each model's adapter is chosen by its tensors; --adapter overrides the choice.",
+        "--tritonserver-log-verbose-level": "To choose what Triton logs, start it yourself and write --triton-url.",
+        "--max-tool-call-parse-bytes": "Tool calls are parsed as they arrive, at any length.",
     },
 }
 #: By server: each flag that means nothing here, and what to do instead.
 REFUSED: Mapping[str, Mapping[str, str]] = {
-    "NVIDIA's OpenAI frontend": {
-        "--backend": "Leave it out: the adapter is chosen by each model's tensors. --adapter overrides the choice.",
-        "--tritonserver-log-verbose-level": "To choose what Triton logs, start it yourself and write --triton-url.",
-        "--max-tool-call-parse-bytes": "Leave it out: tool calls are parsed as they arrive, at any length.",
-    },
     "openai_trtllm": {
         "--history-template": "Write the text as defaults.history_template in the YAML file, or use --chat-template.",
         "--history-template-file": "Put the text into defaults.history_template in the YAML file, or use "
@@ -74,7 +79,47 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--served-model-name": "Write --alias NAME=MODEL.",
         "--enable-auto-tool-choice": "Leave it out: tool calls are recognized wherever the model has a parser.",
         "--allowed-origins": "Write --cors-allow-origin ORIGIN for each of them.",
+        "--allowed-media-domains": "Write --allowed-media-domain HOST for each of them.",
+        "--lora-modules": "Write the adapters into multi_lora.json beside model.json, and enable_lora into model.json.",
+        "--override-generation-config": "Write defaults.default_parameters in the YAML file.",
+        "--chat-template-content-format": "Leave it out: the form is found out from the chat template.",
+        "--enable-force-include-usage": "Write api.always_include_usage: true in the YAML file.",
+        "--enable-request-id-headers": "Leave it out: every answer has x-request-id.",
+        "--enable-log-requests": "Write server.log_content in the YAML file: how many characters of a text to log.",
+        "--disable-log-requests": "Leave it out: prompts are not logged.",
+        "--disable-fastapi-docs": "Write --no-page.",
+        "--root-path": "Let the proxy take the prefix away.",
+        "--hf-token": "Set HF_TOKEN in the environment, here and where Triton runs.",
     },
+}
+#: Arguments of vLLM's engine: of Triton's vLLM backend, which has the engine, they are keys of a model's model.json.
+ENGINE_ARGUMENTS = frozenset(
+    """
+    additional-config allowed-local-media-path async-scheduling attention-backend block-size calculate-kv-scales
+    code-revision collect-detailed-traces compilation-config config-format convert cpu-offload-gb cuda-graph-sizes
+    data-parallel-address data-parallel-backend data-parallel-rank data-parallel-rpc-port data-parallel-size
+    data-parallel-size-local decode-context-parallel-size default-mm-loras device disable-async-output-proc
+    disable-cascade-attn disable-chunked-mm-input disable-custom-all-reduce disable-hybrid-kv-cache-manager
+    disable-log-stats disable-mm-preprocessor-cache disable-sliding-window distributed-executor-backend download-dir
+    dtype enable-chunked-prefill enable-eplb enable-expert-parallel enable-lora enable-prefix-caching
+    enable-prompt-embeds enable-sleep-mode enforce-eager eplb-config fully-sharded-loras gpu-memory-utilization
+    guided-decoding-backend hf-config-path hf-overrides ignore-patterns io-processor-plugin kv-cache-dtype
+    kv-cache-memory-bytes kv-events-config kv-sharing-fast-prefill kv-transfer-config limit-mm-per-prompt load-format
+    logits-processor-pattern logits-processors logprobs-mode long-prefill-token-threshold lora-dtype
+    lora-extra-vocab-size mamba-cache-dtype mamba-ssm-cache-dtype max-cpu-loras max-logprobs max-long-partial-prefills
+    max-lora-rank max-loras max-num-batched-tokens max-num-partial-prefills max-num-seqs max-parallel-loading-workers
+    max-seq-len-to-capture media-io-kwargs mm-encoder-tp-mode mm-processor-cache-gb mm-processor-kwargs model model-impl
+    model-loader-extra-config num-gpu-blocks-override num-lookahead-slots num-scheduler-steps override-attention-dtype
+    override-pooler-config pipeline-parallel-size pooler-config preemption-mode prefix-caching-hash-algo
+    pt-load-map-location quantization revision rope-scaling rope-theta runner scheduler-cls scheduler-delay-factor
+    scheduling-policy seed skip-mm-profiling skip-tokenizer-init speculative-config structured-outputs-config swap-space
+    task tensor-parallel-size tokenizer-mode tokenizer-revision trust-remote-code use-tqdm-on-load use-v2-block-manager
+    worker-cls worker-extension-cls
+    """.split()  # noqa: SIM905 - a hundred lines otherwise
+)
+_ENGINE_SHORT = {
+    **{"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"},
+    **{"-dcp": "decode-context-parallel-size", "-q": "quantization", "-cc": "compilation-config"},
 }
 #: Variables of openai_trtllm and the flags of it or of ours that they stand for.
 VARIABLES: Mapping[str, str] = {
@@ -87,6 +132,7 @@ VARIABLES: Mapping[str, str] = {
     "OPENAI_TRTLLM_HISTORY_TEMPLATE_FILE": "--history-template-file",
 }
 _ALIASES = {flag: alias for flags in ALIASES.values() for flag, alias in flags.items()}
+_WITHOUT_EFFECT = {flag: why for flags in WITHOUT_EFFECT.values() for flag, why in flags.items()}
 _REFUSED = {flag: (advice, server) for server, flags in REFUSED.items() for flag, advice in flags.items()}
 
 
@@ -102,17 +148,24 @@ def translate(arguments: Sequence[str], environ: Mapping[str, str]) -> Translate
     """Put our names in the place of other servers'; a variable of ours wins. Raises :class:`ConfigurationError`."""
     written: list[str] = []
     warnings: list[str] = []
-    convert: Callable[[str], str] | None = None
+    # What to do with a value that is an argument of its own.
+    convert: Callable[[str], str | None] | None = None
     for argument in arguments:
         if convert is not None:
-            written.append(argument if argument.startswith("-") else convert(argument))
+            value = argument if argument.startswith("-") else convert(argument)
+            written += [] if value is None else [value]
             convert = None
             continue
         flag, equals, value = argument.partition("=")
+        _check_engine(flag)
         if not argument.startswith("--") and len(argument) > 2:
             # A short flag and its value in one word.
             flag, equals, value = argument[:2], "=", argument[2:].removeprefix("=")
         _check(flag, flag)
+        if flag in _WITHOUT_EFFECT:
+            warnings.append(f"{flag} is accepted without effect. {_WITHOUT_EFFECT[flag]}")
+            convert = None if equals else lambda _: None
+            continue
         if flag not in _ALIASES:
             written.append(argument)
             continue
@@ -142,3 +195,14 @@ def _check(flag: str, origin: str) -> None:
     if flag in _REFUSED:
         advice, server = _REFUSED[flag]
         raise ConfigurationError(f"{origin}, known from {server}, has no counterpart here. {advice}")
+
+
+def _check_engine(flag: str) -> None:
+    """Refuse an argument of vLLM's engine in any of its forms: ``--no-x``, ``--a_b``, ``--a.key`` and the short one."""
+    name = _ENGINE_SHORT.get(flag) or flag.partition(".")[0].removeprefix("--").replace("_", "-")
+    name = name if name in ENGINE_ARGUMENTS else name.removeprefix("no-")
+    if flag.startswith("-") and name in ENGINE_ARGUMENTS:
+        raise ConfigurationError(
+            f"{flag}, known from vLLM's server, belongs to the engine: write it as {name.replace('-', '_')!r} into "
+            "model.json, in the folder of the vLLM backend's model."
+        )

@@ -66,9 +66,36 @@ def config_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Path | 
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean X?`` when one of the *known* names is close to *name*, else nothing."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {matches[0]}?" if matches else ""
+    """Return `` Did you mean X?`` when *name* is one of the *known* names with slips in its words, else nothing."""
+    words = _words(name)
+    likeness = {one: _likeness(words, _words(one)) for one in known}
+    best = max(likeness, key=likeness.__getitem__, default=None)
+    return "" if best is None or likeness[best] < _SAME_WORD else f" Did you mean {best}?"
+
+
+# Likeness from which a word is another with a slip: "prot" is 0.75 like "port". Whole names are not compared, since a
+# common beginning or a common word makes unrelated ones alike ("--load-format" and "--log-format").
+_SAME_WORD = 0.75
+
+
+def _words(name: str) -> list[str]:
+    return re.split(r"[-_./]+", name.strip("-").lower())
+
+
+def _likeness(left: list[str], right: list[str]) -> float:
+    """Return how alike the two words are that differ most; 0 for names of other lengths."""
+    if "".join(left) == "".join(right):
+        return 1.0
+    if len(left) != len(right):
+        return 0.0
+    return min(map(_word_likeness, left, right))
+
+
+def _word_likeness(left: str, right: str) -> float:
+    shorter, longer = sorted((left, right), key=len)
+    if len(shorter) > 2 and longer.startswith(shorter):
+        return 0.9
+    return difflib.SequenceMatcher(None, left, right).ratio()
 
 
 def refuse_if_file_only(option: Option, origin: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cases import every_case
 from triton_openai.cli import main
-from triton_openai.cli.aliases import ALIASES, REFUSED, VARIABLES, translate
+from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, VARIABLES, WITHOUT_EFFECT, translate
 from triton_openai.cli.arguments import parse
 from triton_openai.config.options import options
 from triton_openai.config.sources import load_settings
@@ -27,6 +27,7 @@ VALUES = {
     "--tls-certificate": ("c.pem", "tls.certificate", "c.pem"),
     "--tls-key": ("k.pem", "tls.key", "k.pem"),
     "--tls-client-ca": ("a.pem", "tls.client_ca", "a.pem"),
+    "--workers": ("2", "server.workers", 2),
     "--api-key": ("secret", "access.api_key", ("secret",)),
 }
 FLAGS = [(flag, ours) for flags in ALIASES.values() for flag, (ours, _) in flags.items()]
@@ -62,6 +63,54 @@ def test_variables(variable: str, flag: str) -> None:
     assert ({name: "y"}, [f"{variable} is ignored: {name} is set."]) == (both.environ, both.warnings)
 
 
+# The command lines of NVIDIA's documents; the last one has every flag of the frontend.
+NVIDIA = (
+    "--model-repository tests/vllm_models --tokenizer meta-llama/Meta-Llama-3.1-8B-Instruct",
+    "--model-repository tests/vllm_models --tokenizer T --enable-kserve-frontends",
+    "--model-repository s3://bucket/triton_model_repo --tokenizer tokenizer_dir --openai-port 8000",
+    "--model-repository M --tokenizer T --tool-call-parser mistral --chat-template t.jinja",
+    "--model-repository M --tokenizer T --lora-separator _lora_",
+    "--model-repository /m --tokenizer T --backend tensorrtllm --lora-separator _lora_ --host 0.0.0.0 "
+    "--tritonserver-log-verbose-level 1 --tool-call-parser llama3 --max-tool-call-parse-bytes=131072 --chat-template t "
+    "--default-max-tokens 16 --model-control-mode explicit --load-model a --load-model b --openai-port 9000 "
+    "--uvicorn-log-level trace --openai-restricted-api inference,model-repository admin-key admin-value "
+    "--openai-restricted-api health k v --http-max-input-size 67108864 --enable-kserve-frontends "
+    "--kserve-http-port 8000 --kserve-grpc-port 8001",
+)
+
+
+@every_case("line", NVIDIA)
+def test_the_command_lines_of_nvidias_frontend(line: str) -> None:
+    """They are taken as they are; what has no effect is said, with what there is in its place."""
+    given = translate(["serve", *line.split()], {})
+    settings = load_settings(parse(given.arguments).settings, given.environ)
+
+    assert settings.triton.model_repository
+    idle = {flag: why for flag, why in WITHOUT_EFFECT["NVIDIA's OpenAI frontend"].items() if flag in line}
+    assert [*idle.items()] == [
+        (flag, text)
+        for flag, _, text in (one.partition(" is accepted without effect. ") for one in given.warnings)
+        if text
+    ]
+
+
+@every_case("flag", [*ENGINE_ARGUMENTS])
+def test_arguments_of_vllms_engine(flag: str) -> None:
+    """Each, however it is written, ends with one sentence that names its key of model.json; none is a flag of ours."""
+    key = flag.replace("-", "_")
+    assert f"--{flag}" not in {option.flag for option in options()}
+    for form in (f"--{flag}", f"--{flag}=1", f"--no-{flag}", f"--{key}", f"--{flag}.key"):
+        with pytest.raises(ConfigurationError, match=f"belongs to the engine: write it as '{key}' into model.json"):
+            translate(["serve", form, "1"], {})
+
+
+def test_short_arguments_of_vllms_engine() -> None:
+    """They are not the short flags of another server, whose first letter they share."""
+    for form, key in (("-tp", "tensor_parallel_size"), ("-pp=2", "pipeline_parallel_size"), ("-q", "quantization")):
+        with pytest.raises(ConfigurationError, match=f"'{key}' into model.json"):
+            translate(["serve", form, "2"], {})
+
+
 @every_case("flag", [flag for flags in REFUSED.values() for flag in flags])
 def test_refused_flags(flag: str) -> None:
     """The error names flags and settings of ours that are there."""
@@ -70,12 +119,12 @@ def test_refused_flags(flag: str) -> None:
             translate(["serve", *form], {})
         assert caught.value.message.startswith(flag)
         named = {word.strip(".,:") for word in caught.value.message.split()[1:] if word.startswith("--")}
-        assert named <= {option.flag for option in options() if not option.file_only}
+        assert named <= {option.flag for option in options() if not option.file_only} | {"--no-page"}
 
 
 def test_no_alias_is_a_flag_of_ours() -> None:
     """Ours are read as they are."""
-    theirs = {flag for flags in (*ALIASES.values(), *REFUSED.values()) for flag in flags}
+    theirs = {flag for flags in (*ALIASES.values(), *WITHOUT_EFFECT.values(), *REFUSED.values()) for flag in flags}
 
     assert {"--history-template"} == theirs & {option.flag for option in options()}
     line = shlex.split("serve --port 1 --triton-url http://h:8001 --api-key=a:-p")

@@ -19,6 +19,7 @@ from triton_openai.cli.demo import _headers, _with_own_key, demo
 from triton_openai.cli.inspect import ModelReport, render
 from triton_openai.cli.table import problems, table
 from triton_openai.config.options import options
+from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, RestrictedApi, ServerSettings, Settings
 from triton_openai.errors import ConfigurationError
 
@@ -82,6 +83,26 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "(default: console)" in " ".join(printed.split())
 
 
+# Flags of tritonserver, trtllm-serve, SGLang and others that mean something else than any of ours, or nothing here.
+UNRELATED = """
+    allow-http backend-config cache-config cert config-format context-length convert cors enable-metrics ep-size
+    exit-on-error grpc-address grpc-port http-port http-thread-count kv-cache-free-gpu-memory-fraction log-verbose
+    max-batch-size max-concurrent-requests max-log-len max-seq-len max-tokens mem-fraction-static metrics-port
+    middleware model-name model-path rate-limit response-role strict-readiness temperature timeout tp-size trace-config
+    uds
+"""
+
+
+@every_case("name", UNRELATED.split())
+def test_no_suggestion_misleads(name: str) -> None:
+    """A flag of another server, or such a variable, is not taken for one of ours that looks a little like it."""
+    with pytest.raises(ConfigurationError) as caught:
+        parse(["serve", f"--{name}", "1"])
+    assert f"--{name} is not an option of `triton-openai serve`. See triton-openai serve --help" in caught.value.message
+    with pytest.raises(ConfigurationError, match=r"is not a setting\.$"):
+        load_settings({}, {f"TRITON_OPENAI_{name.replace('-', '_').upper()}": "1"})
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -90,6 +111,9 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["srve"], "There is no command 'srve'. Did you mean serve?"),
         (["serve", "--prt", "1"], "--prt is not an option of `triton-openai serve`. Did you mean --port?"),
         (["serve", "--por", "1"], "--por is not an option of `triton-openai serve`. Did you mean --port?"),
+        (["serve", "--tls-cert", "1"], "Did you mean --tls-certificate?"),
+        (["serve", "--apikeys", "1"], "--apikeys is not an option of `triton-openai serve`. See triton-openai serve"),
+        (["serve", "--toolcall-parser", "1"], "Did you mean --tool-call-parser?"),
         (["serve", "extra"], "`triton-openai serve` takes options only, and 'extra' is none."),
         (["serve", "--port"], "Argument --port: expected one argument."),
         (["demo", "--triton-url", "http://a"], "`triton-openai demo` has no --triton-url."),
