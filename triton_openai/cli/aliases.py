@@ -113,7 +113,7 @@ ENGINE_ARGUMENTS = frozenset(
     override-pooler-config pipeline-parallel-size pooler-config preemption-mode prefix-caching-hash-algo
     pt-load-map-location quantization revision rope-scaling rope-theta runner scheduler-cls scheduler-delay-factor
     scheduling-policy seed skip-mm-profiling skip-tokenizer-init speculative-config structured-outputs-config swap-space
-    task tensor-parallel-size tokenizer-mode tokenizer-revision trust-remote-code use-tqdm-on-load use-v2-block-manager
+    task tensor-parallel-size tokenizer-mode tokenizer-revision trust-remote-code use-tqdm-on-load
     worker-cls worker-extension-cls
     """.split()  # noqa: SIM905 - a hundred lines otherwise
 )
