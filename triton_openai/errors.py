@@ -62,7 +62,8 @@ class ServiceError(Exception):
     """
     Base of everything the service reports to a client.
 
-    *message* is shown to the client as it is: a clear sentence, free of server paths, tracebacks and secrets.
+    *message* is shown to the client: a clear sentence, free of server paths, tracebacks and secrets. Characters of the
+    client's that control a terminal become ``?``.
     *detail* goes to the log only. A subclass gives *status*, *type* and *code* where they differ from its base's, and
     *retryable* false where trying again cannot help.
     """
@@ -86,6 +87,8 @@ class ServiceError(Exception):
         detail: str | None = None,
         retry_after: float | None = None,
     ) -> None:
+        if not message.isprintable():
+            message = "".join([c if c.isprintable() or c == "\n" else "?" for c in message])
         super().__init__(message)
         self.message = message
         self.param = param

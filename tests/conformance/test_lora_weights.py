@@ -197,15 +197,16 @@ async def test_numbers_of_the_settings(triton, served):
 
 
 async def test_models_list_names_and_parents(served):
-    """The adapter's own name and the one with the separator; both belong to the model."""
+    """An adapter is listed under the name with the separator, and belongs to its model."""
     async with served("ensemble", "both", lora_separator=":") as proxy:
         listed = {model["id"]: model for model in (await proxy.get("/v1/models")).json["data"]}
         one = (await proxy.get("/v1/models/ensemble:french")).json
         unknown = await proxy.post(PATHS["chat"], request("chat", "ensemble:spanish", "Hello"))
         with_separator = await ask(proxy, "ensemble:french")
 
-    assert ("french", "ensemble") == (listed["french"]["root"], listed["french"]["parent"])
+    assert ("french", "ensemble") == (one["root"], one["parent"])
     assert listed["ensemble:french"] == one
+    assert "french" not in listed
     assert {"root", "parent"}.isdisjoint(listed["ensemble"])
     assert (404, "model_not_found") == (unknown.status, unknown.error["code"])
     assert 200 == with_separator.status
@@ -227,12 +228,12 @@ async def test_what_only_http_cannot_carry_is_not_served(served):
 
 
 async def test_inspect_names_the_adapters(served):
-    """Once each, however many names they have."""
+    """Once each, beside the name that clients use."""
     async with served("ensemble", "both", lora_separator=":") as proxy:
         (report,) = [each for each in await report_of(proxy.models) if each.name == "ensemble"]
 
     assert ["french"] == report.loras
-    assert {"ensemble", "french", "ensemble:french"} == set(report.served_as)
+    assert {"ensemble", "ensemble:french"} == set(report.served_as)
     assert "LoRA adapters  french" in render([report])
 
 

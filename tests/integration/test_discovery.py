@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from yarl import URL
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Proxy, changed, serving
@@ -332,12 +334,12 @@ async def test_a_lora_adapter_of_a_model_that_is_not_ready(tmp_path, state, stat
         settings = settings_of(triton.url, models={"m": ModelSettings(loras=("alpha",))})
         settings = changed(settings, api={"lora_separator": ":"}, triton={"model_repository": (tmp_path,)})
         async with serving(settings) as proxy:
-            names = ("alpha", "m:alpha", "beta", "m:beta", "gamma", "other:alpha")
+            names = ("m:alpha", "m:beta", "gamma", "alpha", "other:alpha")
             answers = [await proxy.post("/v1/completions", {"model": name, "prompt": "Hi"}) for name in names]
 
-    assert [status] * 4 + [404] * 2 == [answer.status for answer in answers]
-    expected = [f"The model '{name}' {what}." for name in names[:4]]
-    assert expected == [answer.error["message"] for answer in answers[:4]]
+    assert [status] * 2 + [404] * 3 == [answer.status for answer in answers]
+    expected = [f"The model '{name}' {what}." for name in names[:2]]
+    assert expected == [answer.error["message"] for answer in answers[:2]]
 
 
 PREPROCESSING = config_of(
@@ -443,17 +445,46 @@ async def test_a_model_whose_config_changes():
             assert proxy.models.served["m"].adapter.capabilities.embed
 
 
-async def test_every_worker_describes_a_model_alike():
-    """Whichever of them answers, and also after a restart: no time of theirs is in it."""
-    async with FakeTriton(config_of("m"), config_of("n")) as triton:
-        found = []
-        for _ in range(2):
-            async with serving(settings_of(triton.url)) as proxy:
-                await proxy.ready()
-                found.append([(await proxy.get(path)).json for path in ("/v1/models", "/v1/models/m")])
+async def test_created_is_when_a_model_was_first_seen_loaded():
+    """It stays while the model is loaded, and a model that is loaded again has a new one."""
+    started = int(time.time())
+    async with FakeTriton(config_of("m"), config_of("n")) as triton, serving(settings_of(triton.url)) as proxy:
+        await proxy.ready()
+        first = (await proxy.get("/v1/models")).json["data"]
+        assert all(started <= model["created"] <= time.time() for model in first)
+        proxy.models.created = dict.fromkeys(proxy.models.created, 1)
+        config = triton.models.pop("n")
+        await proxy.models.catalog.renew()
+        triton.models["n"] = config
+        await proxy.models.catalog.renew()
+        created = {model["id"]: model["created"] for model in (await proxy.get("/v1/models")).json["data"]}
 
-    assert found[0] == found[1]
-    assert [0, 0] == [model["created"] for model in found[0][0]["data"]]
+    assert 1 == created["m"]
+    assert started <= created["n"]
+
+
+async def test_readiness_where_clients_load_the_models():
+    """A service that waits for the first load is ready; one whose model is loading, or failed to load, is not."""
+    async with FakeTriton() as triton:
+        settings = settings_of(triton.url)
+        async with serving(settings) as proxy:
+            assert 503 == await ready(proxy)
+        settings = changed(settings, triton={"model_control_mode": "explicit"})
+        for waiting, models, status in (
+            ({}, [], 200),
+            ({"m": "unloaded"}, [], 200),
+            ({"m": "loading"}, [], 503),
+            ({"m": "Internal: it is broken"}, [], 503),
+            ({}, [PREPROCESSING], 200),
+            ({"m": "Internal: it is broken"}, [config_of("n")], 200),
+        ):
+            triton.waiting = waiting
+            triton.models = {config["name"]: config for config in models}
+            async with serving(settings) as proxy:
+                assert status == await ready(proxy), (waiting, models)
+                answer = await proxy.post("/v1/completions", {"model": "m", "prompt": "Hi"})
+                if waiting == {"m": "unloaded"}:
+                    assert (404, "The model 'm' is not loaded.") == (answer.status, answer.error["message"])
 
 
 async def test_a_stream_without_any_response():
@@ -487,3 +518,19 @@ async def test_nothing_is_made_up():
     assert "length" == cut.json["choices"][0]["finish_reason"]
     assert [None] * 3 == [chunk["usage"] for chunk in streamed.chunks]
     assert [None, None, "stop"] == [chunk["choices"][0]["finish_reason"] for chunk in streamed.chunks]
+
+
+async def test_names_in_paths():
+    """A name that is empty is not found, and no control character of a name comes back raw."""
+    names = ["", "%20", "a%7Fb", "a%C2%85b", "a%E2%80%AEb", "a%00b", "a%1Bb", "%0D%0AX-Injected:1"]
+    async with FakeTriton(config_of("m")) as triton:
+        settings = changed(settings_of(triton.url), triton={"model_control_mode": "explicit"})
+        async with serving(settings) as proxy:
+            await proxy.ready()
+            for name in names:
+                for method, action in (("GET", ""), ("POST", "/load"), ("POST", "/unload")):
+                    url = URL(f"/v1/models/{name}{action}", encoded=True)
+                    async with proxy.client.request(method, url) as answer:
+                        error = (await answer.json())["error"]
+                    assert answer.status in ((400, 404) if name else (404,)), (name, action, answer.status)
+                    assert error["message"].replace("\n", "").isprintable(), (name, action)

@@ -37,19 +37,22 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 class ModelObject(msgspec.Struct, frozen=True, kw_only=True):
     """
-    One model; ``created`` is 0: Triton does not tell when a model was made, and all workers and replicas say the same.
+    One model; ``created`` is when the service first saw it loaded: Triton does not tell when a model was made.
 
     ``max_model_len``, vLLM's extension that many clients read, is there where the operator or the model's files give
-    it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as in vLLM.
+    it. A LoRA adapter has ``root``, its own name, and ``parent``, the model that it belongs to, as in vLLM. The answer
+    to a load has ``served`` and, if that is false, the ``reason``.
     """
 
     id: str
     object: Literal["model"] = msgspec.field(name="object", default="model")
-    created: int = 0
+    created: int
     owned_by: str = "triton"
     root: str | msgspec.UnsetType = msgspec.UNSET
     parent: str | msgspec.UnsetType = msgspec.UNSET
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
+    served: bool | msgspec.UnsetType = msgspec.UNSET
+    reason: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class AgentModel(msgspec.Struct, kw_only=True):
@@ -137,11 +140,12 @@ async def get_model(request: web.Request) -> web.Response:
 
 def describe(models: Models, name: str) -> ModelObject:
     """Return the description of the model *name*."""
-    served = models.served.get(name)
+    served = models.served.get(name) or models.unlisted_lora(name)
     if served is None:
-        return ModelObject(id=name)
+        return ModelObject(id=name, created=models.created.get(name, 0))
     return ModelObject(
         id=name,
+        created=models.created[served.triton_model],
         root=served.lora.name if served.lora is not None else msgspec.UNSET,
         parent=served.triton_model if served.lora is not None else msgspec.UNSET,
         max_model_len=served.settings.max_model_len or msgspec.UNSET,
@@ -166,11 +170,13 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def load(request: web.Request) -> web.Response:
-    """Load a model, and describe it once it is served."""
+    """Load a model, and describe it once it is loaded."""
     service = service_of(request)
     # Unknown fields are refused: Triton's own request can replace a model's configuration, which this one cannot.
     name, _ = await _named(request, LoadRequest)
-    return json_response(describe(service.models, await service.control.load(name)))
+    name, problem = await service.control.load(name)
+    reason = msgspec.UNSET if problem is None else public_reason(problem) or "it cannot be served"
+    return json_response(msgspec.structs.replace(describe(service.models, name), served=problem is None, reason=reason))
 
 
 async def unload(request: web.Request) -> web.Response:
@@ -186,6 +192,8 @@ async def _named(request: web.Request, kind: type[_Body]) -> tuple[str, _Body]:
     key_of(request).check_may_manage()
     body = await read_json(request, kind, strict=True) if request.can_read_body else kind()
     name = request.match_info["model"]
+    if not name:
+        raise ModelNotFound(name)
     if not key_of(request).allows(name):
         raise ModelNotFound(name, hidden=True)
     return name, body
@@ -217,7 +225,7 @@ async def ready(request: web.Request) -> web.Response:
     silent = sorted(canary.not_answering) or msgspec.UNSET
     if request.app[DRAINING].begun:
         reason = "The service is stopping."
-    elif models.ready and canary.any_answers:
+    elif models.ready and (canary.any_answers or not models.served):
         return json_response(Health(status="ready", not_answering=silent), headers=_NO_STORE)
     elif models.ready:
         reason = "Triton has models that are ready, and none of them answers."

@@ -234,7 +234,7 @@ class ApiSettings(_Group, frozen=True):
     default_model: Annotated[Text | None, _flag("Model for requests that name none, or 'default'.")] = None
     default_max_tokens: Annotated[Tokens, _flag("Longest answer to a request without a limit.")] = 512
     strict_parameters: Annotated[bool, _file_only("Refuse unknown request fields instead of ignoring them.")] = False
-    lora_separator: Annotated[str | None, _flag("Also serve each LoRA adapter as MODEL<separator>NAME.")] = None
+    lora_separator: Annotated[str | None, _flag("Serve each LoRA adapter as MODEL<separator>NAME, not as NAME.")] = None
     always_include_usage: Annotated[
         bool, _file_only("End every stream with its usage, also if the request does not ask for it.")
     ] = False

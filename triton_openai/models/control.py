@@ -17,7 +17,6 @@ import structlog
 from triton_openai.adapters._common.registry import users_of
 from triton_openai.config.tree import Settings
 from triton_openai.errors import (
-    ConfigurationError,
     InvalidRequest,
     ManagementDisabled,
     ModelConflict,
@@ -59,18 +58,17 @@ class ModelControl:
                 "Loading and unloading models is off; the service allows it with --model-control-mode explicit."
             )
 
-    async def load(self, name: str) -> str:
+    async def load(self, name: str) -> tuple[str, str | None]:
         """
-        Load the model *name*, or the one that this is an alias of, and return its own name, once it is served.
+        Load the model *name*, or the one that this is an alias of, and return its own name, once it is loaded.
 
-        A model that only serves others counts as served. Raises :class:`ManagementDisabled`, :class:`ModelNotFound`,
-        :class:`ModelConflict` for a model that is loaded already or is being changed by another call,
-        :class:`UpstreamError` for what Triton reports, and :class:`ConfigurationError` for a model that is loaded now
-        and cannot be served.
+        The second value is why it is not served, such as a step of an ensemble; ``None`` for a model that is. Raises
+        :class:`ManagementDisabled`, :class:`ModelNotFound`, :class:`ModelConflict` for a model that is loaded already
+        or is being changed by another call, and :class:`UpstreamError` for what Triton reports.
         """
         model = self._resolve(name)
         await asyncio.shield(self._start(self._load(model)))
-        return model
+        return model, self._why_not_served(model)
 
     async def unload(self, name: str, *, dependents: bool = False) -> str:
         """
@@ -132,22 +130,21 @@ class ModelControl:
                 # Also after a failure, of which the index has the reason.
                 await self._models.catalog.renew()
             await self._draining.changed()
-            self._check_served(model)
 
-    def _check_served(self, model: str) -> None:
+    def _why_not_served(self, model: str) -> str | None:
         snapshot = self._models.catalog.snapshot
         if snapshot.error is not None:
             raise snapshot.error
         if model in self._models.served:
-            return
+            return None
         if model in snapshot.waiting:
             raise UpstreamUnavailable(
                 f"The model '{model}' was loaded and is not ready: {snapshot.waiting[model]}.", param="model"
             )
-        entry = next((each for each in self._models.unserved if each.name == model), None)
-        if entry is None or entry.role is None:
-            reason = "it is gone again" if entry is None else entry.why
-            raise ConfigurationError(f"The model '{model}' is loaded, but cannot be served: {reason}.", param="model")
+        for entry in self._models.unserved:
+            if entry.name == model:
+                return entry.why
+        raise _conflict(f"The model '{model}' was loaded and is gone again.", "model_not_loaded")
 
     async def _unload(self, model: str, *, dependents: bool) -> None:
         async with self._draining.claim([model]):

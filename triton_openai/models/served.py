@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,7 +28,7 @@ from triton_openai.errors import (
 )
 from triton_openai.generation import Interface, Lora, LoraFormat
 from triton_openai.models.lora.delivery import LoraDelivery
-from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_names
+from triton_openai.models.lora.files import FoundLora, find_loras, names_of, served_name
 from triton_openai.prompts.messages import marks
 from triton_openai.prompts.prompter import LazyPrompter, Prompter, Prompters, may_have_tokenizer
 from triton_openai.tasks import first_of
@@ -45,6 +46,8 @@ _LARGEST = 1 << 20
 # for that grows with both (20 ms).
 _MOST_SUGGESTED = 20
 _LONGEST_COMPARED = 100
+# What Triton says of models that nobody has loaded, and of those that were unloaded.
+_NOT_LOADED = frozenset({"", "unloaded"})
 # How often what could not be loaded is tried again.
 _RECHECK_SECONDS = 60.0
 
@@ -58,7 +61,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     *lora_delivery* sends its weights where requests have to. *priorities* are the levels of its queue, 0 where there
     are none. *fingerprint*, OpenAI's ``system_fingerprint``, changes with Triton's version and the model's config.
     *settings* have the context length of the model's files where the operator gives none; *hints* are what else its
-    config and its files say.
+    config and its files say. A model that is not *listed* has a name that its client made up.
     """
 
     name: str
@@ -73,6 +76,12 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     priorities: int = 0
     fingerprint: str = ""
     hints: Hints = Hints()
+    listed: bool = True
+
+    @property
+    def label(self) -> str:
+        """The name in logs and metrics, of which there are only as many as there are models."""
+        return self.name if self.listed else self.triton_model
 
     @property
     def answers_as(self) -> str:
@@ -179,6 +188,10 @@ class Models:
         self.served: Mapping[str, ServedModel] = {}
         # The names of LoRA adapters of models that exist and are not ready, each with its model
         self._waiting_loras: Mapping[str, str] = {}
+        # Triton models whose LoRA adapters only the backend knows.
+        self._unlisted_loras: Collection[str] = ()
+        #: By Triton model: when it was first seen loaded, in whole seconds since the epoch.
+        self.created: Mapping[str, int] = {}
         self._prompters = Prompters()
         self._binding = asyncio.Lock()
         #: Set when other models are served, or other settings hold.
@@ -197,8 +210,17 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """Whether Triton answers and at least one served model is ready."""
-        return self.catalog.snapshot.reachable and bool(self.served)
+        """
+        Whether Triton answers and at least one served model is ready.
+
+        Where clients load the models, none need be there yet. But one that is loading, or could not be loaded or
+        served, is missing.
+        """
+        snapshot = self.catalog.snapshot
+        if self.served or not snapshot.reachable or self._settings.triton.model_control_mode != "explicit":
+            return snapshot.reachable and bool(self.served)
+        failed = any(model.failed for model in self.unserved)
+        return not failed and all(reason in _NOT_LOADED for reason in snapshot.waiting.values())
 
     def triton_model(self, name: str) -> str:
         """Return the Triton model that *name* stands for, loaded or not: an alias's, or *name* itself."""
@@ -237,9 +259,10 @@ class Models:
             name = self.wanted(name)
         if not allows(name):
             raise ModelNotFound(name, hidden=True, hint=self._suggestion(name, allows))
-        if name not in self.served or not self.catalog.snapshot.reachable:
+        unlisted = None if name in self.served else self.unlisted_lora(name)
+        if (name not in self.served and unlisted is None) or not self.catalog.snapshot.reachable:
             await self.catalog.refresh_on_miss()
-        model = self.served.get(name)
+        model = self.served.get(name) or unlisted
         if model is not None:
             return model if model.text_level is None else await self.settled(model)
         snapshot = self.catalog.snapshot
@@ -329,6 +352,8 @@ class Models:
             _log.info("model is served", model=name, adapter=served[name].adapter.name)
         for name in self.served.keys() - served.keys():
             _log.info("model is gone", model=name)
+        now = int(time.time())
+        self.created = {name: self.created.get(name, now) for name in configs}
         self.served, self.unserved = served, unserved
         self._prompters.keep({model.triton_model for model in served.values()})
         known = {entry.name for entry in snapshot.index}
@@ -340,14 +365,16 @@ class Models:
         settings = self._settings
         repositories, separator = settings.triton.readable_repositories, settings.api.lora_separator
         named: dict[str, list[ServedModel]] = {}
+        unlisted: set[str] = set()
         problems: dict[str, Sequence[str]] = {}
         for model in served.values():
             if model.name == model.triton_model and model.adapter.capabilities.lora:
                 found, problems[model.name] = await asyncio.to_thread(self._find_loras, model)
                 for lora in found:
-                    bound = self._bind_lora(model, lora)
-                    for name in served_names(model.name, lora.name, separator):
-                        named.setdefault(name, []).append(msgspec.structs.replace(bound, name=name))
+                    name = served_name(model.name, lora.name, separator)
+                    named.setdefault(name, []).append(self._bind_lora(model, lora, name))
+                if separator and not found and not problems[model.name] and self._backend_knows_loras(model):
+                    unlisted.add(model.name)
             elif model.name == model.triton_model and model.settings.loras:
                 problems[model.name] = ["Its LoRA adapters are not served: the model has no inputs for them."]
         for name, models in named.items():
@@ -359,10 +386,24 @@ class Models:
             for sentence in sentences:
                 if sentence not in self.lora_problems.get(name, ()):
                     _log.warning("LoRA adapter is not served", model=name, reason=sentence)
-        self.lora_problems = problems
+        self.lora_problems, self._unlisted_loras = problems, unlisted
         self._waiting_loras = await asyncio.to_thread(
             names_of, snapshot.waiting, settings.model, repositories, separator
         )
+
+    def _backend_knows_loras(self, model: ServedModel) -> bool:
+        """Return whether only *model*'s backend can tell its LoRA adapters: it takes them by name, from its files."""
+        able, repositories = model.adapter.capabilities, self._settings.triton.readable_repositories
+        by_name = able.lora_format is None and not able.lora_paths and model.hints.loras
+        return by_name and not any((path / model.name).is_dir() for path in repositories)
+
+    def unlisted_lora(self, name: str) -> ServedModel | None:
+        """Return the model and LoRA adapter that *name* consists of, where only the backend knows its adapters."""
+        base, _, lora = name.partition(self._settings.api.lora_separator or "\0")
+        model = self.served.get(base)
+        if not lora or model is None or model.lora is not None or model.triton_model not in self._unlisted_loras:
+            return None
+        return msgspec.structs.replace(model, name=name, lora=Lora(name=lora), listed=False)
 
     def _find_loras(self, model: ServedModel) -> tuple[list[FoundLora], list[str]]:
         if not model.hints.loras:
@@ -387,14 +428,14 @@ class Models:
             found = [lora for lora in found if lora.folder is None]
         return found, problems
 
-    def _bind_lora(self, model: ServedModel, found: FoundLora) -> ServedModel:
+    def _bind_lora(self, model: ServedModel, found: FoundLora, name: str) -> ServedModel:
         wanted = model.adapter.capabilities.lora_format
         delivery = None
         if wanted is not None and found.folder is not None:
             key = (model.name, found, wanted)
             # Kept over reloads of the model: an engine that has forgotten the weights says so.
             delivery = self._deliveries.setdefault(key, LoraDelivery(partial(asyncio.to_thread, found.read, wanted)))
-        return msgspec.structs.replace(model, lora=found, lora_delivery=delivery)
+        return msgspec.structs.replace(model, name=name, lora=found, lora_delivery=delivery)
 
     def _bind(
         self, config: ModelConfig, repository: Mapping[str, ModelConfig], files: ModelFiles

@@ -11,7 +11,6 @@ import pytest
 from tests.cases import every_case
 from triton_openai.config.tree import Settings, TritonSettings
 from triton_openai.errors import (
-    ConfigurationError,
     ManagementDisabled,
     ModelConflict,
     ModelNotFound,
@@ -159,7 +158,7 @@ async def test_states_that_a_call_does_not_fit(state: str, load: bool, code: str
 
 
 async def test_what_cannot_be_loaded() -> None:
-    """Without the setting nothing; then no model that Triton does not have, and none that cannot be served."""
+    """Without the setting nothing; then no model that Triton does not have, and none that is gone again."""
     triton = Triton()
     triton.states["alone"] = "UNAVAILABLE"
 
@@ -167,5 +166,5 @@ async def test_what_cannot_be_loaded() -> None:
         await control(triton, settings=Settings()).load("alone")
     with pytest.raises(ModelNotFound):
         await control(triton).load("none")
-    with pytest.raises(ConfigurationError, match="cannot be served: it is gone again"):
+    with pytest.raises(ModelConflict, match="was loaded and is gone again"):
         await control(triton, configs={}).load("alone")

@@ -28,7 +28,7 @@ from triton_openai.models.lora.files import (
     find_loras,
     load,
     number_of,
-    served_names,
+    served_name,
 )
 
 FP16 = LoraFormat("FP16", 3)
@@ -448,6 +448,6 @@ def test_a_list_that_cannot_be_read(repository, content):
 
 
 def test_public_names():
-    """Its own, and with a separator the model's too."""
-    assert ["french"] == list(served_names("m", "french", None))
-    assert ["m_lora_french", "french"] == list(served_names("m", "french", "_lora_"))
+    """An adapter has its own name; with a separator, that of its model stands before it."""
+    assert "french" == served_name("m", "french", None)
+    assert "m_lora_french" == served_name("m", "french", "_lora_")

@@ -20,14 +20,16 @@ async def test_names_of_lora_adapters() -> None:
     """One that two models have, or that a model has itself, is none of an adapter; with the model's it is."""
     loras = {"m": ModelSettings(loras=("french",)), "n": ModelSettings(loras=("french", "german", "m"))}
     async with FakeTriton(config_of("m"), config_of("n")) as triton:
-        settings = Settings(triton=TritonSettings(url=(triton.url,)), api=ApiSettings(lora_separator="-"), models=loras)
-        async with serving(settings) as proxy:
-            await proxy.ready()
-            served = proxy.models.served
-
-    assert {"m", "n", "m-french", "n-french", "n-german", "n-m", "german"} == served.keys()
-    assert ("n", "german") == (served["german"].triton_model, served["german"].answers_as)
-    assert None is served["m"].lora
+        for separator, german, others in ((None, "german", set()), ("-", "n-german", {"m-french", "n-french", "n-m"})):
+            settings = Settings(
+                triton=TritonSettings(url=(triton.url,)), api=ApiSettings(lora_separator=separator), models=loras
+            )
+            async with serving(settings) as proxy:
+                await proxy.ready()
+                served = proxy.models.served
+            assert {"m", "n", german, *others} == served.keys()
+            assert ("n", "german") == (served[german].triton_model, served[german].answers_as)
+            assert None is served["m"].lora
 
 
 async def test_settings_that_take_a_model_away_change_nothing() -> None:

@@ -8,7 +8,7 @@ rank of each row, and in newer releases a fourth column that marks DoRA. numpy i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -133,15 +133,13 @@ def names_of(
     for model in models:
         # What is wrong with the file is reported when the model is there.
         for lora in (*(_entry(entry).name for entry in settings(model).loras), *_listed(model, repositories, [])):
-            found.update(dict.fromkeys(served_names(model, lora, separator), model))
+            found[served_name(model, lora, separator)] = model
     return found
 
 
-def served_names(model: str, lora: str, separator: str | None) -> Iterator[str]:
-    """Yield the public names of an adapter: ``MODEL<separator>LORA`` if there is a separator, and its own."""
-    if separator:
-        yield f"{model}{separator}{lora}"
-    yield lora
+def served_name(model: str, lora: str, separator: str | None) -> str:
+    """Return the public name of an adapter: ``MODEL<separator>LORA`` if there is a separator, else its own."""
+    return f"{model}{separator}{lora}" if separator else lora
 
 
 def _entry(entry: str | LoraSettings) -> LoraSettings:
