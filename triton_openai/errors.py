@@ -90,8 +90,9 @@ class ServiceError(Exception):
         if not message.isprintable():
             message = "".join([c if c.isprintable() or c == "\n" else "?" for c in message])
         super().__init__(message)
-        self.message = message
-        self.param = param
+        # What quotes a header or a query may hold bytes that are no UTF-8, and no JSON is made of them.
+        self.message = message.encode(errors="replace").decode()
+        self.param = None if param is None else param.encode(errors="replace").decode()
         if code is not None:
             self.code = code
         self.detail = detail

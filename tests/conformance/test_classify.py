@@ -109,6 +109,7 @@ async def test_bad_requests(proxies: dict[str, Proxy], triton: TestTriton) -> No
         ({"input": ["a", [1]]}, "input"),
         ({"input": {"text": "a"}}, "input"),
         ({"input": "a", "messages": []}, "messages"),
+        ({"input": "a", "messages": 5}, "messages"),
         ({"input": "a", "softmax": True}, "softmax"),
         ({"input": "a", "truncation_side": "left"}, "truncation_side"),
         ({"input": "a", "truncate_prompt_tokens": 5, "model": TEXT}, "truncate_prompt_tokens"),

@@ -57,6 +57,15 @@ def test_headers(error: ServiceError, headers: dict[str, str]) -> None:
     assert headers == error.headers()
 
 
+def test_what_is_no_text() -> None:
+    """A header that is no UTF-8 can be quoted."""
+    error = errors.UnsupportedMediaType("Not '\udcff'.", param="\ud800")
+
+    assert ("Not '?'.", "?") == tuple(
+        msgspec.json.decode(error.envelope())["error"][name] for name in ("message", "param")
+    )
+
+
 def test_the_envelope() -> None:
     """It is OpenAI's, with every key."""
     error = errors.InvalidValue("No.", "stop")

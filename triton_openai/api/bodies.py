@@ -312,7 +312,9 @@ def _check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
     """Raise if the JSON in the strings of a request, together with the rest, exceeds the limits of *check*."""
     texts: dict[str, Any] = {"guided_json": getattr(body, "guided_json", None)}
     texts["structured_outputs.json"] = getattr(getattr(body, "structured_outputs", None), "json", None)
-    for index, message in enumerate(getattr(body, "messages", None) or ()):
+    # Where it is only refused, it can be anything.
+    chat = getattr(body, "messages", None)
+    for index, message in enumerate(chat if isinstance(chat, list) else ()):
         if not isinstance(message, AssistantMessage):
             continue
         texts[f"messages[{index}].function_call"] = getattr(message.function_call, "arguments", None)
