@@ -166,13 +166,18 @@ def _tritons_of(pid: int) -> list[int]:
 
 
 def test_a_supervised_triton(tmp_path: Path) -> None:
-    """A Triton that was started here and dies comes back, and goes when the service goes."""
+    """A Triton that was started here and dies comes back, without its broken model, and goes when the service goes."""
     repository = build_repository(tmp_path / "repository", models=["text_embedding"])
+    broken = repository.path / "broken" / "1"
+    broken.mkdir(parents=True)
+    (broken / "model.py").write_text("raise RuntimeError('on purpose')")
+    (broken.parent / "config.pbtxt").write_text('name: "broken"\nbackend: "python"\n')
     settings = tmp_path / "settings.yaml"
     settings.write_text("triton: {refresh_interval: 0.2}")
     with _serving("--model-repository", str(repository.path), "--config", str(settings)) as (process, banner):
         ready = f"{banner['address']}/health/ready"
-        assert ["text_embedding"] == [model["name"] for model in banner["models"]]
+        states = {model["name"]: model["state"] for model in banner["models"]}
+        assert {"text_embedding": "ready", "broken": "not ready: Internal: RuntimeError: on purpose"} == states
         assert _status(ready) == 200
 
         (first,) = _tritons_of(process.pid)
@@ -184,6 +189,9 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(30) == 0
         assert first != second
+        assert process.stderr is not None
+        told = [line for line in map(json.loads, process.stderr) if line["event"] == "model could not be loaded"]
+        assert [("broken", True)] == [(line["model"], "on purpose" in line["reason"]) for line in told]
         _until(lambda: not Path(f"/proc/{second}").exists())
 
 
@@ -226,6 +234,27 @@ def test_models_to_load_that_make_no_sense(
     """What cannot be meant is said before anything starts."""
     assert 2 == main(["serve", "--port", "0", *arguments])
     assert ("", f"triton-openai: {message}\n") == capsys.readouterr()
+
+
+def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file or a folder that the operator names and that is not there ends the start with a sentence."""
+    own = tmp_path / "settings.yaml"
+    for arguments, settings in (
+        (("--chat-template", "/nothing"), "{}"),
+        (("--chat-template", "m=nothing.jinja"), "{}"),
+        (("--tokenizer", "./nothing"), "{}"),
+        (("--tokenizer", f"m={tmp_path}"), "{}"),
+        (("--triton-repository", "/nothing"), "{}"),
+        ((), "defaults: {chat_template: /nothing}"),
+        ((), "models: {m: {chat_template: /nothing}}"),
+        ((), "models: {m: {tokenizer: /nothing}}"),
+        ((), "models: {m: {generation_config: /nothing}}"),
+    ):
+        own.write_text(settings)
+        assert 2 == main(["serve", "--port", "0", "--config", str(own), *arguments])
+        out, err = capsys.readouterr()
+        assert ("", 1) == (out, err.count("\n"))
+        assert re.match(r"triton-openai: .*(nothing|has no tokenizer\.json)", err)
 
 
 def test_demo() -> None:
@@ -273,6 +302,20 @@ def test_strict_inspect(triton, capsys: pytest.CaptureFixture[str]) -> None:
     assert (1, 2, "") == (strict, status, nothing)
     assert "vllm_model: " in out
     assert "triton-openai: Triton has no model 'ensembl'. Did you mean ensemble?\n" == err
+
+
+def test_inspect_shows_names_that_no_model_has(triton, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings for a model that Triton lacks, or for an alias, are a problem."""
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("models: {ensembel: {tokenizer: /x}, ensemble: {aliases: [gpt]}, gpt: {tokenizer: /x}}")
+    arguments = (f"--triton-url={triton.http_url}", "--config", str(settings))
+    status, out, err = _inspect(capsys, *arguments, "--strict")
+    _, named, _ = _inspect(capsys, *arguments, "gpt")
+
+    assert (1, "") == (status, err)
+    assert "  ensembel: The settings are for a model that Triton does not have. Did you mean ensemble?\n" in out
+    assert "  gpt: The settings are for an alias: give them to the model 'ensemble'.\n" in out
+    assert named.startswith("ensemble\n")
 
 
 def test_inspect_without_a_triton(capsys: pytest.CaptureFixture[str]) -> None:

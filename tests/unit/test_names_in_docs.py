@@ -68,6 +68,7 @@ TRITON = {
     "--http-thread-count",
     "--model-control-mode",
     "--model-repository",
+    "--strict-readiness",
     "--grpc-use-ssl",
     "--grpc-use-ssl-mutual",
 }

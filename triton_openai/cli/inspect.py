@@ -87,7 +87,12 @@ def inspect(settings: Settings, parsed: Parsed) -> int:
     """Print a table, details of named models, or JSON; return the exit status. Raises :class:`ConfigurationError`."""
     reports = asyncio.run(inspect_models(settings))
     if parsed.models:
-        by_name = {name: one for one in reports for name in (*one.served_as, one.name)}
+        # What is served has precedence over a name in the settings that no model has.
+        by_name = {
+            name: one
+            for one in sorted(reports, key=lambda each: each.adapter is not None)
+            for name in (*one.served_as, one.name)
+        }
         for name in parsed.models:
             if name not in by_name:
                 hint = closest(name, by_name) or f" It has {', '.join(by_name) or 'none'}."
@@ -131,8 +136,10 @@ async def report(models: Models) -> list[ModelReport]:
         ModelReport(
             name=name, reason=f"not ready: {why}", ready=False, problems=() if why in ("", "unloaded") else (why,)
         )
-        for name, why in models.catalog.snapshot.waiting.items()
+        # Without the lines of a traceback.
+        for name, why in ((name, " ".join(why.split())) for name, why in models.catalog.snapshot.waiting.items())
     ]
+    reports += [ModelReport(name=name, reason=why, problems=(why,)) for name, why in models.misnamed.items()]
     return sorted(reports, key=lambda item: item.name)
 
 

@@ -34,7 +34,9 @@ from triton_openai.config.reload import Reloader, Source, TakeOver
 from triton_openai.config.tls import server_context
 from triton_openai.config.tree import ServerSettings, Settings
 from triton_openai.config.worker import WORKER, Worker, private_directory
+from triton_openai.errors import ConfigurationError
 from triton_openai.models.draining import DRAINING
+from triton_openai.prompts.prompter import check_files
 from triton_openai.serving.server import HttpServer, address_of, listening_sockets, relay_ports
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
@@ -175,6 +177,10 @@ async def _serve(
     """
     # Before Triton starts, so that wrong files are reported at once.
     server_context(settings.tls)
+    check_files(settings)
+    for folder in settings.triton.repository:
+        if not folder.is_dir():
+            raise ConfigurationError(f"There is no folder {folder} given by --triton-repository.")
     stop = Stop()
 
     def adapted(settings: Settings) -> Settings:

@@ -50,9 +50,9 @@ def model_lines(models: Models, *, unserved: bool = False) -> list[ModelLine]:
         for name, model in sorted(models.served.items())
         if name == model.triton_model
     ]
-    # Their adapters are known when they are ready.
+    # Their adapters are known when they are ready. Of a traceback, the first line is the error.
     lines += [
-        ModelLine(name=name, state=f"not ready: {why}" if why else "not loaded")
+        ModelLine(name=name, state=f"not ready: {why.partition(chr(10))[0]}" if why else "not loaded")
         for name, why in sorted(snapshot.waiting.items())
     ]
     if unserved:

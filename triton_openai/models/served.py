@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -196,12 +195,16 @@ class Models:
         self._binding = asyncio.Lock()
         #: Set when other models are served, or other settings hold.
         self.changed = asyncio.Event()
-        self._warned: frozenset[str] = frozenset()
+        #: Names in the settings that no model has, each with what is wrong, in a sentence.
+        self.misnamed: Mapping[str, str] = {}
         self._deliveries: dict[tuple[str, FoundLora, LoraFormat], LoraDelivery] = {}
         self.unserved: Sequence[Unserved] = ()
         #: By Triton model, in sentences: why LoRA adapters of it are not served.
         self.lora_problems: Mapping[str, Sequence[str]] = {}
-        self.catalog = Catalog(client, interval=settings.triton.refresh_interval, changed=self._rebind)
+        triton = settings.triton
+        self.catalog = Catalog(
+            client, interval=triton.refresh_interval, changed=self._rebind, starts=bool(triton.model_repository)
+        )
 
     @property
     def over_grpc(self) -> bool:
@@ -357,7 +360,10 @@ class Models:
         self.served, self.unserved = served, unserved
         self._prompters.keep({model.triton_model for model in served.values()})
         known = {entry.name for entry in snapshot.index}
-        self._warned = _warn_of_names(self._settings, known, served.keys() | self._waiting_loras, self._warned)
+        misnamed = _misnamed(self._settings, known, served.keys() | self._waiting_loras)
+        for name in sorted(misnamed.keys() - self.misnamed):
+            _log.warning("a name in the settings is no model's", name=name, reason=misnamed[name])
+        self.misnamed = misnamed
         self.changed.set()
 
     async def _add_loras(self, served: dict[str, ServedModel], snapshot: Snapshot) -> None:
@@ -541,25 +547,20 @@ async def keep_loaded(models: Models) -> None:
         await first_of(models.changed, timeout=_RECHECK_SECONDS)
 
 
-def _warn_of_names(
-    settings: Settings, known: Collection[str], served: Collection[str], warned: frozenset[str]
-) -> frozenset[str]:
+def _misnamed(settings: Settings, known: Collection[str], served: Collection[str]) -> Mapping[str, str]:
     """
-    Warn of names in *settings* that no model has, which nothing else would show, and return them.
+    Return the names in *settings* that no model has, which nothing else would show, with what is wrong.
 
-    *known* are the models that Triton has, loaded or not, *served* further public names, *warned* names already told.
+    *known* are the models that Triton has, loaded or not, *served* further public names.
     """
     aliases = settings.aliases()
-    unknown = {
-        name: f"settings are for an alias: give them to the model '{aliases[name]}'"
+    found = {
+        name: f"The settings are for an alias: give them to the model '{aliases[name]}'."
         if name in aliases
-        else "settings are for a model that Triton does not have"
+        else f"The settings are for a model that Triton does not have.{closest(name, known)}"
         for name in settings.models.keys() - set(known)
     }
     default = settings.api.default_model
     if default is not None and default not in {*known, *served, *aliases}:
-        unknown[default] = "the default model is none that Triton has"
-    for name in sorted(unknown.keys() - warned):
-        close = difflib.get_close_matches(name, known, 1)
-        _log.warning(unknown[name], name=name, did_you_mean=close[0] if close else None)
-    return frozenset(unknown)
+        found[default] = f"The default model is none that Triton has.{closest(default, [*known, *served])}"
+    return found

@@ -27,7 +27,7 @@ from triton_openai.prompts.history import HistoryTemplate
 from triton_openai.prompts.messages import PLAIN, Message, PromptTemplate, Rendering, continued, prepare
 from triton_openai.prompts.template import ChatTemplate
 from triton_openai.prompts.tokenizer import Tokenizer
-from triton_openai.prompts.tokenizer_files import is_hub_name, recommended_sampling
+from triton_openai.prompts.tokenizer_files import is_hub_name, locate, may_be_on_hub, recommended_sampling
 
 _log = structlog.get_logger(__name__)
 
@@ -282,6 +282,18 @@ def _read_template(spec: str) -> tuple[str, str, str]:
             f"'{spec}' given by --chat-template is not a built-in template ({', '.join(NAMES)}), and not a "
             f"readable file: {error}"
         ) from error
+
+
+def check_files(settings: Settings) -> None:
+    """Raise :class:`ConfigurationError` if a tokenizer or template that *settings* name as a file is not there."""
+    for model in (settings.defaults, *settings.models.values()):
+        template, tokenizer = _given(model.chat_template), _given(model.tokenizer)
+        if template is not None and template not in NAMES:
+            _read_template(template)
+        # What the hub has turns out later: it may be unreachable for a while.
+        if tokenizer is not None and (_exists(tokenizer) or not may_be_on_hub(tokenizer)):
+            locate(tokenizer)
+        recommended_sampling(model.generation_config, {}, [])
 
 
 def _given(value: str | None) -> str | None:

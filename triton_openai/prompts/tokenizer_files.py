@@ -70,7 +70,7 @@ def locate(source: str) -> TokenizerFiles:
             f"The tokenizer '{source}' given by --tokenizer cannot be read.", detail=str(error)
         ) from error
     if not exists:
-        if not _HUB_NAME.fullmatch(source):
+        if not may_be_on_hub(source):
             raise ConfigurationError(
                 f"There is no tokenizer at '{source}': --tokenizer takes a folder that holds tokenizer.json, "
                 "that file itself, or a Hugging Face name such as 'org/name' or 'org/name@revision'."
@@ -92,6 +92,11 @@ def locate(source: str) -> TokenizerFiles:
         model_config=_read_json(folder / "config.json", origin),
         chat_templates=_templates_of(config) | _template_files(folder, origin),
     )
+
+
+def may_be_on_hub(source: str) -> bool:
+    """Return whether *source* can be a name on the Hugging Face hub: an old one has no slash."""
+    return _HUB_NAME.fullmatch(source) is not None
 
 
 def is_hub_name(source: str) -> bool:

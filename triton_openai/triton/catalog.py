@@ -99,14 +99,21 @@ class Catalog:
     Keeps the newest snapshot, and calls *changed* when it differs from the one before.
 
     *changed* is awaited before the snapshot counts as current, so its effect is there when :meth:`refresh` returns.
+    A Triton that *starts* with the service does not answer at first, which the log need not say.
     """
 
     def __init__(
-        self, client: TritonClient, *, interval: float, changed: Callable[[Snapshot], Awaitable[None]]
+        self,
+        client: TritonClient,
+        *,
+        interval: float,
+        changed: Callable[[Snapshot], Awaitable[None]],
+        starts: bool = False,
     ) -> None:
         self._client = client
         self._interval = interval
         self._changed = changed
+        self._starts = starts
         self._refreshing: asyncio.Task[None] | None = None
         self._last_miss = float("-inf")
         self._configs_read = float("-inf")
@@ -167,7 +174,7 @@ class Catalog:
         snapshot = await take_snapshot(self._client, previous=before if reuse else None)
         if snapshot is not before:
             self._configs_read = now
-        if snapshot.reachable != before.reachable or not self.first.is_set():
+        if snapshot.reachable != before.reachable or not (self.first.is_set() or self._starts):
             if snapshot.reachable:
                 version = None if snapshot.server is None else snapshot.server.version
                 _log.info("Triton answers", models=len(snapshot.configs), version=version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import shutil
@@ -142,6 +143,18 @@ class EmbeddedTriton:
             return None
         return 128 - status if status > 128 else status
 
+    def failed_models(self) -> tuple[Mapping[str, str], bool]:
+        """Return why models of the running server could not be loaded, by name, and whether any model is ready."""
+        with contextlib.closing(http.client.HTTPConnection(self._address(0), timeout=_METRICS_SECONDS)) as connection:
+            connection.request("POST", "/v2/repository/index", body=b"{}")
+            index = json.loads(connection.getresponse().read())
+        failed = {
+            entry["name"]: " ".join(entry.get("reason", "").split())
+            for entry in index
+            if entry.get("state") == "UNAVAILABLE"
+        }
+        return failed, any(entry.get("state") == "READY" for entry in index)
+
     @property
     def http_url(self) -> str:
         """The address of the HTTP endpoint, ``http://127.0.0.1:port``."""
@@ -178,7 +191,10 @@ class EmbeddedTriton:
     def _prepare(self) -> Runtime:
         for repository in self._repositories:
             if not repository.is_dir():
-                raise ConfigurationError(f"There is no model repository at {repository}.")
+                # Such as s3://…, whose slashes a path does not keep.
+                remote = " For one that is no folder, start Triton yourself and write --triton-url."
+                hint = remote if ":/" in str(repository) else ""
+                raise ConfigurationError(f"There is no model repository at {repository}.{hint}")
         for name in self._load_models:
             if name != _ALL_MODELS and not any(_is_model(repository, name) for repository in self._repositories):
                 # Triton would only report that not all models could be loaded.

@@ -62,10 +62,12 @@ class Supervisor:
         """
         Keep the server running until cancelled, then stop it.
 
-        Raises :class:`ConfigurationError` when the first start fails, since that is for the operator to put right.
+        Raises :class:`ConfigurationError` when the first start fails, or every model does: that is for the operator to
+        put right.
         """
         try:
             await self._start()
+            await self._report()
             # Triton logs to a file of its own.
             log.info("triton runs", its_log=str(self._server.log_path))
             self.started.set()
@@ -76,6 +78,15 @@ class Supervisor:
                 await self._restart(self._pauses.after(time.monotonic() - began))
         finally:
             await asyncio.to_thread(self._server.stop)
+
+    async def _report(self) -> None:
+        """Log which models could not be loaded. Raises :class:`ConfigurationError` if no other is there."""
+        failed, others = await asyncio.to_thread(self._server.failed_models)
+        if failed and not others:
+            reasons = "".join(f"\n{name}: {reason}" for name, reason in failed.items())
+            raise ConfigurationError(f"Triton could not load its models.{reasons}")
+        for name, reason in failed.items():
+            log.error("model could not be loaded", model=name, reason=reason)
 
     async def _restart(self, pause: float) -> None:
         """Start the server again after *pause* seconds, as often as it takes."""
@@ -120,7 +131,8 @@ def triton_for(settings: Settings, environment: Mapping[str, str], *, backends: 
         binary=Path(found) if found else None,
         model_control_mode=settings.triton.model_control_mode,
         load_models=settings.triton.load_model,
-        extra_args=trace_options(settings.traces),
+        # A model that cannot be loaded must not take the others away.
+        extra_args=["--exit-on-error=false", "--strict-readiness=false", *trace_options(settings.traces)],
     )
 
 

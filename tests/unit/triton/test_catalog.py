@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 
 import pytest
+import structlog
 
 from triton_openai.errors import UpstreamUnavailable
 from triton_openai.triton.catalog import Catalog, Snapshot
@@ -83,6 +84,22 @@ def catalog_of(client: FakeClient) -> tuple[Catalog, Changes]:
     """Return a catalog and what it tells."""
     changes = Changes()
     return Catalog(client, interval=0.01, changed=changes), changes
+
+
+async def test_a_triton_that_starts_with_the_service() -> None:
+    """Only once it has answered is it news that it does not."""
+    for starts, told in ((True, []), (False, ["Triton does not answer"])):
+        client = FakeClient("a")
+        client.error = UpstreamUnavailable("down")
+        catalog = Catalog(client, interval=0.01, changed=Changes(), starts=starts)
+        with structlog.testing.capture_logs() as lines:
+            await catalog.refresh()
+            assert told == [line["event"] for line in lines]
+            client.error = None
+            await catalog.refresh()
+            client.error = UpstreamUnavailable("down")
+            await catalog.refresh()
+        assert [*told, "Triton answers", "Triton does not answer"] == [line["event"] for line in lines]
 
 
 async def test_the_first_look():

@@ -19,8 +19,11 @@ from triton_openai.tritonserver.supervisor import Pauses, Supervisor
 class Server(EmbeddedTriton):
     """A server of no process: it records what is asked of it, and ends or fails to start when told so."""
 
-    def __init__(self, *, failing_starts: tuple[int, ...] = (), blocks: bool = False) -> None:
+    def __init__(
+        self, *, failing_starts: tuple[int, ...] = (), blocks: bool = False, failed: tuple[str, ...] = ()
+    ) -> None:
         self.calls: list[str] = []
+        self._failed = failed
         self.status: int | None = None
         self._failing_starts = failing_starts
         self._killed = None if not blocks else threading.Event()
@@ -43,6 +46,9 @@ class Server(EmbeddedTriton):
 
     def poll(self) -> int | None:
         return self.status
+
+    def failed_models(self) -> tuple[dict[str, str], bool]:
+        return dict.fromkeys(self._failed, "a reason"), not self._failed
 
     def log_tail(self, lines: int = 0) -> str:
         return "the end"
@@ -73,6 +79,14 @@ async def _running(supervisor: Supervisor):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_triton_without_any_model_that_loads() -> None:
+    """It ends the service with the reasons, as a Triton does that does not start."""
+    server = Server(failed=("a", "b"))
+    with pytest.raises(ConfigurationError, match=r"could not load its models\.\na: a reason\nb: a reason"):
+        await Supervisor(server).run()
+    assert ["start", "stop"] == server.calls
 
 
 async def test_it_is_said_where_its_log_is(monkeypatch: pytest.MonkeyPatch) -> None:
