@@ -140,6 +140,10 @@ BORDERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "triton_openai/serving/": (("triton_openai.api",), ()),
     "triton_openai/access/": (("triton_openai.api",), ()),
     "triton_openai/triton/": (("triton_openai.api", "triton_openai.telemetry"), ()),
+    "triton_openai/storage/": (
+        ("triton_openai",),
+        ("triton_openai.config", "triton_openai.errors", "triton_openai.storage"),
+    ),
     "triton_openai/telemetry/": (
         ("triton_openai",),
         ("triton_openai.generation", "triton_openai.errors", "triton_openai.config", "triton_openai.telemetry"),

@@ -267,9 +267,17 @@ class ResponsesSettings(_Group, frozen=True):
     max_age: Annotated[
         float, Meta(gt=0, le=3650), _file_only("Days after which what was not used is dropped.", metavar="DAYS")
     ] = 30.0
-    max_size: Annotated[Bytes, _file_only("Bytes that are kept at most; what was used longest ago goes first.")] = (
-        1024**3
-    )
+    max_size: Annotated[
+        Bytes, _file_only("Bytes that are kept at most; what the key that has most used longest ago goes first.")
+    ] = 1024**3
+    max_size_per_key: Annotated[
+        Bytes | None,
+        _file_only("Bytes that are kept of one key at most, by default max_size; what it used longest ago goes first."),
+    ] = None
+    max_conversation_size: Annotated[
+        Bytes, _file_only("Bytes of a conversation's items. One of more than server.max_body_size cannot be used.")
+    ] = 48 * 1024 * 1024
+    max_conversation_items: Annotated[Count, Meta(le=4096), _file_only("Most items of a conversation.")] = 4096
 
     @property
     def max_age_seconds(self) -> float:

@@ -1,0 +1,144 @@
+"""The servers of stores: PostgreSQL, Redis, a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Server:
+    """
+    The server of a store, which *start* and *stop* start and stop on its port, and *signals* reaches.
+
+    Each *url* is that of an empty database.
+    """
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        start: Callable[[], None],
+        stop: Callable[[], None],
+        signals: Callable[[signal.Signals], None],
+    ) -> None:
+        self.url, self.start, self.stop = url, start, stop
+        self.freeze, self.thaw = partial(signals, signal.SIGSTOP), partial(signals, signal.SIGCONT)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[Server]:
+    """A PostgreSQL of its own."""
+    pytest.importorskip("asyncpg")
+    if shutil.which("pg_ctl") is None or shutil.which("initdb") is None:
+        pytest.skip("PostgreSQL is not installed")
+    port, numbers = _free_port(), count()
+    # It does not run as root, who alone can enter pytest's own folders.
+    user: dict[str, Any] = {"user": "nobody"} if os.geteuid() == 0 else {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if user:
+            shutil.chown(folder, "nobody")
+        data = f"{folder}/data"
+        subprocess.run(["initdb", "-D", data, "-U", "t", "-A", "trust", "-N"], check=True, capture_output=True, **user)
+        options = f"-p {port} -h 127.0.0.1 -k {folder} -c fsync=off"
+
+        def control(*what: str) -> None:
+            command = ["pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", *what]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **user)
+
+        def url() -> str:
+            name = f"test{next(numbers)}"
+            command = ["createdb", "-h", "127.0.0.1", "-p", str(port), "-U", "t", "-S", "file_copy", name]
+            subprocess.run(command, check=True, **user)
+            return f"postgresql://t@127.0.0.1:{port}/{name}"
+
+        def send(which: signal.Signals) -> None:
+            main = Path(data, "postmaster.pid").read_text().split()[0]
+            children = Path(f"/proc/{main}/task/{main}/children").read_text().split()
+            for process in (main, *children):
+                os.kill(int(process), which)
+
+        start = partial(control, "-o", options, "start")
+        start()
+        stop = partial(control, "-m", "immediate", "stop")
+        try:
+            yield Server(url, start, stop, send)
+        finally:
+            stop()
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Redis of its own."""
+    pytest.importorskip("redis")
+    if shutil.which("redis-server") is None:
+        pytest.skip("Redis is not installed")
+    port, numbers = _free_port(), count()
+    folder = str(tmp_path_factory.mktemp("redis"))
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        running.append(subprocess.Popen([*command, "--databases", "1000"], stdout=subprocess.DEVNULL))
+        _until_open(port, running[-1])
+
+    def stop() -> None:
+        running[-1].kill()
+        running.pop().wait()
+
+    def send(which: signal.Signals) -> None:
+        running[-1].send_signal(which)
+
+    start()
+    try:
+        yield Server(lambda: f"redis://127.0.0.1:{port}/{next(numbers)}", start, stop, send)
+    finally:
+        stop()
+
+
+def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 5).close()
+        except OSError:
+            continue
+        return
+    raise AssertionError("the server has ended")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Server:
+    """A file; when it is stopped, a folder stands in its place."""
+    path = tmp_path / "state" / "file"
+
+    def stop() -> None:
+        path.unlink()
+        path.mkdir()
+
+    def send(which: signal.Signals) -> None:
+        raise NotImplementedError
+
+    return Server(lambda: f"sqlite:{path}", path.rmdir, stop, send)
+
+
+@pytest.fixture(params=["memory", "file", "postgresql", "redis"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """The address of an empty store of each kind."""
+    if request.param == "memory":
+        return "memory"
+    server: Server = request.getfixturevalue(request.param)
+    return server.url()

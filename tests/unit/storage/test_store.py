@@ -1,0 +1,343 @@
+"""The stores, each against a real server where its program is installed."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.store_fixture import Server
+from triton_openai.config.tree import ResponsesSettings
+from triton_openai.errors import ConfigurationError, StoreUnavailable
+from triton_openai.storage import open_store
+from triton_openai.storage.store import EntryFull, Link, Page, Place, Row, Store
+
+PAIR = [Row("list", "a", b"1"), Row("list", "b", b"\0\xff")]
+
+
+def opened(url: str, **settings: Any) -> Store:
+    """Return the store at *url*."""
+    store = open_store(ResponsesSettings(store=url, **settings))
+    assert store is not None
+    return store
+
+
+@pytest.fixture
+async def stores(store_url: str) -> AsyncIterator[tuple[Store, Store]]:
+    """The same store, as two processes have it."""
+    first = opened(store_url)
+    second = first if store_url == "memory" else opened(store_url)
+    yield first, second
+    for store in {first, second}:
+        await store.close()
+
+
+async def page(store: Store, key: str, name: str = "list", **query: Any) -> Page:
+    """Return a page."""
+    found = await store.page(key, name, **{"limit": 10, "most_size": 1000, **query})
+    assert found is not None
+    return found
+
+
+async def test_heads_and_versions(stores: tuple[Store, Store]) -> None:
+    """Only a writer who knows the current version writes; both sides see the same."""
+    first, second = stores
+    assert await first.get("k") is None
+    made = await asyncio.gather(*(store.put("k", "me", b"1", 0, rows=PAIR, parent="p") for store in stores))
+    assert [False, True] == sorted(made)
+    found = await second.get("k")
+    assert found is not None
+    assert ("me", b"1", 1, "p", 4, 2) == (
+        *(found.owner, found.head, found.version),
+        *(found.parent, found.size, found.rows),
+    )
+    changed = await asyncio.gather(
+        *(store.put("k", "me", b"\0\xff0", 1, rows=[Row("more", "c", b"3")]) for store in stores)
+    )
+    assert [False, True] == sorted(changed)
+    found = await first.get("k")
+    assert found is not None
+    assert (b"\0\xff0", 2, "p", 7, 3) == (found.head, found.version, found.parent, found.size, found.rows)
+    assert not await first.put("none", "me", b"1", 3)
+    assert not await first.put("k", "you", b"1", 2)
+    assert {"me": 7} == await first.owners()
+    assert [False, True] == sorted(await asyncio.gather(first.delete("k"), second.delete("k")))
+    assert await first.get("k") is None
+    assert [] == list(await first.read(["k"], ["list", "more"]))
+
+
+async def test_rows(stores: tuple[Store, Store]) -> None:
+    """A row is added once, whoever adds it how often; pages have an order, an end and a bound of their bytes."""
+    first, second = stores
+    await first.put("k", "me", b"h", 0)
+    assert not await first.append("none", "me", PAIR)
+    assert not await first.append("k", "you", PAIR)
+    assert all(await asyncio.gather(*(store.append("k", "me", [*PAIR, *PAIR]) for store in stores)))
+    # The name of one list begins with that of another.
+    await second.append("k", "me", [Row("lists", "a", b"other"), Row("lists", "z", b"other")])
+    await second.append("k", "me", [Row("list", "c:é '", b"333"), Row("list", "d", b"4444")])
+    rows = [*PAIR, Row("list", "c:é '", b"333"), Row("list", "d", b"4444")]
+    assert Page(rows, False) == await page(first, "k")
+    assert Page(rows[::-1], False) == await page(first, "k", reverse=True)
+    assert Page(rows[:2], True) == await page(first, "k", limit=2)
+    assert Page(rows[2:], False) == await page(first, "k", after="b")
+    assert Page(rows[1::-1], False) == await page(first, "k", after="c:é '", reverse=True)
+    assert Page(rows[2:3], True) == await page(first, "k", after="b", most_size=6)
+    assert Page(rows[3:], False) == await page(first, "k", after="c:é '", most_size=0)
+    assert Page([], False) == await page(first, "k", after="d")
+    for wrong in ("none", "z"):
+        assert await first.page("k", "list", after=wrong, limit=1, most_size=9) is None
+    assert Page([], False) == await page(first, "none")
+
+    found = await first.get("k")
+    assert found is not None
+    assert (16, 5) == (found.size, found.rows)
+    assert [True, False] == [await second.delete_row("k", "a"), await second.delete_row("k", "a")]
+    assert [b"\0\xff", b"333", b"4444"] == list(await first.read(["k"], ["list"]))
+    await first.append("k", "me", PAIR[:1])
+    assert [b"\0\xff", b"333", b"4444", b"1", b"other"] == list(await first.read(["k"], ["list", "lists"]))
+    assert {"me": 16} == await first.owners()
+
+
+async def test_the_bounds_of_an_entry(stores: tuple[Store, Store]) -> None:
+    """What would exceed one is not added, not in part either; what is there already takes no room."""
+    first, second = stores
+    await first.put("k", "me", b"", 0, rows=PAIR)
+    for bounds in ({"most_rows": 3}, {"most_size": 9}):
+        with pytest.raises(EntryFull):
+            await second.append("k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], **bounds)
+        assert await second.append("k", "me", [*PAIR, PAIR[0]], **bounds)
+    assert PAIR == list((await page(first, "k")).rows)
+    assert await second.append(
+        "k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], most_rows=4, most_size=10
+    )
+    assert {"me": 10} == await first.owners()
+
+
+async def test_leases(stores: tuple[Store, Store]) -> None:
+    """One holder at a time; who has lost a lease cannot renew it."""
+    first, second = stores
+    assert not await first.claim("k", "one", 100)
+    await first.put("k", "me", b"head", 0, holder="one", lease=100)
+    assert not await second.claim("k", "two", 100)
+    assert await first.claim("k", "one", 100, renew=True)
+    found = await second.get("k")
+    assert found is not None
+    assert 50 < found.until - time.time() < 150
+    assert not await second.claim("k", "two", 0)
+    assert await first.claim("k", "one", 0)
+    assert not await first.claim("k", "one", 100, renew=True)
+    claimed = await asyncio.gather(first.claim("k", "one", 100), second.claim("k", "two", 100))
+    assert [False, True] == sorted(claimed)
+    # Another head ends the lease.
+    assert await first.put("k", "me", b"other", 1)
+    assert not await first.claim("k", ("one", "two")[claimed[1]], 100, renew=True)
+    assert await first.claim("k", "three", 100)
+
+
+async def test_chains(stores: tuple[Store, Store]) -> None:
+    """The sizes of all come with one call, and so do their rows; what belongs to others is not found."""
+    first, second = stores
+    for number in range(4):
+        rows = [Row("out", "o", b"o%d" % number), Row("in", "i", b"i%d" % number), Row("events", "e", b"event")]
+        await first.put(f"k{number}", "me", b"h", 0, rows=rows, parent=f"k{number - 1}", lease=100 * (number == 2))
+    links = await second.chain("k3", "me", ["in", "out"], most=10)
+    assert [("k3", True, 2, 4), ("k2", True, 2, 4), ("k1", True, 2, 4), ("k0", True, 2, 4), ("k-1", False, 0, 0)] == [
+        (link.key, link.found, link.rows, link.size) for link in links
+    ]
+    assert [False, True, False] == [link.until > time.time() for link in links[:3]]
+    assert ["k3", "k2"] == [link.key for link in await first.chain("k3", "me", ["in"], most=2)]
+    assert [Link("k3", False, 0.0, 0, 0)] == [
+        link._replace(until=0.0) for link in await first.chain("k3", "you", ["in"], most=9)
+    ]
+    assert [b"i0", b"o0", b"i2", b"o2"] == list(await second.read(["k0", "k2"], ["in", "out"]))
+
+    places = [Place("k0", "i"), Place("k1", "o"), Place("k1", "none"), Place("none", "i"), Place("k1", "é '\"")]
+    assert {places[0]: 2, places[1]: 2} == await first.sizes("me", places)
+    assert {places[0]: b"i0", places[1]: b"o1"} == await second.fetch("me", places)
+    assert {} == await first.sizes("you", places)
+    assert {} == await first.fetch("me", [])
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_the_share_of_an_owner(kind: str, request: pytest.FixtureRequest) -> None:
+    """What an owner used longest ago goes, and nothing of another's: who has most together with all loses first."""
+    url = request.getfixturevalue(kind).url()
+    store = opened(url)
+    for key in ("a", "b", "c", "d"):
+        await store.put(key, "me", bytes(1000), 0, rows=[Row("list", "r", bytes(500))])
+    await store.put("e", "you", bytes(1000), 0)
+    await store.claim("a", "x", 1)
+    await store.sweep()
+    assert {"me": 6000, "you": 1000} == await store.owners()
+    share = opened(url, max_size_per_key=4000)
+    await share.sweep()
+    assert {"me": 3000, "you": 1000} == await store.owners()
+    assert [True, False, False, True, True] == [await store.get(key) is not None for key in "abcde"]
+    whole = opened(url, max_size=3000)
+    await whole.sweep()
+    assert [True, False, True] == [await store.get(key) is not None for key in "ade"]
+    assert [] == list(await store.read(["d"], ["list"]))
+    for each in (store, share, whole):
+        await each.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_age(kind: str, request: pytest.FixtureRequest) -> None:
+    """What is too old is not found, and is dropped."""
+    url = request.getfixturevalue(kind).url()
+    store, later = opened(url), opened(url, max_age=1e-12)
+    await store.put("k", "me", b"1", 0, rows=PAIR)
+    assert await later.get("k") is None
+    assert {} == await later.sizes("me", [Place("k", "a")])
+    assert [False] == [link.found for link in await later.chain("k", "me", ["list"], most=5)]
+    await later.sweep()
+    assert [] == list(await store.read(["k"], ["list"]))
+    assert 0 == sum((await store.owners()).values())
+    await store.close()
+    await later.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_a_store_that_hangs(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first call that waits, none does until the store answers; what was given up is not done later."""
+    server: Server = request.getfixturevalue(kind)
+    monkeypatch.setattr(Store, "timeout", 0.2)
+    monkeypatch.setattr(Store, "probe_seconds", 0.01)
+    store = opened(server.url())
+    await store.put("k", "me", b"head", 0)
+    await store.sweep()
+    writer: sqlite3.Connection | None = None
+    if kind == "file":
+        writer = sqlite3.connect(tmp_path / "state" / "file", isolation_level=None)
+        writer.execute("BEGIN IMMEDIATE")
+    else:
+        server.freeze()
+    try:
+        with capture_logs() as logs:
+            for _ in range(20):
+                with pytest.raises(StoreUnavailable) as refused:
+                    await store.append("k", "me", PAIR)
+                assert refused.value.retry_after
+            assert not store.available
+            if writer is None:
+                server.thaw()
+            else:
+                writer.execute("COMMIT")
+                writer.close()
+            assert store._probing is not None
+            await store._probing
+    finally:
+        if writer is None:
+            server.thaw()
+    assert ["warning", "info"] == [line["log_level"] for line in logs]
+    assert Page([], False) == await page(store, "k")
+    assert await store.append("k", "me", PAIR)
+    assert PAIR == list((await page(store, "k")).rows)
+    await store.close()
+
+
+async def test_growth_has_a_bound() -> None:
+    """Who writes faster than is dropped is refused for a moment; others are not."""
+    store = opened("memory", max_size=40_000, max_size_per_key=10_000)
+    with pytest.raises(StoreUnavailable, match="cannot be used"):
+        await store.put("k", "me", bytes(5001), 0)
+    await store.put("other", "you", bytes(5000), 0)
+    await store.sweep()
+    assert {"you": 5000} == await store.owners()
+    await store.put("k", "me", bytes(1000), 0)
+    await store.close()
+
+
+async def test_many_more_than_may_be_kept(tmp_path: Path) -> None:
+    """The first write does not wait for what is dropped, which goes on while others read and write."""
+    path = tmp_path / "file"
+    store = opened(f"sqlite:{path}")
+    await store.put("k", "me", bytes(100), 0)
+    await store.close()
+    connection = sqlite3.connect(path)
+    connection.executemany(
+        "INSERT INTO triton_openai_entry SELECT 'k' || ?, owner, parent, version, used - 10, holder, until, size, rows,"
+        " next, head FROM triton_openai_entry WHERE key = 'k'",
+        [(number,) for number in range(5000)],
+    )
+    connection.execute("UPDATE triton_openai_owner SET size = 500100")
+    connection.commit()
+    connection.close()
+    store = opened(f"sqlite:{path}", max_size=1000)
+    await store.get("k")
+    assert await store.put("new", "me", b"", 0)
+    assert 400_000 < sum((await store.owners()).values())
+    await store.sweep()
+    assert 1000 >= sum((await store.owners()).values())
+    assert None not in (await store.get("k"), await store.get("new"))
+    await store.close()
+
+
+async def test_a_file_is_kept_and_is_private(tmp_path: Path) -> None:
+    """What was written is there after a restart, and nobody else can read it; a newer schema is refused."""
+    path = tmp_path / "a" / "b"
+    for number in range(2):
+        store = opened(f"sqlite:{path}")
+        assert bool(number) == (await store.get("k") is not None)
+        await store.put("k", "me", b"x", number)
+        await store.close()
+    assert 0o600 == path.stat().st_mode & 0o777
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    store = opened(f"sqlite:{path}")
+    with pytest.raises(ConfigurationError):
+        await store.get("k")
+    await store.close()
+    (tmp_path / "folder").mkdir()
+    broken = opened(f"sqlite:{tmp_path / 'folder'}")
+    with pytest.raises(StoreUnavailable):
+        await broken.get("k")
+    await broken.close()
+
+
+async def test_what_an_earlier_version_kept(tmp_path: Path) -> None:
+    """It is dropped, and the log says so."""
+    path = tmp_path / "file"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE triton_openai_state (key TEXT)")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    store = opened(f"sqlite:{path}")
+    with capture_logs() as logs:
+        assert await store.put("k", "me", b"x", 0)
+    assert ["warning"] == [line["log_level"] for line in logs]
+    await store.close()
+
+
+async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a file in the state folder, or memory where there can be none."""
+    for folder in (tmp_path, Path("/proc/nowhere")):
+        monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+        store = opened("sqlite")
+        assert await store.put("k", "me", b"v", 0)
+        assert await store.get("k") is not None
+        await store.close()
+    assert (tmp_path / "triton-openai" / "responses.sqlite").exists()
+
+
+async def test_a_file_that_is_deleted(tmp_path: Path) -> None:
+    """What was in it is gone; what is written from then on is in a new file, which other processes see."""
+    first, second = opened(f"sqlite:{tmp_path / 'file'}"), opened(f"sqlite:{tmp_path / 'file'}")
+    await first.put("a", "me", b"1", 0)
+    for name in ("file", "file-wal", "file-shm"):
+        (tmp_path / name).unlink()
+    assert await first.get("a") is None
+    assert await first.put("b", "me", b"2", 0)
+    assert await second.get("b") is not None
+    await first.close()
+    await second.close()

@@ -1,0 +1,338 @@
+"""
+What every store does: entries with rows, the time limit of an operation, and the sweep.
+
+An entry has a head, which is replaced as a whole, and rows in named lists, which are added, read and deleted one by
+one. It belongs to an owner, and may have a parent: entries that go on from each other are a chain. Whoever works on an
+entry holds its lease.
+
+What has not been used for longer than the configured age is dropped. So is what an owner used longest ago, while he has
+more than his share, or while all have too much together and he has most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import structlog
+
+from triton_openai.config.tree import ResponsesSettings
+from triton_openai.errors import ConfigurationError, ServiceError, StoreUnavailable
+
+_log = structlog.get_logger(__name__)
+_SWEEP_SECONDS = 300.0
+# The sweep also begins when this part of a size was written since the last one; writing ends at the other part.
+_SWEEP_PART = 16
+_MOST_PART = 2
+# Entries and bytes that the sweep drops at once.
+BATCH = 64
+_BATCH_SIZE = 8 * 1024 * 1024
+# What is read becomes used at most this often.
+TOUCH_SECONDS = 3600.0
+
+
+class Row(NamedTuple):
+    """A row of a *list*: its *id*, of which an entry has no two, and what it holds."""
+
+    list: str
+    id: str
+    data: bytes
+
+
+class Entry(NamedTuple):
+    """An entry without its rows: *size* is that of head and rows in bytes, *until* the end of its lease."""
+
+    owner: str
+    head: bytes
+    version: int
+    parent: str | None
+    until: float
+    size: int
+    rows: int
+
+
+class Page(NamedTuple):
+    """Rows of a list, and whether it has more of them."""
+
+    rows: Sequence[Row]
+    more: bool
+
+
+class Link(NamedTuple):
+    """
+    An entry of a chain, with the number and the bytes of its rows.
+
+    *found* is false for one that is gone, or that belongs to another owner. *until* is the end of its lease.
+    """
+
+    key: str
+    found: bool
+    until: float
+    rows: int
+    size: int
+
+
+class Place(NamedTuple):
+    """Where a row is to be found."""
+
+    key: str
+    id: str
+
+
+class EntryFull(Exception):
+    """The rows would make an entry exceed a bound; nothing was added."""
+
+
+class Store(ABC):
+    """
+    Keeps entries. Every method raises :class:`StoreUnavailable` when it cannot.
+
+    What takes too long is not applied after its caller was told that it failed. From then on all operations fail at
+    once, until the store answers again.
+    """
+
+    #: Longest time for one operation, in seconds.
+    timeout: ClassVar[float] = 5.0
+    #: A store that does not answer is asked this often whether it does again.
+    probe_seconds: ClassVar[float] = 1.0
+
+    def __init__(self, settings: ResponsesSettings) -> None:
+        self._settings = settings
+        self._share = settings.max_size_per_key or settings.max_size
+        #: Bytes written by owner since the last sweep, less what that has dropped.
+        self._written: Counter[str] = Counter()
+        self._next_sweep = 0.0
+        self._sweeping: asyncio.Task[None] | None = None
+        self._probing: asyncio.Task[None] | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the store answers, as far as is known."""
+        return self._probing is None
+
+    @abstractmethod
+    async def get(self, key: str) -> Entry | None:
+        """Return the entry of *key*."""
+
+    @abstractmethod
+    async def put(
+        self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
+        holder: str = "", lease: float = 0.0,
+    ) -> bool:  # fmt: skip
+        """
+        Replace the head of *version*, 0 for none, by *head*, and add *rows*.
+
+        *holder* has the lease for *lease* seconds; any other one ends. Returns whether the entry had the version.
+        """
+
+    @abstractmethod
+    async def append(
+        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None
+    ) -> bool:
+        """
+        Add *rows*, except those whose ids the entry has; return whether there is such an entry.
+
+        Raises :class:`EntryFull` if it would have more rows or bytes than allowed.
+        """
+
+    @abstractmethod
+    async def claim(self, key: str, holder: str, seconds: float, *, renew: bool = False) -> bool:
+        """
+        Give *holder* the lease of an entry for *seconds*, 0 to end it; return whether he has it.
+
+        He gets it if he holds it, or if nobody does; the latter not if he is to *renew* it.
+        """
+
+    @abstractmethod
+    async def page(
+        self, key: str, name: str, *, after: str | None = None, limit: int, most_size: int, reverse: bool = False
+    ) -> Page | None:
+        """
+        Return *limit* rows of the list *name* that follow the one with the id *after*; ``None`` if that is not there.
+
+        They are fewer if they have more than *most_size* bytes, but at least one.
+        """
+
+    @abstractmethod
+    async def sizes(self, owner: str, places: Collection[Place]) -> Mapping[Place, int]:
+        """Return the sizes of those rows at *places* that *owner* has."""
+
+    @abstractmethod
+    async def fetch(self, owner: str, places: Collection[Place]) -> Mapping[Place, bytes]:
+        """Return those rows at *places* that *owner* has."""
+
+    @abstractmethod
+    async def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Sequence[Link]:
+        """Return the entry of *key*, its parent and so on, *most* of them, with what their lists *names* have."""
+
+    @abstractmethod
+    async def read(self, keys: Sequence[str], names: Sequence[str]) -> Sequence[bytes]:
+        """Return the rows that the entries of *keys* have in the lists *names*, in the order of both names and keys."""
+
+    @abstractmethod
+    async def delete(self, key: str) -> bool:
+        """Drop the entry of *key*; return whether there was one."""
+
+    @abstractmethod
+    async def delete_row(self, key: str, row_id: str) -> bool:
+        """Drop a row; return whether there was one."""
+
+    @abstractmethod
+    async def owners(self) -> Mapping[str, int]:
+        """Return the bytes that every owner has."""
+
+    @abstractmethod
+    async def _drop(self, owner: str, before: float, surplus: int) -> int:
+        """
+        Drop a batch of what *owner* used longest ago: what he used before *before*, and *surplus* bytes.
+
+        Returns their bytes.
+        """
+
+    @abstractmethod
+    async def _disconnect(self) -> None: ...
+
+    async def close(self) -> None:
+        """Disconnect."""
+        tasks = [task for task in (self._sweeping, self._probing) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._disconnect()
+
+    @asynccontextmanager
+    async def _operation(self, *, inner: bool = False) -> AsyncIterator[None]:
+        """
+        Hold the block to the time limit, and raise :class:`StoreUnavailable` for whatever a driver raises.
+
+        *inner* operations are the store's own: they run while it is not available, and start no sweep.
+        """
+        if not (inner or self.available):
+            raise _unavailable("it did not answer in time, and does not yet again")
+        try:
+            async with asyncio.timeout(self.timeout):
+                yield
+        except (ServiceError, EntryFull):
+            raise
+        except Exception as error:
+            if isinstance(error, TimeoutError) and self._probing is None:
+                _log.warning("the store of responses does not answer: responses are not kept until it does")
+                self._probing = asyncio.create_task(self._probe())
+            raise _unavailable(f"{type(error).__name__}: {error}") from error
+        if not inner and time.monotonic() > self._next_sweep and self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep())
+
+    async def sweep(self) -> None:
+        """Drop what is too old and what is too much. A store begins with it by itself from time to time."""
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep())
+        await asyncio.shield(self._sweeping)
+
+    @abstractmethod
+    async def _ping(self) -> None:
+        """Return if the store answers, as an inner operation."""
+
+    async def _probe(self) -> None:
+        answers = False
+        while not answers:
+            await asyncio.sleep(self.probe_seconds)
+            try:
+                await self._ping()
+                answers = True
+            except ServiceError as error:
+                _log.debug("the store of responses does not answer yet", reason=error.reason)
+        self._probing = None
+        _log.info("the store of responses answers again")
+
+    def _charge(self, owner: str, rows: Sequence[Row], size: int = 0) -> None:
+        """
+        Count what *owner* writes: *rows*, and *size* bytes besides.
+
+        Raises :class:`StoreUnavailable` if he writes faster than the sweep drops.
+        """
+        size += sum(len(row.data) for row in rows)
+        own, whole = self._written[owner] + size, self._written.total() + size
+        if own > self._share // _MOST_PART or whole > self._settings.max_size // _MOST_PART:
+            self._next_sweep = 0.0
+            raise _unavailable("more is written than can be dropped, or than may be kept at all")
+        self._written[owner] = own
+        if own > self._share // _SWEEP_PART or whole > self._settings.max_size // _SWEEP_PART:
+            self._next_sweep = 0.0
+
+    async def _sweep(self) -> None:
+        # In batches, between which others have their turn.
+        try:
+            before = time.time() - self._settings.max_age_seconds
+            owners = dict(await self.owners())
+            for owner in owners:
+                while dropped := await self._drop_batch(owner, before, 0):
+                    owners[owner] -= dropped
+            while owners:
+                largest = max(owners, key=owners.__getitem__)
+                surplus = max(owners[largest] - self._share, sum(owners.values()) - self._settings.max_size)
+                dropped = await self._drop_batch(largest, before, surplus) if surplus > 0 else 0
+                if not dropped:
+                    break
+                owners[largest] -= dropped
+            self._written.clear()
+            self._next_sweep = time.monotonic() + _SWEEP_SECONDS * random.uniform(0.8, 1.2)
+        except ServiceError as error:
+            _log.warning("what is surplus in the store of responses is not dropped", reason=error.reason)
+            self._next_sweep = time.monotonic() + _SWEEP_SECONDS / 10
+        finally:
+            self._sweeping = None
+
+    async def _drop_batch(self, owner: str, before: float, surplus: int) -> int:
+        began = time.monotonic()
+        dropped = await self._drop(owner, before, surplus)
+        self._written[owner] -= min(dropped, self._written[owner])
+        if dropped:
+            # As long as it took is for others.
+            await asyncio.sleep(time.monotonic() - began)
+        return dropped
+
+
+def oldest(found: Sequence[tuple[str, float, int]], before: float, surplus: int) -> Sequence[tuple[str, int]]:
+    """Return keys and sizes of those to drop of *found*: keys, times of use and sizes, the oldest first."""
+    dropped: list[tuple[str, int]] = []
+    total = 0
+    for key, used, size in found:
+        if (used >= before and total >= surplus) or total > _BATCH_SIZE:
+            break
+        dropped.append((key, size))
+        total += size
+    return dropped
+
+
+def within(sizes: Sequence[int], limit: int, most: int) -> int:
+    """Return how many of *sizes* a page has."""
+    count = total = 0
+    for size in sizes[:limit]:
+        total += size
+        if count and total > most:
+            break
+        count += 1
+    return count
+
+
+def _unavailable(detail: str) -> StoreUnavailable:
+    return StoreUnavailable("The store of responses cannot be used at the moment.", detail=detail, retry_after=2)
+
+
+def driver(module: str, extra: str) -> Any:
+    """Import a driver, which only few services need. Raises :class:`ConfigurationError`."""
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--responses-store needs the extra [{extra}]: pip install 'triton-openai[{extra}]'."
+        ) from error
