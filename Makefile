@@ -49,13 +49,22 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
+# Before anything is installed: without Triton, what follows would only fail later.
+.PHONY: has-triton
+has-triton:
+	@$(firstword $(wildcard $(BIN)/python) $(PYTHON) python3) -c 'import platform, sys; \
+	    have = "Python {}.{} on {} {}".format(*sys.version_info[:2], platform.system(), platform.machine()); \
+	    fits = sys.version_info < (3, 13) and have.endswith("Linux x86_64"); \
+	    sys.exit(None if fits else f"PyPI has Triton for Python 3.11 and 3.12 on Linux x86_64, and this is {have}. " \
+	        "Choose another Python with PYTHON=python3.12 (after make clean), or make install the service alone.")'
+
 # One stamp for each set of extras; the larger set vouches for the smaller ones.
 $(VENV)/.service: $(METADATA) | $(BIN)/python
 	$(call announce,the service and what it needs,about 250 MB)
 	@$(INSTALL) .
 	@touch $@
 
-$(VENV)/.demo: $(METADATA) | $(BIN)/python
+$(VENV)/.demo: $(METADATA) | has-triton $(BIN)/python
 	$(call announce,the service$(comma) a Triton server and a small language model for the demo,about 750 MB)
 	@$(INSTALL) '.[demo,otlp]'
 	@$(WEIGHTS)
@@ -95,7 +104,7 @@ pythons: ## run the unit tests on each supported Python that is installed
 	    $$environment/bin/python -m pytest tests/unit $(PARALLEL) $(ARGS); done
 
 .PHONY: test
-test: $(VENV)/.develop ## run every test, against a real Triton (ARGS="-k name" picks)
+test: has-triton $(VENV)/.develop ## run every test, against a real Triton (ARGS="-k name" picks)
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 .PHONY: demo

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -265,6 +267,37 @@ def test_demo() -> None:
     question, answer = re.findall(r"^[QA]: (.+)$", out, re.MULTILINE)
     assert question in answer
     assert "stand-in" in answer
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_commands_of_a_demo_with_a_key() -> None:
+    """What it prints to copy has the key, and works; its scripted models call tools without further flags."""
+    restricted = ("--openai-restricted-api", "embedding", "x-more", "a b")
+    process = _start("demo", "--scripted", "--port", "0", "--api-key", "me:o'key$x", *restricted)
+    try:
+        assert process.stdout is not None
+        lines = list(itertools.takewhile(lambda line: not line.startswith("Ctrl-C"), process.stdout))
+        text = "".join(lines[lines.index("Ask it yourself:\n") + 1 :])
+        commands = [each.strip().replace("curl ", "curl -sS --fail -m 60 ", 1) for each in text.strip().split("\n\n")]
+        answers = [subprocess.check_output(["sh", "-c", each], text=True) for each in commands]
+        call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+        asked = {
+            "model": "ensemble",
+            "messages": [{"role": "user", "content": f"Weather? <<steer {json.dumps({'text': call})}>>"}],
+            "tools": [{"type": "function", "function": {"name": "get_weather"}}],
+        }
+        url = re.findall(r'base_url="(.+)"', "".join(lines))[0] + "/chat/completions"
+        head = {"Content-Type": "application/json", "Authorization": "Bearer o'key$x"}
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode(), head)) as response:
+            (choice,) = json.load(response)["choices"]
+        process.send_signal(signal.SIGINT)
+        assert 0 == process.wait(30)
+    finally:
+        process.kill()
+        process.communicate()
+
+    assert [True, True] == ["data: [DONE]" in answers[0], '"embedding"' in answers[1]]
+    assert {"name": "get_weather", "arguments": '{"city": "Bonn"}'} == choice["message"]["tool_calls"][0]["function"]
 
 
 def test_inspect(triton, capsys: pytest.CaptureFixture[str]) -> None:

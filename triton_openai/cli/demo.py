@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import msgspec
 from triton_openai.cli.arguments import Parsed
 from triton_openai.cli.banner import Banner
 from triton_openai.cli.serve import serve_demo
-from triton_openai.config.tree import AccessSettings, ModelDefaults, Settings, TlsSettings, TritonAccess
+from triton_openai.config.tree import AccessSettings, Group, ModelDefaults, Settings, TlsSettings, TritonAccess
 from triton_openai.demo.engine import PASSIVE, Engine, missing
 from triton_openai.demo.repository import CONTEXT_LENGTH, build_repository
 from triton_openai.demo.weights import find_model
@@ -42,7 +44,7 @@ _TOOL = {
     },
 }
 # A model as small as the demo's goes on calling until it is stopped.
-_CALL = {"tools": [_TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+_CALL: Mapping[str, Any] = {"tools": [_TOOL], "tool_choice": "required", "parallel_tool_calls": False}
 _PREFERRED_MODEL = "ensemble"
 _SHOWN = ("ensemble", "vllm_model", "text_embedding")
 _ANSWER_SECONDS = 60
@@ -89,7 +91,7 @@ def demo(settings: Settings, environ: Mapping[str, str], options: Parsed) -> int
         triton = triton_for(settings, {**environ, **PASSIVE}, backends=repository.backends)
         if engine is not None:
             engine.wait()
-        talk = partial(_talk, headers=_headers(settings.access), speaks=engine is not None, once=options.once)
+        talk = partial(_talk, access=settings.access, speaks=engine is not None, once=options.once)
         return serve_demo(settings, sockets, triton, talk)
 
 
@@ -110,11 +112,14 @@ def _start_engine(folder: Path, environ: Mapping[str, str], options: Parsed, *, 
 
 
 def _defaults(given: ModelDefaults, tokenizer: Path, *, speaks: bool) -> ModelDefaults:
-    """Return *given* with the tokenizer, and with what a language model as small as the demo's needs."""
+    """Return *given* with the tokenizer, and with what scripted models or a language model as small as this need."""
     replace = msgspec.structs.replace
     defaults = replace(given, tokenizer=given.tokenizer or str(tokenizer))
     if not speaks:
-        return defaults
+        own = given.tokenizer or given.chat_template or given.history_template
+        # That of their tokenizer shows no tools.
+        template = given.chat_template if own else str(files("triton_openai.demo") / "chat_template.jinja")
+        return replace(defaults, chat_template=template)
     sampling = given.default_parameters
     return replace(
         defaults,
@@ -135,23 +140,23 @@ def _with_own_key(access: AccessSettings) -> AccessSettings:
     return msgspec.structs.replace(access, api_key=(f"demo question:{secrets.token_hex(32)}",))
 
 
-def _headers(access: AccessSettings) -> dict[str, str]:
-    """Return the headers that authorize the demo's own question."""
-    headers = {entry.header: entry.value for entry in access.openai_restricted_api if "inference" in entry.apis}
+def _headers(access: AccessSettings, group: Group = "inference") -> dict[str, str]:
+    """Return the headers that authorize a request to the APIs of *group*."""
+    headers = {entry.header: entry.value for entry in access.openai_restricted_api if group in entry.apis}
     if access.api_key:
         _, _, key = access.api_key[0].rpartition(":")
         headers["x-api-key"] = key
     return headers
 
 
-async def _talk(banner: Banner, *, headers: Mapping[str, str], speaks: bool, once: bool) -> int | None:
+async def _talk(banner: Banner, *, access: AccessSettings, speaks: bool, once: bool) -> int | None:
     """Ask as a client and print the answers; return the exit status if that is *once* and for all."""
     names = [model.name for model in banner.models if model.adapter]
     if not names:
         raise ConfigurationError("The demo's models did not become ready.")
     model = _PREFERRED_MODEL if _PREFERRED_MODEL in names else names[0]
     timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
-    async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=_headers(access)) as session:
         url = f"{banner.base_url}/chat/completions"
         asked: dict[str, Any] = {"model": model, "stream": True, "max_tokens": 64, "temperature": 0, "seed": 1}
         problem = await _ask(session, url, asked, _QUESTION if speaks else _SCRIPTED_QUESTION)
@@ -161,7 +166,7 @@ async def _talk(banner: Banner, *, headers: Mapping[str, str], speaks: bool, onc
         print(problem, flush=True)
     if once:
         return 1 if problem else 0
-    print(_snippets(banner.base_url, model, speaks=speaks), flush=True)
+    print(_snippets(banner.base_url, model, access, speaks=speaks), flush=True)
     return None
 
 
@@ -194,9 +199,13 @@ async def _ask(session: aiohttp.ClientSession, url: str, asked: Mapping[str, Any
     return None
 
 
-def _snippets(base_url: str, model: str, *, speaks: bool) -> str:
-    def curl(path: str, **body: Any) -> str:
-        return f"  curl {base_url}/{path} -H 'Content-Type: application/json' \\\n    -d '{json.dumps(body)}'"
+def _snippets(base_url: str, model: str, access: AccessSettings, *, speaks: bool) -> str:
+    """Return commands to copy, with the key: its owner, who has started the demo, reads them."""
+
+    def curl(path: str, group: Group = "inference", **body: Any) -> str:
+        headers = {**_headers(access, group), "Content-Type": "application/json"}
+        shown = " ".join(f"-H {shlex.quote(f'{name}: {value}')}" for name, value in headers.items())
+        return f"  curl {base_url}/{path} {shown} \\\n    -d {shlex.quote(json.dumps(body))}"
 
     def user(content: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": content}]
@@ -204,5 +213,5 @@ def _snippets(base_url: str, model: str, *, speaks: bool) -> str:
     examples = [curl("chat/completions", model=model, messages=user("Hello!"), stream=True)]
     if speaks:
         examples.append(curl("chat/completions", model=model, messages=user(_WEATHER), **_CALL))
-    examples.append(curl("embeddings", model="text_embedding", input=["How do I bake bread?"]))
+    examples.append(curl("embeddings", "embedding", model="text_embedding", input=["How do I bake bread?"]))
     return "\n\n".join(["\nAsk it yourself:", *examples, "Ctrl-C ends the demo.\n"])
