@@ -125,7 +125,7 @@ class ServiceError(Exception):
         retry 429 and 503 only with ``Retry-After``.
         """
         if self.retry_after is not None or self.status in (429, 503):
-            return {"Retry-After": f"{max(1, round(self.retry_after or 1))}"}
+            return {"Retry-After": f"{max(1, math.ceil(self.retry_after or 1))}"}
         return {} if self.retryable else {"x-should-retry": "false"}
 
 
@@ -259,7 +259,7 @@ class RateLimited(Overloaded):
     """The key has reached its limit per minute or of concurrent requests; *kind* is ``requests`` or ``tokens``."""
 
     def __init__(self, message: str, *, kind: str, wait: float) -> None:
-        super().__init__(message, retry_after=math.ceil(wait))
+        super().__init__(message, retry_after=wait)
         self.kind = kind
 
     def body(self) -> dict[str, Any]:

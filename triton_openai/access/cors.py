@@ -17,6 +17,7 @@ from triton_openai.errors import OriginNotAllowed
 #: What scripts may read beside the few headers that they always may.
 EXPOSED = (
     "x-request-id",
+    "openai-processing-ms",
     "retry-after",
     "x-max-tokens",
     "x-should-retry",

@@ -93,14 +93,18 @@ class _Minute:
         return sum([count for _, count in self._ticks])
 
     def below_in(self, limit: int, now: float) -> float:
-        """Return the seconds until there are fewer than *limit*."""
+        """
+        Return the seconds until there are fewer than *limit*.
+
+        A minute at most, though a tick may last longer: the official clients try at once when they are told more.
+        """
         used, wait = self.used(now), 0.0
         for tick, count in self._ticks:
             if used < limit:
                 break
             used -= count
             wait = tick + _TICKS - now
-        return wait
+        return min(wait, WINDOW)
 
 
 class _Account:
@@ -149,8 +153,7 @@ class RateLimits:
                     f"Rate limit reached for '{name}' on {kind} per minute: limit {most}, used "
                     f"{minute.used(now)}. Please try again in {_duration(wait)}.",
                     kind=kind,
-                    # The official clients wait for a minute at most, and else try again at once.
-                    wait=min(wait, WINDOW),
+                    wait=wait,
                 )
         if refusal is None:
             account.running += 1
@@ -161,8 +164,9 @@ class RateLimits:
             if most is not None:
                 headers[f"x-ratelimit-limit-{kind}"] = str(most)
                 headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, most - minute.used(now)))
-                # Nothing is left of it then.
-                headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(1, now))
+                # Until nothing of it is used, or something is left of it: never longer than Retry-After.
+                spent = minute.used(now) >= most
+                headers[f"x-ratelimit-reset-{kind}"] = _duration(minute.below_in(most if spent else 1, now))
         return Decision(headers, refusal)
 
     def leave(self, name: str, tokens: int) -> None:

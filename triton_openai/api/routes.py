@@ -99,10 +99,16 @@ _SCHEMES: Mapping[str, Mapping[str, str]] = {
     "XApiKeyHeader": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's send it."},
 }
 # Headers of answers.
-_REQUEST_ID = {
-    "description": "The request's id: the client's own `x-request-id`, or one that was made for it.",
-    "required": True,
-    "schema": _STRING,
+_ALWAYS = {
+    "x-request-id": {
+        "description": "The request's id: the client's own `x-request-id`, or one that was made for it.",
+        "required": True,
+        "schema": _STRING,
+    },
+    "openai-processing-ms": {
+        "description": "Milliseconds from the request to the head of its answer.",
+        "schema": _COUNT,
+    },
 }
 _AUTHENTICATE = {"description": "How a key is given.", "schema": {"const": "Bearer"}}
 _RETRY_AFTER = {"description": "Seconds after which trying again may work.", "schema": {**_COUNT, "minimum": 1}}
@@ -139,7 +145,7 @@ def describe(settings: Settings) -> dict[str, Any]:
         if operation.failure is not None and operation.answer is not None:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
-        headers = {"x-request-id": _REQUEST_ID, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
+        headers = {**_ALWAYS, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         described: dict[str, Any] = {
             "operationId": operation.name,
             "tags": [operation.group],
@@ -240,7 +246,7 @@ def _failure(
         f"- `{type_of(status) if anthropic else kind.code}`: {prose(kind.__doc__).partition(chr(10))[0]}"
         for kind in kinds
     ]
-    headers: dict[str, Any] = {"x-request-id": _REQUEST_ID}
+    headers: dict[str, Any] = {**_ALWAYS}
     if status == 401:
         headers["WWW-Authenticate"] = _AUTHENTICATE
     if status == 429 and keys:

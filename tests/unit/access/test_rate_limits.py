@@ -90,6 +90,7 @@ def test_tokens_are_charged_when_they_are_known(limits: RateLimits, clock: Clock
     assert "0" == refused.headers["x-ratelimit-remaining-tokens"]
     # The first 70 go a minute after they came, within a tick.
     assert {"Retry-After": "51"} == dict(refused.refusal.headers())
+    assert "51s" == refused.headers["x-ratelimit-reset-tokens"]
     assert refused.refusal.message.endswith(
         "for 'a' on tokens per minute: limit 100, used 140. Please try again in 51s."
     )
@@ -160,7 +161,7 @@ def test_several_limits(limits: RateLimits) -> None:
     assert used is not None
     assert "at the same time" in busy.message
     assert "requests per minute" in used.message
-    assert "try again in 1m1s." in used.message
+    assert "try again in 1m0s." in used.message
     assert "60" == used.headers()["Retry-After"]
 
 
