@@ -85,14 +85,16 @@ class Nginx:
                 location = /generation {{ return 200 "{generation}"; }}
                 location / {{
                     proxy_pass http://replicas; proxy_http_version 1.1; proxy_set_header Connection "";
-                    proxy_buffering off; proxy_read_timeout 60s;
+                    proxy_buffering {buffering}; proxy_read_timeout 60s;
                 }}
             }}
         }}
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, buffering: bool = False) -> None:
         folder.mkdir()
+        # The service asks for none in its answers.
+        self._buffering = "on; proxy_ignore_headers X-Accel-Buffering" if buffering else "off"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
@@ -111,6 +113,7 @@ class Nginx:
         servers = " ".join(f"server 127.0.0.1:{port};" for port in sorted(ports)) or "server 127.0.0.1:9;"
         self._generation += 1
         parts = {"folder": self._folder, "port": self.port, "servers": servers, "generation": self._generation}
+        parts["buffering"] = self._buffering
         self._write(self._CONFIG.format(**parts))
         if self._process is None:
             self._process = self._start()

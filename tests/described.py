@@ -87,8 +87,10 @@ def _events(body: bytes) -> Iterator[bytes]:
             name, _, data = block.rpartition(b"\n")
             assert data.startswith(b"data: "), block
             data = data.removeprefix(b"data: ")
-            # An event of Anthropic's API, or of the Responses API, is named like its type.
-            assert not name or name == b"event: " + json.loads(data)["type"].encode(), block
+            # An event of Anthropic's API, or of the Responses API, is named like its type. Of the others, an error is.
+            found = {} if data == b"[DONE]" else json.loads(data)
+            kind = found.get("type") or ("error" if "error" in found else None)
+            assert name == (f"event: {kind}".encode() if kind else b""), block
             if data != b"[DONE]":
                 yield data
 

@@ -6,7 +6,7 @@ import asyncio
 import io
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-from aiohttp import ClientResponse
+from aiohttp import ClientPayloadError, ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
 from tests import described
 from tests.triton_fixture import TestTriton
+from triton_openai.api import sse
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app
 from triton_openai.config.tree import ModelSettings, Settings, TritonSettings
@@ -57,6 +58,8 @@ class Answer:
         blocks = self.body.decode().split("\n\n")
         assert "" == blocks.pop(), "the body ends in the middle of an event"
         events = [block for block in blocks if not block.startswith(":")]
+        # The one event with a name is the last one of a stream that failed.
+        events = [event.removeprefix("event: error\n") for event in events]
         assert all(event.startswith("data: ") and "\n" not in event for event in events)
         return [event.removeprefix("data: ") for event in events]
 
@@ -71,6 +74,25 @@ class Answer:
     def normalised(self) -> bytes:
         """The body with what differs from call to call (id and time), and the fingerprint, replaced."""
         return _VOLATILE.sub(lambda found: found[found.lastindex or 0] + b'"*"', self.body)
+
+
+async def read(response: ClientResponse) -> tuple[bytes, bool]:
+    """Return the body, and whether it was broken off."""
+    body = bytearray()
+    try:
+        async for piece in response.content.iter_any():
+            body += piece
+    except ClientPayloadError:
+        return bytes(body), True
+    return bytes(body), False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_ends() -> Iterator[None]:
+    """Let broken streams end soon: the tests' clients read at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sse, "CLOSE_SECONDS", 0.05)
+        yield
 
 
 _RUNNING: set[Proxy] = set()
@@ -103,7 +125,9 @@ class Proxy:
 
     @staticmethod
     async def _answer(method: str, path: str, response: ClientResponse) -> Answer:
-        answer = Answer(response.status, response.headers.copy(), await response.read())
+        body, broken = await read(response)
+        answer = Answer(response.status, response.headers.copy(), body)
+        assert broken == (b'event: error\ndata: {"error":' in body), "broken for no reason, or not broken"
         described.check(method, path, answer.status, answer.headers, answer.body)
         return answer
 

@@ -64,6 +64,7 @@ class Reply(msgspec.Struct, frozen=True):
         blocks = self.body.decode().split("\n\n")
         assert "" == blocks.pop(), "the body ends in the middle of an event"
         events = [block for block in blocks if not block.startswith(":")]
+        events = [event.removeprefix("event: error\n") for event in events]
         assert all(event.startswith("data: ") for event in events)
         return [event.removeprefix("data: ") for event in events]
 
@@ -152,7 +153,13 @@ def exchange(
     given = {"Content-Type": "application/json"} if data is not None else {}
     connection.request(method, path, data, {**given, **(headers or {})})
     response = connection.getresponse()
-    return Reply(response.status, dict(response.headers.items()), response.read())
+    try:
+        data = response.read()
+    except http.client.IncompleteRead as error:
+        # A stream that failed.
+        data = error.partial
+        assert b'event: error\ndata: {"error":' in data
+    return Reply(response.status, dict(response.headers.items()), data)
 
 
 @contextlib.contextmanager

@@ -180,6 +180,8 @@ class Stream:
             self.response = self._connection.getresponse()
             assert 200 == self.response.status, self.response.read()
         line = self.response.readline().decode()
+        if line == "event: error\n":
+            line = self.response.readline().decode()
         assert line == "" or self.response.readline() == b"\n"
         return line.rstrip("\n").removeprefix("data: ")
 

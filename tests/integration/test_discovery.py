@@ -14,7 +14,7 @@ import pytest
 from yarl import URL
 
 from tests.conformance.fake_triton import FakeTriton, config_of
-from tests.proxy_fixture import Proxy, changed, serving
+from tests.proxy_fixture import Proxy, changed, read, serving
 from tests.triton_fixture import embedded, frozen
 from triton_openai.cli.inspect import inspect_models
 from triton_openai.config.tree import DefaultParameters, ModelDefaults, ModelSettings, Settings, TritonSettings
@@ -241,13 +241,13 @@ async def test_a_triton_that_dies_in_the_middle(server, transport):
         async with proxy.client.post("/v1/completions", json={**body, "stream": True}) as response:
             await response.content.readuntil(b"\n\n")
             await asyncio.to_thread(server.kill)
-            rest = (await response.content.read()).decode()
+            rest = (await read(response))[0].decode()
         answer = await whole
     await asyncio.to_thread(server.start)
 
     *_, last, end = rest.split("\n\n")
     assert "" == end
-    error = json.loads(last.removeprefix("data: "))["error"]
+    error = json.loads(last.removeprefix("event: error\ndata: "))["error"]
     assert ("upstream_disconnected", "server_error") == (error["code"], error["type"])
     assert (502, "upstream_disconnected") == (answer.status, answer.error["code"])
 

@@ -85,7 +85,8 @@ _ABOUT = (
 )
 _STREAM = (
     "With `stream`: server-sent events, each the JSON of one chunk; the last one is `[DONE]`. What goes wrong after "
-    "the first one is an event with an error, and ends the stream. Lines that begin with a colon are comments."
+    "the first one is an event with the name `error`, after which the body breaks off. Lines that begin with a colon "
+    "are comments."
 )
 _NAMED_STREAM = (
     "With `stream`: server-sent events, each named like the `type` of its JSON. What goes wrong after the first one is "

@@ -2,7 +2,8 @@
 Streams answers as server-sent events: the only place that writes them.
 
 Events are ``data: <json>`` and an empty line; a line that starts with a colon is a comment, which clients skip; the
-stream of a completion ends with ``data: [DONE]``.
+stream of a completion ends with ``data: [DONE]``. One that fails ends with an event that is named ``error``, and
+without the last chunk of its body, so that no client takes it for whole.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _HEARTBEAT = b": keep-alive\n\n"
 _SIZES = [b"%x\r\n" % size for size in range(1024)]
 # asyncio's default, above which aiohttp's writer waits.
 _HIGH_WATER = 64 * 1024
+#: How long before a broken end the last event comes: at such an end, browsers drop what the page has not read.
+CLOSE_SECONDS = 1.0
 _HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -54,6 +57,9 @@ def event(name: str, data: bytes) -> bytes:
 
 class Renderer(ABC):
     """Renders the events of one stream, with a choice for each run. Each method returns whole events, or nothing."""
+
+    #: Whether all clients know the last events of a stream that failed; else its body is broken off after them.
+    ends_failed = True
 
     @abstractmethod
     def opening(self) -> bytes:
@@ -79,9 +85,9 @@ class Renderer(ABC):
         """Return what is sent while there is nothing to send, also before the first text."""
         return _HEARTBEAT
 
+    @abstractmethod
     def failed(self, error: ServiceError) -> bytes:
         """Return the events that end a stream that went wrong."""
-        return _FIELD + error.envelope() + _END
 
 
 class Chunks(Renderer):
@@ -91,6 +97,8 @@ class Chunks(Renderer):
     The parts that all chunks share are encoded once. *kind* is the name of the chunks' type. The fingerprint is in the
     chunk with the usage if there is one, else in the last chunk of each choice, as in vLLM's server.
     """
+
+    ends_failed = False
 
     def __init__(self, kind: str, context: RequestContext[Any], task: Task, runs: Sequence[Run]) -> None:
         head = {"id": task.id, "object": kind, "created": now(), "model": context.body.model}
@@ -119,6 +127,10 @@ class Chunks(Renderer):
             return _DONE
         return self._head + b"]" + self._fingerprint + b',"usage":' + _encode(usage) + b"}" + _END + _DONE
 
+    def failed(self, error: ServiceError) -> bytes:
+        """Return the error: some clients read only the name of the event, some only its data."""
+        return event("error", error.envelope())
+
     def _usage(self) -> UsageObject | None:
         return usage_of([run.progress.usage for run in self._runs], n=self._n)
 
@@ -131,6 +143,19 @@ class Chunks(Renderer):
         """Return what follows the choice in its last chunk."""
         tail = self._counted(choice)
         return tail if self._include_usage else tail[:1] + self._fingerprint + tail[1:]
+
+
+class _Response(web.StreamResponse):
+    """The response of a stream. The body of a *broken* one ends with the connection, without its last chunk."""
+
+    broken = False
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """End the body. The client of a broken one has a while to read it, and usually leaves when it has."""
+        if self.broken:
+            await asyncio.sleep(CLOSE_SECONDS)
+        else:
+            await super().write_eof(data)
 
 
 class EventStream:
@@ -204,7 +229,12 @@ class EventStream:
     async def fail(self, error: ServiceError) -> None:
         """Send *error* as the last event. Raises ``ConnectionResetError`` if the client has disconnected."""
         events = b"" if self._flowing or not self._pending else self._first_events(answered=True)
-        await self._finish(events + await self._renderer.ended(error))
+        events += await self._renderer.ended(error)
+        # The end of the connection is that of the body over HTTP/1.0.
+        if self._renderer.ends_failed or not self._chunked:
+            await self._finish(events)
+        else:
+            await self._break_off(events)
 
     def close(self) -> None:
         """Stop the runs and the heartbeat."""
@@ -218,7 +248,7 @@ class EventStream:
     async def _send_head(self) -> None:
         """Write the status line."""
         if not self.response.prepared:
-            self.response = web.StreamResponse(headers=_HEADERS)
+            self.response = _Response(headers=_HEADERS)
             if self._chunked:
                 self.response.enable_chunked_encoding()
             else:
@@ -250,10 +280,24 @@ class EventStream:
             self._group.pause()
             self._group.wake()
 
-    async def _finish(self, events: bytes) -> None:
+    async def _break_off(self, events: bytes) -> None:
+        """Send *events*, and have the connection closed after them, in the middle of the body."""
+        self._check_connection()
+        await self._send_head()
+        self.complete = True
+        self._write(events)
+        assert isinstance(self.response, _Response)
+        self.response.broken = True
+        self.response.force_close()
+        await self._request.writer.drain()
+
+    def _check_connection(self) -> None:
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("The client has left.")
+
+    async def _finish(self, events: bytes) -> None:
+        self._check_connection()
         self.complete = True
         if self.response.prepared:
             await self.response.write_eof(events)

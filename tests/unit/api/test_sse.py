@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from tests.tls_fixture import Authority
 from triton_openai.answer.run import Push
 from triton_openai.api.chat import ChatChunks, Turn
 from triton_openai.api.generate import Task
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import ToolPlan
-from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
+from triton_openai.config.tls import server_context
+from triton_openai.config.tree import LimitSettings, ServerSettings, Settings, TlsSettings
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import Delta, Sampling
 from triton_openai.models.draining import DRAINING, Draining
@@ -112,19 +117,21 @@ def test_token_ids_are_in_each_chunk_of_a_chat() -> None:
 class Served:
     """A server that streams *runs* to whoever asks."""
 
-    def __init__(self, count: int, *, heartbeat: float = 60, timeout: float | None = None) -> None:
+    def __init__(
+        self, count: int, *, heartbeat: float = 60, timeout: float | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.runs = [ScriptedRun() for _ in range(count)]
         self.observation = Observation(request_id="r", method="POST", path="/")
         self.draining = Draining()
         self.port = 0
-        self._heartbeat, self._timeout = heartbeat, timeout
+        self._heartbeat, self._timeout, self._tls = heartbeat, timeout, tls
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[Served]:
         app = web.Application()
         app[DRAINING] = self.draining
         app.router.add_post("/", self._handle)
-        server = HttpServer(app, LimitSettings())
+        server = HttpServer(app, LimitSettings(), tls=self._tls)
         await server.start()
         with socket.create_server(("127.0.0.1", 0)) as sock:
             await server.listen(sock)
@@ -179,6 +186,15 @@ async def chunks_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield await asyncio.wait_for(reader.readexactly(size), 20)
         assert b"\r\n" == await reader.readexactly(2)
     assert b"\r\n" == await reader.readexactly(2)
+
+
+async def broken_chunks_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the chunks of a body that the connection ends without a last one, in good order, or the test fails."""
+    while line := await asyncio.wait_for(reader.readline(), 20):
+        size = int(line, 16)
+        assert size, "a whole body"
+        yield await asyncio.wait_for(reader.readexactly(size), 20)
+        assert b"\r\n" == await reader.readexactly(2)
 
 
 STEPS = st.lists(
@@ -251,12 +267,48 @@ async def test_a_failure(begun: bool) -> None:
         if not begun:
             assert head.startswith(b"HTTP/1.1 502 ")
             return
-        body = b"".join([chunk async for chunk in chunks_of(reader)])
+        body = b"".join([chunk async for chunk in broken_chunks_of(reader)])
 
-    assert body.startswith(b"data: 0(\n\ndata: 1(\n\ndata: 1a\n\ndata: {")
-    assert b"no" in body
+    assert body.startswith(b'data: 0(\n\ndata: 1(\n\ndata: 1a\n\nevent: error\ndata: {"error":{"message":"no",')
+    assert body.endswith(b"}\n\n")
     assert isinstance(served.observation.error, UpstreamError)
     assert all(run.closed for run in served.runs)
+
+
+@every_case("version, secure", [(1, False), (0, False), (1, True)])
+async def test_a_client_that_reads_late_gets_the_error(version: int, secure: bool) -> None:
+    """All that was sent, the error behind it, and then the end: nothing is reset, though the next request has come."""
+    text = "x" * 100_000
+    with TemporaryDirectory() as folder:
+        authority = Authority(Path(folder))
+        tls = server_context(TlsSettings(certificate=authority.issue("service"))) if secure else None
+        async with Served(1, tls=tls)() as served:
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", served.port))
+            named: Any = {"ssl": authority.client(), "server_hostname": "127.0.0.1"} if secure else {}
+            reader, writer = await asyncio.open_connection(sock=sock, limit=2**16, **named)
+            writer.write(HEAD % version * (1 + version))
+            await served.started()
+            (run,) = served.runs
+            pushed = 0
+            async with asyncio.timeout(20):
+                while not run.pauses:
+                    run.push([Delta(text)])
+                    pushed += 1
+                    await asyncio.sleep(0)
+            run.end(UpstreamError("no"))
+            head = await head_of(reader)
+            assert head.startswith(b"HTTP/1.%d 200 " % version)
+            if version:
+                body = b"".join([chunk async for chunk in broken_chunks_of(reader)])
+            else:
+                body = await asyncio.wait_for(reader.read(), 20)
+            writer.transport.abort()
+
+    assert pushed == body.count(b"data: 0" + text.encode() + b"\n\n")
+    assert b'event: error\ndata: {"error":{"message":"no",' in body.rpartition(text.encode())[2]
 
 
 async def test_a_heartbeat() -> None:
@@ -283,7 +335,7 @@ async def test_too_long(begun: bool) -> None:
         head = await head_of(reader)
         assert head.startswith(b"HTTP/1.1 200 " if begun else b"HTTP/1.1 504 ")
         if begun:
-            assert b"upstream_timeout" in [chunk async for chunk in chunks_of(reader)][-1]
+            assert b"upstream_timeout" in [chunk async for chunk in broken_chunks_of(reader)][-1]
         await served.runs[0].until(lambda: served.runs[0].closed)
 
 
@@ -348,7 +400,7 @@ async def test_the_service_ends() -> None:
         served.runs[0].push([Delta("a")])
         await head_of(reader)
         await served.draining.drain(0.0)
-        assert b"service_stopping" in [chunk async for chunk in chunks_of(reader)][-1]
+        assert b"service_stopping" in [chunk async for chunk in broken_chunks_of(reader)][-1]
         assert served.runs[0].closed
 
 
@@ -376,4 +428,4 @@ async def test_a_mistake_of_ours(mistake: Exception) -> None:
         served.runs[0].push([Delta("a")])
         served.runs[0].end(mistake)
         await head_of(reader)
-        assert b"The service failed" in [chunk async for chunk in chunks_of(reader)][-1]
+        assert b"The service failed" in [chunk async for chunk in broken_chunks_of(reader)][-1]

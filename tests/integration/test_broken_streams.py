@@ -1,0 +1,137 @@
+"""A stream that fails in the middle: each client gets the error first, and then no clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from tests import chromium
+from tests.balancers import Nginx
+from tests.conformance.calls import in_session_loop, steered
+from tests.proxy_fixture import Proxy, read
+from triton_openai.api import sse
+
+CLOSE_SECONDS = sse.CLOSE_SECONDS
+pytestmark = in_session_loop
+BODY = {
+    "model": "vllm_model",
+    "messages": [{"role": "user", "content": steered(text="one two three", fail_at=2, error="out of luck")}],
+    "stream": True,
+}
+SCRIPT = """(async () => {
+    const found = [];
+    for (const pause of [0, 20]) {
+        let text = "";
+        try {
+            const response = await fetch(%s, { method: "POST", headers: %s, body: %s });
+            const reader = response.body.getReader();
+            for (;;) {
+                const { value, done } = await reader.read();
+                if (done) break;
+                text += new TextDecoder().decode(value);
+                await new Promise((go) => setTimeout(go, pause));
+            }
+            found.push("whole");
+        } catch (error) {
+            found.push(error.constructor.name + " " + /event: error\\ndata: .*out of luck.*\\n\\n$/.test(text));
+        }
+    }
+    return found.join();
+})()"""
+
+
+@pytest.fixture(autouse=True)
+def _real_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let broken streams end as late as outside of tests: some clients need it."""
+    monkeypatch.setattr(sse, "CLOSE_SECONDS", CLOSE_SECONDS)
+
+
+def script(url: str) -> str:
+    """Return JavaScript that reads the stream twice, once slowly, and gives what came of it."""
+    return SCRIPT % tuple(map(json.dumps, (url, {"Content-Type": "application/json"}, json.dumps(BODY))))
+
+
+@asynccontextmanager
+async def addresses(proxy: Proxy, folder: Path) -> AsyncIterator[list[str]]:
+    """Yield the service's own address, and those of an nginx before it, which buffers or does not."""
+    found = [str(proxy.client.make_url("/")).rstrip("/")]
+    relays: list[Nginx] = []
+    if Nginx.program() is not None:
+        for name, buffering in (("off", False), ("on", True)):
+            relays.append(Nginx(folder / name, buffering=buffering))
+            await relays[-1].use([proxy.client.port or 0])
+            found.append(f"http://127.0.0.1:{relays[-1].port}")
+    try:
+        yield found
+    finally:
+        for relay in relays:
+            await relay.close()
+
+
+async def by_openai(url: str) -> None:
+    """The official client raises the error itself."""
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
+        call: Any = client.chat.completions.create
+        with pytest.raises(openai.APIError, match="out of luck"):
+            async for _ in await call(**BODY):
+                pass
+
+
+async def by_wire(url: str) -> None:
+    """Who believes a clean end sees none, and who reads the names of events finds one."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/chat/completions", json=BODY) as response,
+    ):
+        body, broken = await read(response)
+    assert broken
+    assert [b"event: error"] == [line for line in body.splitlines() if line.startswith(b"event:")]
+    assert b"[DONE]" not in body
+
+
+async def output(*command: str) -> tuple[int | None, str]:
+    """Return the exit status and the output of *command*."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    text, _ = await process.communicate()
+    return process.returncode, text.decode()
+
+
+async def by_curl(url: str) -> None:
+    """Exit status 18: a part of the file."""
+    body = ("-H", "Content-Type: application/json", "-d", json.dumps(BODY))
+    status, text = await output("curl", "--silent", "--noproxy", "*", f"{url}/v1/chat/completions", *body)
+    assert 18 == status
+    assert "event: error\ndata: " in text
+
+
+async def by_node(url: str) -> None:
+    """Node's own ``fetch``."""
+    status, text = await output("node", "-e", f"{script(f'{url}/v1/chat/completions')}.then((t) => console.log(t))")
+    assert (0, "TypeError true,TypeError true") == (status, text.strip())
+
+
+async def test_clients_see_the_error_and_then_a_broken_end(proxies: dict[str, Proxy], tmp_path: Path) -> None:
+    """Directly and behind nginx."""
+    programs = {"curl": by_curl, "node": by_node}
+    clients = [by_openai, by_wire, *[ask for name, ask in programs.items() if shutil.which(name)]]
+    async with addresses(proxies["http"], tmp_path) as found:
+        for url in found:
+            for ask in clients:
+                await ask(url)
+
+
+@pytest.mark.skipif(chromium.BINARY is None, reason="needs Chromium")
+async def test_a_browser_sees_the_error_and_then_a_broken_end(proxies: dict[str, Proxy], tmp_path: Path) -> None:
+    """Also where the page takes its time: the browser drops what is unread at such an end."""
+    async with chromium.tab(tmp_path) as tab:
+        await tab.open(str(proxies["http"].client.make_url("/")))
+        assert "TypeError true,TypeError true" == await tab.run(script("/v1/chat/completions"))
