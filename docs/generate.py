@@ -20,7 +20,8 @@ import msgspec
 from triton_openai.adapters import trtllm, trtllm_ensemble, trtllm_llmapi, vllm
 from triton_openai.adapters._common.base import Parameter, Rule
 from triton_openai.api import chat, completions
-from triton_openai.api.parameters import SamplingRequest, neutral_values
+from triton_openai.api.bodies import IGNORED_HEADER
+from triton_openai.api.parameters import SamplingRequest, ignorable, neutral_values
 from triton_openai.api.routes import OPERATIONS, prose
 from triton_openai.cli.aliases import ALIASES, ENGINE_ARGUMENTS, REFUSED, VARIABLES, WITHOUT_EFFECT
 from triton_openai.config.options import Option, bare_type, options
@@ -82,14 +83,17 @@ def parameters() -> str:
     fields = {**_fields(chat.ChatRequest), **_fields(completions.CompletionRequest)}
     # What only one of the two endpoints has is refused by the other.
     refused = sorted({*neutral_values(chat.ChatRequest), *neutral_values(completions.CompletionRequest)} - _DONE_HERE)
-    ignored = sorted(fields.keys() - _FRAME - _DONE_HERE - set(refused) - set(Sampling.__struct_fields__))
+    unused = sorted(fields.keys() - _FRAME - _DONE_HERE - set(refused) - set(Sampling.__struct_fields__))
+    ignored = [name for name in unused if name in ignorable(chat.ChatRequest)]
     return "\n".join(
         [
             *_table(["Parameter", "Values", *by_name], rows),
             "",
             f"Done for every model that can (see below): {_list(sorted(_DONE_HERE))}.",
             "",
-            f"Accepted, and without effect: {_list(ignored)}.",
+            f"Accepted, and without influence on an answer: {_list(sorted({*unused} - {*ignored}))}.",
+            "",
+            f"Ignored, and named in the header [`{IGNORED_HEADER}`](endpoints.md#what-is-ignored): {_list(ignored)}.",
             "",
             "Refused with status 400, code `unsupported_parameter` and the parameter's name, unless the value is the "
             f'one that means "not used": {_list(refused)}.',

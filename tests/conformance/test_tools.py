@@ -200,11 +200,9 @@ async def test_a_forced_call_wins_over_a_format(tooled, triton, model):
     """Agents with an output type send both: the model is held to the call, and without one to the format."""
     other = {"type": "object", "properties": {"mood": {"type": "string"}}}
     arguments, thread = '{"city": "Bonn"}', [{"role": "user", "content": steered(text='{"city": "Bonn"}')}]
-    schema, named = (
-        {"type": "json_schema", "name": "mood", "schema": other},
-        {"type": "function", "name": "get_weather"},
-    )
-    function = {**WEATHER["function"], "type": "function"}
+    schema = {"type": "json_schema", "name": "mood", "schema": other}
+    named = {"type": "function", "name": "get_weather"}
+    function = {"type": "function", "name": "get_weather", "parameters": PARAMETERS}
     tool = {"name": "get_weather", "input_schema": PARAMETERS}
     response_format = {"type": "json_schema", "json_schema": {"name": "mood", "schema": other}}
     forced = {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
@@ -214,10 +212,10 @@ async def test_a_forced_call_wins_over_a_format(tooled, triton, model):
         "/v1/responses",
         {"model": model, "input": thread, "tools": [function], "tool_choice": named, "text": {"format": schema}},
     )
-    forced = {"tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}
+    any_tool = {"tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}
     message = await tooled.post(
         "/v1/messages",
-        {"model": model, "max_tokens": 300, "messages": thread, **forced, "output_config": {"format": schema}},
+        {"model": model, "max_tokens": 300, "messages": thread, **any_tool, "output_config": {"format": schema}},
     )
 
     assert arguments == called.json["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]

@@ -22,6 +22,7 @@ EXPOSED = (
     "x-max-tokens",
     "x-should-retry",
     "x-session-token",
+    "x-triton-openai-ignored",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 # The port of an origin, which has none where it is the default one.

@@ -13,12 +13,14 @@ import structlog
 from triton_openai import offload
 from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
+from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import LONGEST_INLINE, ChatRequest, plan_of, prompt_of
 from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import Renderer
 from triton_openai.api.tokenize import tokenizer_of
 from triton_openai.errors import ConfigurationError, InvalidValue, printable
 from triton_openai.models.served import ServedModel
+from triton_openai.telemetry.observation import Observation
 
 _log = structlog.get_logger(__name__)
 
@@ -58,10 +60,17 @@ async def known_effort(model: ServedModel, effort: str | None) -> str | None:
     return effort if "reasoning_effort" in known else None
 
 
+def tell_left_out(observation: Observation, kinds: Sequence[str]) -> None:
+    """Tell the client, and the log once in a while, that the *kinds* of tools and items of a request are left out."""
+    tell_ignored(observation, kinds)
+    for kind in dict.fromkeys(kinds):
+        _warn_left_out(kind)
+
+
 @lru_cache(64)
-def warn_left_out(kind: str, event: str = "a hosted tool is left out") -> None:
-    """Warn of a tool or an item once in a while: agents send them with every request."""
-    _log.warning(event, type=printable(kind, LONGEST_TYPE))
+def _warn_left_out(kind: str) -> None:
+    # Agents send them with every request.
+    _log.warning("part of a request is left out", type=printable(kind, LONGEST_TYPE))
 
 
 async def count_tokens(context: RequestContext[ChatRequest]) -> int:

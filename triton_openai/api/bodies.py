@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
@@ -14,11 +14,11 @@ from aiohttp import web
 
 from triton_openai import offload
 from triton_openai.config.tree import LimitSettings
-from triton_openai.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType
+from triton_openai.errors import InvalidRequest, PayloadTooLarge, UnsupportedMediaType, printable
 from triton_openai.prompts.messages import AssistantMessage
 from triton_openai.serving.connections import WholeResponse
 from triton_openai.serving.request_body import LIMITS, read_body
-from triton_openai.telemetry.observation import OBSERVATION
+from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -31,6 +31,24 @@ class ModelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Base of all requests to a model; an empty name means the default model."""
 
     model: str = ""
+
+
+#: The header of an answer that names what of its request had no effect: parameters, types of tools and of items.
+IGNORED_HEADER = "x-triton-openai-ignored"
+_MOST_IGNORED, _LONGEST_IGNORED = 16, 64
+# Others would end a name, or the header.
+_NOT_IN_NAMES = re.compile(r"[^!-+\--~]")
+
+
+def tell_ignored(observation: Observation, names: Iterable[str]) -> None:
+    """Add *names*, which clients choose, to the header of the answer, and an ellipsis if they are too many."""
+    told = observation.headers.get(IGNORED_HEADER)
+    known = dict.fromkeys([] if told is None else told.split(", "))
+    for name in names:
+        shown = _NOT_IN_NAMES.sub("?", printable(name, _LONGEST_IGNORED))
+        known.setdefault(shown if len(known) < _MOST_IGNORED or shown in known else "...")
+    if known:
+        observation.headers = {**observation.headers, IGNORED_HEADER: ", ".join(known)}
 
 
 # Bodies of more bytes are read in a thread: on the event loop it takes some 5 ms at most.
@@ -49,10 +67,14 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     ignored = observation.unknown_fields = []
     names = None if strict else ignored
     if len(body) <= _LONGEST_INLINE:
-        return read_within(body, kind, limits, names)
-    # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
-    offload.json_decoder(kind)
-    return await asyncio.to_thread(read_within, body, kind, limits, names)
+        parsed = read_within(body, kind, limits, names)
+    else:
+        # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+        offload.json_decoder(kind)
+        parsed = await asyncio.to_thread(read_within, body, kind, limits, names)
+    if ignored:
+        tell_ignored(observation, ignored)
+    return parsed
 
 
 def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: list[str] | None = None) -> _T:
@@ -251,7 +273,7 @@ _PIECE = 1024 * 1024
 
 def _without_images(body: bytes, most: int) -> bytes:
     """
-    Return a *body* of more than *most* bytes without its data URLs, and without what fields ``data`` have in base64.
+    Return a *body* of more than *most* bytes without the data URLs of images and the base64 in fields ``data``.
 
     The removed contents have no quotes, and no escape but base64's ``\\/``, so the result is still JSON. Raises
     :class:`PayloadTooLarge` if more than *most* bytes are left.
@@ -270,6 +292,9 @@ def _without_images(body: bytes, most: int) -> bytes:
         start = place + len(_DATA) + len(opening)
         end = body.find(b'"', start, following) if opening else -1
         if end < 0 or not (plain or body[start:end].isascii()) or not _has_few_escapes(body, start, end):
+            continue
+        if opening == b":" and body[place + 6 : place + 12].lower() != b"image/":
+            # A file of text, or one that is refused.
             continue
         if opening == b":":
             kept += view[begin:place], b'""'

@@ -23,7 +23,7 @@ from msgspec import Meta
 from triton_openai import errors, offload
 from triton_openai.answer.fan_out import too_long
 from triton_openai.api.bodies import MAX_ITEMS, ModelRequest, json_response
-from triton_openai.api.parameters import TruncatedRequest, accepting, neutral_values, refusing, truncation
+from triton_openai.api.parameters import TruncatedRequest, accepting, ignoring, neutral_values, refusing, truncation
 from triton_openai.api.prompts import check_ids, check_size, no_tokenizer, separated, too_many_tokens
 from triton_openai.api.service import RequestContext, Service, begin, new_id, now
 from triton_openai.generation import EmbeddingJob, EmbeddingResult, ScoreJob, ScoreResult
@@ -46,7 +46,8 @@ _LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_lengt
 
 
 # All but one are names of vLLM's server; those that are refused would change the answer.
-@accepting("user", "cache_salt", "priority", "request_id")
+@accepting("user", "request_id")
+@ignoring("cache_salt", "priority")
 @refusing(add_special_tokens=True, mm_processor_kwargs={})
 class InputRequest(TruncatedRequest, kw_only=True):
     """Base of the requests with ``input``: a text, texts, token ids, or lists of token ids."""

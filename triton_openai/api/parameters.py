@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from triton_openai.adapters._common.base import Adapter, Parameter, Rule, check_range
 from triton_openai.answer.logprobs import PromptScoring
-from triton_openai.api.bodies import ModelRequest, explain
+from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest, explain
 from triton_openai.config.tree import DefaultParameters
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Guide, Sampling
@@ -32,6 +32,15 @@ def accepting(*names: str) -> Callable[[type[_Request]], type[_Request]]:
         msgspec.Raw | msgspec.UnsetType, Meta(description="Accepted, and without influence on the answer.")
     ]
     return _with_fields([(name, accepted, msgspec.UNSET) for name in names])
+
+
+def ignoring(*names: str) -> Callable[[type[_Request]], type[_Request]]:
+    """Give a request fields that could have an influence on the answer elsewhere: a header of the answer names them."""
+    ignored = Annotated[
+        msgspec.Raw | msgspec.UnsetType,
+        Meta(description=f"Ignored: the header `{IGNORED_HEADER}` names it.", extra={"ignored": True}),
+    ]
+    return _with_fields([(name, ignored, msgspec.UNSET) for name in names])
 
 
 def refusing(**neutral: Any) -> Callable[[type[_Request]], type[_Request]]:
@@ -62,31 +71,52 @@ def _unsupported(values: Any) -> Meta:
     return Meta(extra_json_schema={"enum": [*neutral, None], "description": description}, extra=extra)
 
 
+def _fields_with(kind: type[msgspec.Struct], mark: str) -> Mapping[str, Any]:
+    """Return the fields of *kind* whose types have *mark*, with what it says."""
+    return {
+        field.encode_name: meta.extra[mark]
+        for field in msgspec.structs.fields(kind)
+        for meta in get_args(field.type)
+        if isinstance(meta, Meta) and meta.extra and mark in meta.extra
+    }
+
+
 @cache
 def neutral_values(kind: type[msgspec.Struct]) -> Mapping[str, tuple[Any, ...]]:
     """Return the fields of *kind* that are not supported, with the values that ask for nothing."""
-    return {
-        field.encode_name: meta.extra["neutral"]
-        for field in msgspec.structs.fields(kind)
-        for meta in get_args(field.type)
-        if isinstance(meta, Meta) and meta.extra and "neutral" in meta.extra
-    }
+    return _fields_with(kind, "neutral")
+
+
+@cache
+def ignorable(kind: type[msgspec.Struct]) -> Sequence[str]:
+    """Return the fields of *kind* that are ignored."""
+    return tuple(_fields_with(kind, "ignored"))
 
 
 @cache
 def _values(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
     # One more, so that it is a tuple.
-    return attrgetter("__class__", *neutral_values(kind))
+    return attrgetter("__class__", *neutral_values(kind), *ignorable(kind))
 
 
-def refuse_unused(request: msgspec.Struct) -> None:
-    """Raise :class:`UnsupportedParameter` for the first field of *request* that is not supported and not neutral."""
-    unsupported = neutral_values(type(request))
-    if not unsupported or _values(type(request))(request).count(None) == len(unsupported):
-        return
-    for name, neutral in unsupported.items():
+_ASK_FOR_NOTHING = (b"null", b"[]", b"{}")
+
+
+def check_unused(request: msgspec.Struct) -> Sequence[str]:
+    """
+    Return the fields of *request* that ask for something and are ignored.
+
+    Raises :class:`UnsupportedParameter` for the first field that is not supported and not neutral.
+    """
+    kind = type(request)
+    values = _values(kind)(request)
+    if values.count(None) + values.count(msgspec.UNSET) == len(values) - 1:
+        return ()
+    for name, neutral in neutral_values(kind).items():
         if not is_neutral(getattr(request, name), neutral):
             raise UnsupportedParameter(f"The parameter '{name}' is not supported with this model.", param=name)
+    given = [(name, getattr(request, name)) for name in ignorable(kind)]
+    return [name for name, raw in given if raw is not msgspec.UNSET and bytes(raw) not in _ASK_FOR_NOTHING]
 
 
 def is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -171,12 +201,15 @@ class TruncatedRequest(ModelRequest, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
 
 
+# Who asks, what for, how it is charged and cached; and names of vLLM's server for how it works.
 @accepting(
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    # Names of vLLM's server, about how it works and not about what it answers, or for inputs that nothing here reads.
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
+    *("session_id", "stream_interval"),
+)
+# Names of vLLM's server, for inputs that nothing here reads.
+@ignoring(
     *("cache_salt", "detokenize", "ec_transfer_params", "guided_decoding_backend", "guided_whitespace_pattern"),
-    *("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "request_id", "session_id", "stream_interval"),
-    "vllm_xargs",
+    *("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"),
 )
 @refusing(
     logits_processors=[], logprob_token_ids=[], prompt_embeds=[], structural_tag=None, thinking_token_budget=None,

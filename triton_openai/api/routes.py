@@ -22,7 +22,7 @@ from aiohttp.typedefs import Handler
 from triton_openai import __version__, errors
 from triton_openai.access.keys import COUNTED, ROUTE_GROUPS, Restrictions
 from triton_openai.api import chat, classify, completions, embeddings, info, tokenize
-from triton_openai.api.bodies import ModelRequest
+from triton_openai.api.bodies import IGNORED_HEADER, ModelRequest
 from triton_openai.api.messages import handlers as messages
 from triton_openai.api.messages import types as message_types
 from triton_openai.api.messages.events import OVERLOADED, AnthropicEnvelope, error_body, status_of, type_of
@@ -111,6 +111,10 @@ _ALWAYS = {
         "schema": _COUNT,
     },
 }
+_IGNORED = {
+    "description": "What of the request had no effect: parameters, types of tools and items.",
+    "schema": _STRING,
+}
 _AUTHENTICATE = {"description": "How a key is given.", "schema": {"const": "Bearer"}}
 _RETRY_AFTER = {"description": "Seconds after which trying again may work.", "schema": {**_COUNT, "minimum": 1}}
 _RATE_LIMITS: Mapping[str, Mapping[str, Any]] = {
@@ -146,7 +150,8 @@ def describe(settings: Settings) -> dict[str, Any]:
         if operation.failure is not None and operation.answer is not None:
             either = {"anyOf": [_schema(operation.answer), _schema(ErrorEnvelope)]}
             failures[operation.failure] = _failure(operation.failure, (), either)
-        headers = {**_ALWAYS, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
+        read = {} if operation.request is None else {IGNORED_HEADER: _IGNORED}
+        headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
         described: dict[str, Any] = {
             "operationId": operation.name,
             "tags": [operation.group],

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from triton_openai.access.keys import KEY, ApiKey
 from triton_openai.answer.time_limits import TimeLimits
-from triton_openai.api.bodies import ModelRequest, read_json
-from triton_openai.api.parameters import refuse_unused
+from triton_openai.api.bodies import ModelRequest, read_json, tell_ignored
+from triton_openai.api.parameters import check_unused
 from triton_openai.config.tree import Settings
 from triton_openai.errors import PromptRefused, UnsupportedParameter
 from triton_openai.media.images import ImageLoader
@@ -144,5 +144,6 @@ async def begin(request: web.Request, kind: type[_Body], operation: str) -> Requ
     request.app[OBSERVERS].identified(observation)
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)
     observation.parameters = body
-    refuse_unused(body)
+    if ignored := check_unused(body):
+        tell_ignored(observation, ignored)
     return RequestContext(request, service, body, model, observation, limits)

@@ -29,9 +29,9 @@ _SIGNATURES: Mapping[bytes, str] = {
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 # A multiple of 4 for base64 and, three quarters of it, of 3 for bytes.
 _SLICE = 1024 * 1024
-# Everything before the data: a media type, maybe with parameters. As in all URLs, the scheme's case is of no account.
-_HEAD = re.compile(r"data:(?P<type>[^,;]{0,200})(?:;[^,;]{1,200}){0,4}?(?P<base64>;base64)?,", re.IGNORECASE)
-_LONGEST_HEAD = 1_200
+#: A data URL before the data: a media type, maybe with parameters. As in all URLs, the scheme's case is of no account.
+DATA_URL = re.compile(r"data:(?P<type>[^,;]{0,200})(?:;[^,;]{1,200}){0,4}?(?P<base64>;base64)?,", re.IGNORECASE)
+LONGEST_HEAD = 1_200
 _BLANKS = re.compile(r"[ \t\r\n]+")
 
 
@@ -100,7 +100,7 @@ async def from_data_url(url: str, *, largest: int) -> Image:
     Line breaks and blanks within the base64, which some encoders write, are left out. Raises :class:`InvalidRequest`,
     also for files of more than *largest* bytes.
     """
-    head = _HEAD.match(url[:_LONGEST_HEAD])
+    head = DATA_URL.match(url[:LONGEST_HEAD])
     if head is None or head["base64"] is None:
         raise InvalidRequest(
             "A data URL must have the form data:image/png;base64,... for an image.", code="invalid_image_url"

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from triton_openai.config.tree import AUTO, NONE
 from triton_openai.errors import InvalidRequest, UnsupportedParameter
+from triton_openai.media import files
 from triton_openai.offload import json_decoder
 
 
@@ -25,14 +26,28 @@ class ImageUrl(msgspec.Struct, frozen=True):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a message's content. Which types of parts are accepted depends on the model."""
+class FileContent(msgspec.Struct, frozen=True, kw_only=True):
+    """A file: its content in base64, or a data URL with it. Files that are stored elsewhere are refused."""
+
+    file_data: str | None = None
+    filename: str | None = None
+    file_id: str | None = None
+    file_url: str | None = None
+
+
+class ContentPart(FileContent, frozen=True, kw_only=True):
+    """
+    One part of a message's content. Which types of parts are accepted depends on the model.
+
+    Files are texts. Their fields stand in ``file``, or in the part itself, as in the Responses API.
+    """
 
     type: str | None = None
     text: str | None = None
     refusal: str | None = None
     #: An object with a ``url``; or the URL itself, as some clients and the Responses API send it.
     image_url: ImageUrl | str | None = None
+    file: FileContent | None = None
 
 
 #: A message's content: text, parts (some clients put bare strings between them), or null.
@@ -102,6 +117,7 @@ Message: TypeAlias = DeveloperMessage | SystemMessage | UserMessage | AssistantM
 #: The second is the Responses API's; agents that use both APIs confuse the two.
 _IMAGE_TYPES = frozenset({"image_url", "input_image"})
 _TEXT_TYPES = frozenset({"text", "input_text", "output_text"})
+_FILE_TYPES = frozenset({"file", "input_file"})
 #: Joins the text parts of a message for templates that take one string, as in vLLM.
 _BETWEEN_PARTS = "\n"
 
@@ -427,6 +443,8 @@ def _text(part: ContentPart | str, place: str) -> str:
         text = part.text
     elif part.type == "refusal":
         text = part.refusal
+    elif part.type in _FILE_TYPES:
+        return _file(part, place) if part.file is None else _file(part.file, f"{place}.file")
     else:
         raise UnsupportedParameter(
             f"Content of type '{part.type[:100]}' is not supported by this model; only text is.", param=place
@@ -434,6 +452,21 @@ def _text(part: ContentPart | str, place: str) -> str:
     if text is None:
         raise InvalidRequest(f"A part of type '{part.type or 'text'}' must have its text.", param=place)
     return text
+
+
+def _file(file: FileContent, place: str) -> str:
+    if file.file_data is None:
+        other = next((name for name in ("file_id", "file_url") if getattr(file, name) is not None), None)
+        if other is None:
+            raise InvalidRequest("A file must have its content in 'file_data'.", param=f"{place}.file_data")
+        raise UnsupportedParameter(
+            f"'{other}' is not supported: send the file's content in 'file_data'.", param=f"{place}.{other}"
+        )
+    try:
+        return files.shown(file.filename, files.read(file.file_data, file.filename))
+    except InvalidRequest as error:
+        error.param = f"{place}.file_data"
+        raise
 
 
 def _text_part(text: str) -> dict[str, str]:

@@ -78,6 +78,8 @@ def result(content: Any, **fields: Any) -> dict[str, Any]:
 
 
 CALL = {"type": "tool_use", "id": "t1", "name": "Bash", "input": {"command": "ls"}}
+FOUND = {"type": "search_result", "source": "https://x/y", "title": "T", "content": [text("a"), text("b")]}
+FOUND_TEXT = '<file name="T">\nhttps://x/y\na\nb\n</file>'
 READ: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, Any]]]] = {
     "nothing": ([user()], {}, [("user", [])]),
     "a text": ([user("hi")], {}, [("user", "hi")]),
@@ -111,8 +113,34 @@ READ: dict[str, tuple[list[Any], dict[str, Any], list[tuple[str, Any]]]] = {
     "a document": (
         [user({"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "d"}})],
         {},
-        [("user", "T\nd")],
+        [("user", '<file name="T">\nd\n</file>')],
     ),
+    "a document of parts": (
+        [user({
+            "type": "document", "title": "T", "context": "c",
+            "source": {"type": "content", "content": [text("a"), IMAGE, text("b")]},
+        })],
+        {},
+        [("user", ['<file name="T">\nc\na\nb\n</file>', "data:image/png;base64,aGk="])],
+    ),
+    "what a search found": (
+        [user(result([FOUND]), FOUND)],
+        {},
+        [("tool", FOUND_TEXT), ("user", FOUND_TEXT)],
+    ),
+    "tools that ran at Anthropic": (
+        [user("a"), assistant(
+            text("b"),
+            {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+            text("c"),
+        ), user("d")],
+        {},
+        [("user", "a"), ("assistant", ["b", "c"]), ("user", "d")],
+    ),
+    "a summary": ([assistant({"type": "compaction", "content": "We said hi."}), user("b")], {}, [
+        ("assistant", "We said hi."), ("user", "b"),
+    ]),
     "thoughts of another server": (
         [assistant({"type": "redacted_thinking", "data": "x"}, text("a")), user("b")],
         {},
@@ -133,6 +161,16 @@ def test_messages(case: tuple[list[Any], dict[str, Any], list[tuple[str, Any]]])
         found.append((message["role"], content))
 
     assert expected == found
+
+
+def test_what_is_left_out_is_told() -> None:
+    """Blocks that only Anthropic's API can read, and tools that run there, are named."""
+    hosted = {"type": "web_search_20250305", "name": "web_search"}
+    thought, used = {"type": "redacted_thinking", "data": "x"}, {"type": "mcp_tool_use", "id": "m", "name": "f"}
+
+    assert ["redacted_thinking", "mcp_tool_use", hosted["type"]] == reading(
+        assistant(thought, used, text("a")), user("b"), tools=[hosted]
+    ).left_out
 
 
 def test_calls_and_thoughts() -> None:

@@ -24,11 +24,11 @@ from triton_openai.api.chat import ChatRequest
 from triton_openai.api.completions import CompletionRequest
 from triton_openai.api.embeddings import EmbeddingsRequest, RerankRequest
 from triton_openai.api.parameters import (
+    check_unused,
     guide_of,
     neutral_values,
     priority,
     prompt_scoring,
-    refuse_unused,
     refusing,
     sampling,
     stop_strings,
@@ -313,13 +313,13 @@ def test_refused_parameters(kind, base, known):
     assert known.items() <= refused.items()
     for name, neutral in refused.items():
         for value in (None, *neutral):
-            refuse_unused(parse_json(msgspec.json.encode({**base, name: value}), kind))
+            check_unused(parse_json(msgspec.json.encode({**base, name: value}), kind))
         for value in ("something", 2, True, {"a": 1}, ["a"], 3.5):
             if any(type(value) is type(item) and value == item for item in neutral):
                 continue
             # By its type already, or by the table.
             with pytest.raises(InvalidRequest) as caught:
-                refuse_unused(parse_json(msgspec.json.encode({**base, name: value}), kind))
+                check_unused(parse_json(msgspec.json.encode({**base, name: value}), kind))
             assert name == str(caught.value.param).partition("[")[0].partition(".")[0]
 
 

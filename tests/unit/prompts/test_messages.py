@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_content_forms(content: object, string: object, parts: object, either: o
     assert [{"role": "user", "content": wrap(either)}] == prepare(given, EITHER)
 
 
-@every_case("kind", ["image_url", "input_audio", "file", "video_url", "x" * 500])
+@every_case("kind", ["image_url", "input_audio", "video_url", "x" * 500])
 def test_parts_that_are_not_text(kind: str) -> None:
     """Other parts than text are refused, with their place."""
     given = decode({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "x"}}]})
@@ -145,6 +146,30 @@ def test_parts_that_are_not_text(kind: str) -> None:
     assert caught.value.param == "messages[0].content[1]"
     assert caught.value.code == "unsupported_parameter"
     assert len(caught.value.message) < 300
+
+
+@every_case("place", ["file.", ""])
+def test_files_of_text(place: str) -> None:
+    """A file is its text, between lines with its name, wherever its fields stand; others are refused by their field."""
+
+    def part(**fields: str) -> list[Message]:
+        kind: dict[str, object] = {"type": "file", "file": fields} if place else {"type": "input_file", **fields}
+        return decode({"role": "user", "content": [kind, "What is it?"]})
+
+    data = base64.b64encode("\ufeffa,b\n1,ü".encode()).decode()
+    shown = '<file name="t.csv">\na,b\n1,ü\n</file>\nWhat is it?'
+    for given in (data, f"data:text/csv;base64,{data}", f"data:text/csv;charset=utf-8;base64,{data}"):
+        (message,) = prepare(part(filename="t.csv", file_data=given), STRING)
+        assert shown == message["content"]
+    for fields, wrong in (
+        ({"file_id": "file-1"}, "file_id"),
+        ({"file_url": "https://example.com/a.txt"}, "file_url"),
+        ({"filename": "a.txt"}, "file_data"),
+        ({"file_data": "data:application/pdf;base64,AAAA"}, "file_data"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            prepare(part(**fields), STRING)
+        assert f"messages[0].content[0].{place}{wrong}" == caught.value.param
 
 
 @every_case("part", [{"type": "text"}, {}, {"type": "refusal"}, {"type": "refusal", "text": "x"}])

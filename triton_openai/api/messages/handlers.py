@@ -10,16 +10,17 @@ from aiohttp import web
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.api import agents
 from triton_openai.api.agents import known_effort, page
-from triton_openai.api.bodies import json_response
+from triton_openai.api.bodies import json_response, tell_ignored
 from triton_openai.api.chat import ChatRequest, turn_of
 from triton_openai.api.messages import types
 from triton_openai.api.messages.events import MessageEvents, add_request_id
 from triton_openai.api.messages.reader import Reading, read
+from triton_openai.api.parameters import check_unused
 from triton_openai.api.service import RequestContext, Service, begin, key_of, new_id, read_request, service_of
 from triton_openai.api.sse import stream
 from triton_openai.errors import InvalidRequest
 from triton_openai.models.served import Models, ServedModel
-from triton_openai.telemetry.observation import OBSERVATION
+from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 _log = structlog.get_logger(__name__)
 #: The header of an answer that says how many tokens there was room for, where the client asked for more.
@@ -33,7 +34,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
     add_request_id(observation)
     # Until they are read: what is made of a request's parameters takes those of a chat.
     observation.parameters = None
-    reading = await _read(context.service, context.model, body)
+    reading = await _read(context.service, context.model, body, observation)
     observation.parameters = reading.chat
     chat = context.about(reading.chat)
     omits = body.thinking is not None and body.thinking.display == "omitted"
@@ -50,7 +51,8 @@ async def count_tokens(request: web.Request) -> web.Response:
     """Count the tokens of a conversation, as the model's template renders it; images count as their placeholders."""
     service, body, model = await read_request(request, types.CountTokensRequest)
     add_request_id(request[OBSERVATION])
-    reading = await _read(service, model, body)
+    tell_ignored(request[OBSERVATION], check_unused(body))
+    reading = await _read(service, model, body, request[OBSERVATION])
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=False)
     context = RequestContext(request, service, reading.chat, model, request[OBSERVATION], limits)
     try:
@@ -60,9 +62,15 @@ async def count_tokens(request: web.Request) -> web.Response:
         raise
 
 
-async def _read(service: Service, model: ServedModel, body: types.CountTokensRequest) -> Reading:
+async def _read(
+    service: Service, model: ServedModel, body: types.CountTokensRequest, observation: Observation
+) -> Reading:
     reading = read(body, strict_tools=service.settings.api.strict_tools)
-    reading.chat.reasoning_effort = await known_effort(model, reading.chat.reasoning_effort)
+    asked = reading.chat.reasoning_effort
+    reading.chat.reasoning_effort = await known_effort(model, asked)
+    if reading.chat.reasoning_effort != asked:
+        tell_ignored(observation, ["output_config.effort"])
+    agents.tell_left_out(observation, reading.left_out)
     return reading
 
 

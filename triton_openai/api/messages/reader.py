@@ -8,17 +8,18 @@ the prompt of a conversation stays the prefix of its next one, and the backend's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 
 import msgspec
 
-from triton_openai.api.agents import LONGEST_TYPE, unsealed, warn_left_out
+from triton_openai.api.agents import LONGEST_TYPE, unsealed
 from triton_openai.api.bodies import missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.messages import types
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema
 from triton_openai.api.tools import NamedFunction, NamedTool, Tool, ToolChoice
-from triton_openai.errors import ServiceError, UnsupportedParameter
+from triton_openai.errors import ServiceError, UnsupportedParameter, printable
+from triton_openai.media import files
 from triton_openai.prompts import messages
 
 # Claude Code's first block: it says which release asks, changes with it, and is not for the model.
@@ -38,10 +39,15 @@ _NAMES = {
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """A request as a *chat*; *origins* has the place in the request from which each of the chat's messages comes."""
+    """
+    A request as a *chat*, without what is *left_out*.
+
+    *origins* has the place in the request from which each of the chat's messages comes.
+    """
 
     chat: ChatRequest
     origins: Sequence[str]
+    left_out: list[str]
 
     def blame(self, error: ServiceError) -> None:
         """Name the request's own fields in an *error* of the chat."""
@@ -57,14 +63,15 @@ class Reading(msgspec.Struct, frozen=True):
 
 def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
     """Return *body* as a chat. Raises :class:`InvalidRequest`; with *strict_tools* also for tools else left out."""
-    pairs = list(_messages(body))
+    left_out: list[str] = []
+    pairs = list(_messages(body, left_out))
     last = pairs[-1][0]
     choice, thinking, config = body.tool_choice, body.thinking, body.output_config
     form = None if config is None else config.format
     chat = ChatRequest(
         model=body.model,
         messages=[message for message, _ in pairs],
-        tools=list(_tools(body, strict=strict_tools)),
+        tools=list(_tools(body, left_out, strict=strict_tools)),
         tool_choice=_choice(body),
         parallel_tool_calls=None if choice is None else not choice.disable_parallel_tool_use,
         # The answer goes on with what the client wrote for it.
@@ -80,7 +87,7 @@ def read(body: types.CountTokensRequest, *, strict_tools: bool) -> Reading:
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
     if form is not None:
         chat.response_format = JsonSchemaFormat(json_schema=NamedSchema(schema=form.schema))
-    return Reading(chat, [origin for _, origin in pairs])
+    return Reading(chat, [origin for _, origin in pairs], left_out)
 
 
 def _choice(body: types.CountTokensRequest) -> ToolChoice:
@@ -94,7 +101,7 @@ def _choice(body: types.CountTokensRequest) -> ToolChoice:
     return NamedTool(function=NamedFunction(name=choice.name))
 
 
-def _tools(body: types.CountTokensRequest, *, strict: bool) -> Iterator[Tool]:
+def _tools(body: types.CountTokensRequest, left_out: list[str], *, strict: bool) -> Iterator[Tool]:
     """Yield the tools that the model sees: deferred ones last, so that the prompt goes on where it ended before."""
     found = dict.fromkeys(_references(body.messages))
     shown, deferred = [], {}
@@ -104,7 +111,7 @@ def _tools(body: types.CountTokensRequest, *, strict: bool) -> Iterator[Tool]:
                 raise UnsupportedParameter(
                     f"Tools of type '{tool.type[:LONGEST_TYPE]}' are not supported.", param=f"tools[{index}].type"
                 )
-            warn_left_out(tool.type)
+            left_out.append(tool.type)
         elif tool.input_schema is None or not tool.name:
             raise missing(f"tools[{index}].{'name' if tool.input_schema is not None else 'input_schema'}")
         elif tool.defer_loading:
@@ -127,7 +134,7 @@ def _references(messages: Iterable[types.MessageParam]) -> Iterator[str]:
                 yield from [part.tool_name for part in block.content if isinstance(part, types.ToolReferenceBlockParam)]
 
 
-def _messages(body: types.CountTokensRequest) -> Iterator[tuple[messages.Message, str]]:
+def _messages(body: types.CountTokensRequest, left_out: list[str]) -> Iterator[tuple[messages.Message, str]]:
     """Yield the messages of the chat, each with the place that it comes from. Turns of one role become one."""
     if body.system:
         given = [types.TextBlock(body.system)] if isinstance(body.system, str) else body.system
@@ -137,7 +144,12 @@ def _messages(body: types.CountTokensRequest) -> Iterator[tuple[messages.Message
     for role, group in groupby(enumerate(body.messages), key=lambda item: item[1].role):
         turns = list(group)
         place = f"messages[{turns[0][0]}]"
-        blocks = [block for _, message in turns for block in _blocks(message)]
+        blocks: list[types.BlockParam] = []
+        for block in chain.from_iterable(_blocks(message) for _, message in turns):
+            if isinstance(block, types.LeftOutBlockParam):
+                left_out.append(str(block.__struct_config__.tag))
+            else:
+                blocks.append(block)
         if role == "assistant":
             yield _assistant(blocks, place), place
         elif role == "system":
@@ -164,8 +176,8 @@ def _assistant(blocks: Sequence[types.BlockParam], place: str) -> messages.Messa
             case types.ToolUseBlock():
                 function = messages.MessageFunctionCall(name=block.name, arguments=block.input)
                 calls.append(messages.MessageToolCall(id=block.id, type="function", function=function))
-            case types.RedactedThinkingBlockParam():
-                pass
+            case types.CompactionBlockParam():
+                texts.append(_text(block.content or ""))
             case _:
                 raise _misplaced(block, "an assistant's", place)
     return messages.AssistantMessage(
@@ -182,37 +194,56 @@ def _user(blocks: Sequence[types.BlockParam], place: str) -> Iterator[messages.M
     for block in blocks:
         if isinstance(block, types.ToolResultBlockParam):
             given = [types.TextBlock(block.content)] if isinstance(block.content, str) else block.content or ()
-            found = [_part(part, place) for part in given]
+            found = [part for block_part in given for part in _parts(block_part, place)]
             text = "\n".join([part.text for part in found if part.text is not None])
             if block.is_error and not text.lower().startswith(("error", "<tool_use_error")):
                 text = f"Error: {text}"
             parts += [part for part in found if part.text is None]
             answered = True
             yield messages.ToolMessage(content=text, tool_call_id=block.tool_use_id)
-        elif isinstance(block, types.TextBlock | types.ImageBlockParam | types.DocumentBlockParam):
-            parts.append(_part(block, place))
+        elif isinstance(block, types.ResultBlockParam) and not isinstance(block, types.ToolReferenceBlockParam):
+            parts += _parts(block, place)
         else:
             raise _misplaced(block, "a user's", place)
     if parts or not answered:
         yield messages.UserMessage(content=_content(parts))
 
 
-def _part(block: types.ResultBlockParam, place: str) -> messages.ContentPart:
+def _parts(block: types.ResultBlockParam, place: str) -> Iterator[messages.ContentPart]:
     match block:
         case types.TextBlock():
-            return _text(block.text)
-        case types.ImageBlockParam(source=types.UrlSourceParam(url=url)):
-            return messages.ContentPart(type="image_url", image_url=url)
-        case types.ImageBlockParam(source=types.Base64SourceParam(media_type=media_type, data=data)):
-            # What it really is, its first bytes say.
-            url = f"data:image/{media_type.removeprefix('image/')};base64,{data}"
-            return messages.ContentPart(type="image_url", image_url=url)
-        case types.DocumentBlockParam(source=types.TextSourceParam(data=data)):
-            return _text(data if block.title is None else f"{block.title}\n{data}")
+            yield _text(block.text)
+        case types.ImageBlockParam(source=source):
+            # What a file really is, its first bytes say.
+            yield messages.ContentPart(
+                type="image_url",
+                image_url=source.url
+                if isinstance(source, types.UrlSourceParam)
+                else f"data:image/{source.media_type.removeprefix('image/')};base64,{source.data}",
+            )
+        case types.DocumentBlockParam(source=types.TextSourceParam(data=text)):
+            yield _document(block, text)
+        case types.DocumentBlockParam(source=types.ContentSourceParam(content=str() as text)):
+            yield _document(block, text)
+        case types.DocumentBlockParam(source=types.ContentSourceParam(content=list() as inner)):
+            found = [part for each in inner for part in _parts(each, place)]
+            yield _document(block, "\n".join([part.text for part in found if part.text is not None]))
+            yield from [part for part in found if part.text is None]
+        case types.SearchResultBlockParam():
+            texts = "\n".join([part.text for part in block.content])
+            yield _text(files.shown(block.title, f"{block.source}\n{texts}"))
         case types.ToolReferenceBlockParam(tool_name=name):
-            return _text(f"The tool {name} can be called now.")
-        case _:
-            raise UnsupportedParameter("Of documents, only those of plain text are supported.", param=place)
+            yield _text(f"The tool {name} can be called now.")
+        case types.DocumentBlockParam(source=other):
+            kind = other.media_type if isinstance(other, types.Base64SourceParam) else other.__struct_config__.tag
+            raise UnsupportedParameter(
+                f"A document of type '{printable(str(kind), 100)}' is not supported; only text and its parts are.",
+                param=place,
+            )
+
+
+def _document(block: types.DocumentBlockParam, text: str) -> messages.ContentPart:
+    return _text(files.shown(block.title, text if block.context is None else f"{block.context}\n{text}"))
 
 
 def _text(text: str) -> messages.ContentPart:

@@ -8,13 +8,13 @@ here, such as ``cache_control``, are accepted anywhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, Union
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from triton_openai.api.bodies import MAX_MESSAGES, ModelRequest
-from triton_openai.api.parameters import accepting
+from triton_openai.api.parameters import accepting, ignoring
 
 _MOST_BLOCKS = 4096
 _MOST_TOOLS = 512
@@ -51,11 +51,32 @@ class ImageBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="image"
     source: Base64SourceParam | UrlSourceParam
 
 
-class DocumentBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
-    """A document; only plain text is supported."""
+class ContentSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="content"):
+    """Texts and images."""
 
-    source: TextSourceParam | Base64SourceParam | UrlSourceParam
+    content: str | Annotated[list[TextBlock | ImageBlockParam], Meta(max_length=_MOST_BLOCKS)]
+
+
+class FileSourceParam(msgspec.Struct, frozen=True, tag_field="type", tag="file"):
+    """A file that was uploaded."""
+
+    file_id: str
+
+
+class DocumentBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="document"):
+    """A document; only text is supported. ``context`` is what the client says about it."""
+
+    source: TextSourceParam | ContentSourceParam | Base64SourceParam | UrlSourceParam | FileSourceParam
     title: str | None = None
+    context: str | None = None
+
+
+class SearchResultBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="search_result"):
+    """A text that the client's own search has found, and where."""
+
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Meta(max_length=_MOST_BLOCKS)]
 
 
 class ToolReferenceBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="tool_reference"):
@@ -64,7 +85,9 @@ class ToolReferenceBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag
     tool_name: str
 
 
-ResultBlockParam: TypeAlias = TextBlock | ImageBlockParam | DocumentBlockParam | ToolReferenceBlockParam
+ResultBlockParam: TypeAlias = (
+    TextBlock | ImageBlockParam | DocumentBlockParam | SearchResultBlockParam | ToolReferenceBlockParam
+)
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, tag_field="type", tag="tool_use"):
@@ -90,28 +113,47 @@ class ThinkingBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="thi
     signature: str | None = None
 
 
-class RedactedThinkingBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="redacted_thinking"):
-    """What a model at Anthropic thought: it can be read there only, and is left out."""
+class CompactionBlockParam(msgspec.Struct, frozen=True, tag_field="type", tag="compaction"):
+    """A summary of the conversation so far."""
 
-    data: str
+    content: str | None = None
 
+
+class LeftOutBlockParam(msgspec.Struct, frozen=True, tag_field="type"):
+    """A block that only Anthropic's API can read, or about a tool that runs there. It is left out."""
+
+
+# One type for each: the type is the tag.
+_LEFT_OUT = [
+    msgspec.defstruct(
+        "".join(map(str.capitalize, tag.split("_"))), [], bases=(LeftOutBlockParam,), tag=tag, frozen=True
+    )
+    for tag in (
+        *("redacted_thinking", "fallback", "server_tool_use", "mcp_tool_use", "mcp_tool_listing", "mcp_tool_result"),
+        *("advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result"),
+        *("text_editor_code_execution_tool_result", "tool_search_tool_result", "web_fetch_tool_result"),
+        "web_search_tool_result",
+    )
+]
 
 BlockParam: TypeAlias = (
     TextBlock
     | ImageBlockParam
     | DocumentBlockParam
+    | SearchResultBlockParam
     | ToolUseBlock
     | ToolResultBlockParam
     | ThinkingBlockParam
-    | RedactedThinkingBlockParam
+    | CompactionBlockParam
 )
+_AnyBlock: TypeAlias = Union[BlockParam, *_LEFT_OUT]  # type: ignore[valid-type]  # mypy cannot know made types
 
 
 class MessageParam(msgspec.Struct, frozen=True):
     """One message. Those of the role ``system`` may stand anywhere."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[BlockParam], Meta(max_length=_MOST_BLOCKS)]
+    content: str | Annotated[list[_AnyBlock], Meta(max_length=_MOST_BLOCKS)]
 
 
 class ToolParam(msgspec.Struct, frozen=True):
@@ -162,10 +204,8 @@ class OutputConfigParam(msgspec.Struct, frozen=True):
     format: OutputFormatParam | None = None
 
 
-@accepting(
-    *("cache_control", "container", "context_management", "diagnostics", "inference_geo", "mcp_servers", "metadata"),
-    *("service_tier", "speed", "user_profile_id", "workspace_id"),
-)
+@accepting("cache_control", "diagnostics", "metadata", "service_tier", "speed", "user_profile_id", "workspace_id")
+@ignoring("container", "context_management", "inference_geo", "mcp_servers")
 class CountTokensRequest(ModelRequest, kw_only=True):
     """A conversation, of which the tokens are counted."""
 

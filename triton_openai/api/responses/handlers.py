@@ -20,7 +20,7 @@ from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.answer.fan_out import collect
 from triton_openai.api import agents, chat
 from triton_openai.api.agents import known_effort
-from triton_openai.api.bodies import json_response, missing
+from triton_openai.api.bodies import json_response, missing, tell_ignored
 from triton_openai.api.responses import types
 from triton_openai.api.responses.events import ResponseEvents
 from triton_openai.api.responses.reader import Reading, input_items, numbered, read
@@ -107,6 +107,9 @@ class Job:
         self.before = before
         strict = context.service.settings.api.strict_tools
         reading = self.reading = read(body, items, strict_tools=strict, effort=effort)
+        agents.tell_left_out(context.observation, reading.tools.left_out)
+        if effort is None and body.reasoning is not None and body.reasoning.effort is not None:
+            tell_ignored(context.observation, ["reasoning.effort"])
         self.response.tools = reading.tools.shown
         self.response.reasoning = {**self.response.reasoning, "effort": effort}
         return reading

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from triton_openai.api.agents import LONGEST_TYPE, unsealed, warn_left_out
+from triton_openai.api.agents import LONGEST_TYPE, unsealed
 from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
@@ -116,7 +116,7 @@ class ToolName(msgspec.Struct, frozen=True):
 class Tools:
     """
     The tools of a request: ``chat`` for the chat, each with its place in ``places``; ``shown`` as the response repeats
-    them; ``names`` by the name that the model knows.
+    them; ``names`` by the name that the model knows; ``left_out`` the types of those, and of items, that are left out.
 
     Functions of a namespace have its name in front of theirs; custom tools take their text as the argument ``input``.
     Tools that would run at the provider are left out, or refused if *strict*.
@@ -127,6 +127,7 @@ class Tools:
         self.places: list[str] = []
         self.shown: list[Mapping[str, Any]] = []
         self.names: dict[str, ToolName] = {}
+        self.left_out: list[str] = []
         self._strict = strict
 
     def add(self, tools: Iterable[dict[str, Any]], place: str) -> None:
@@ -154,14 +155,15 @@ class Tools:
             # All of them, whichever are left out.
             added = [self._add(each, f"{place}.tools[{n}]", whole.name) for n, each in enumerate(whole.tools)]
             return any(added)
-        elif self._strict:
+        elif self._strict or kind == "file_search":
+            # Without the documents, an answer would be made up.
             raise UnsupportedParameter(
                 f"Tools of type '{printable(kind, LONGEST_TYPE)}' are not supported; functions, custom tools and "
                 "namespaces of them are.",
                 param=f"{place}.type",
             )
         else:
-            warn_left_out(kind)
+            self.left_out.append(kind)
             return False
         flat = _flat(name, namespace)
         self.chat.append({"type": "function", "function": {"name": flat, **described}})
@@ -419,7 +421,7 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
             turns.add(_ROLES[message.role](content=message.content), within)
     elif kind in ("function_call", "custom_tool_call") and item.get("status") == "incomplete":
         # Its arguments end in the middle: no template takes them.
-        warn_left_out(f"incomplete {kind}", "an item is left out")
+        tools.left_out.append(kind)
     elif kind in ("function_call", "custom_tool_call"):
         call = _convert(item, _Call, place)
         custom = kind == "custom_tool_call"
@@ -433,10 +435,13 @@ def _read_item(item: Item, place: str, turns: _Turns, tools: Tools) -> None:
         thought = _thinking(_convert(item, _Reasoning, place))
         if thought is not None:
             turns.think(thought, place)
+        elif item.get("encrypted_content"):
+            # Another service's.
+            tools.left_out.append(kind)
     elif kind == "additional_tools":
         tools.add(_convert(item, _MoreTools, place).tools, f"{place}.tools")
     elif isinstance(kind, str) and kind in _SKIPPED:
-        warn_left_out(kind, "an item is left out")
+        tools.left_out.append(kind)
     elif kind == "compaction":
         summary = unsealed(_convert(item, _Compaction, place).encrypted_content)
         if summary is None:
