@@ -95,8 +95,8 @@ def ignorable(kind: type[msgspec.Struct]) -> Sequence[str]:
 
 @cache
 def _values(kind: type[msgspec.Struct]) -> Callable[[msgspec.Struct], tuple[Any, ...]]:
-    # One more, so that it is a tuple.
-    return attrgetter("__class__", *neutral_values(kind), *ignorable(kind))
+    # Two more, so that it is a tuple.
+    return attrgetter("__class__", "__class__", *neutral_values(kind), *ignorable(kind))
 
 
 _ASK_FOR_NOTHING = (b"null", b"[]", b"{}")
@@ -110,7 +110,7 @@ def check_unused(request: msgspec.Struct) -> Sequence[str]:
     """
     kind = type(request)
     values = _values(kind)(request)
-    if values.count(None) + values.count(msgspec.UNSET) == len(values) - 1:
+    if values.count(None) + values.count(msgspec.UNSET) == len(values) - 2:
         return ()
     for name, neutral in neutral_values(kind).items():
         if not is_neutral(getattr(request, name), neutral):
