@@ -83,7 +83,7 @@ if op == 'put' then
   local grown = #head - redis.call('HSTRLEN', entry(key), 'head')
   redis.call('HSET', entry(key), 'owner', owner, 'version', version + 1, 'head', head)
   if version == 0 and ARGV[8] ~= '' then redis.call('HSET', entry(key), 'parent', ARGV[8]) end
-  lease(ARGV[9], tonumber(ARGV[10]))
+  if ARGV[10] ~= '' then lease(ARGV[9], tonumber(ARGV[10])) end
   grow(owner, grown)
   return append(owner, 11, math.huge, math.huge)
 elseif op == 'append' then
@@ -195,10 +195,11 @@ class RedisStore(Store):
 
     async def put(
         self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
-        holder: str = "", lease: float = 0.0,
+        lease: tuple[str, float] | None = None,
     ) -> bool:  # fmt: skip
         self._charge(owner, rows, len(head))
-        return bool(await self._call("put", key, owner, version, head, parent or "", holder, lease, *chain(*rows)))
+        held = lease or ("", 0 if version == 0 else "")
+        return bool(await self._call("put", key, owner, version, head, parent or "", *held, *chain(*rows)))
 
     async def append(
         self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None

@@ -6,7 +6,6 @@ import json
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Generator, Mapping, Sequence
-from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import structlog
@@ -70,8 +69,7 @@ def _operation(
     def decorate(
         steps: Callable[Concatenate[Any, _P], Steps[_T]],
     ) -> Callable[Concatenate[Any, _P], Coroutine[Any, Any, _T]]:
-        @wraps(steps)
-        async def run(self: Any, *args: _P.args, **options: _P.kwargs) -> _T:
+        async def run(self: Any, /, *args: _P.args, **options: _P.kwargs) -> _T:
             done: _T = await self._run(steps(self, *args, **options), write=write, inner=inner)
             return done
 
@@ -110,10 +108,11 @@ class SqlStore(Store):
     @_operation(write=True)
     def put(
         self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
-        holder: str = "", lease: float = 0.0,
+        lease: tuple[str, float] | None = None,
     ) -> Steps[bool]:  # fmt: skip
         self._charge(owner, rows, len(head))
         now, grown = time.time(), len(head)
+        holder, until = (None, None) if lease is None else (lease[0], now + lease[1])
         if version:
             old = yield (
                 "SELECT LENGTH(head) FROM triton_openai_entry WHERE key = $1 AND owner = $2 AND version = $3",
@@ -121,15 +120,16 @@ class SqlStore(Store):
             )
             grown -= old[0][0] if old else 0
             done = yield (
-                "UPDATE triton_openai_entry SET version = version + 1, used = $4, holder = $5, until = $6, head = $7,"
-                " size = size + $8 WHERE key = $1 AND owner = $2 AND version = $3 RETURNING key",
-                *(key, owner, version, now, holder, now + lease, head, grown),
+                "UPDATE triton_openai_entry SET version = version + 1, used = $4, holder = COALESCE($5, holder),"
+                " until = COALESCE($6, until), head = $7, size = size + $8"
+                " WHERE key = $1 AND owner = $2 AND version = $3 RETURNING key",
+                *(key, owner, version, now, holder, until, head, grown),
             )
         else:
             done = yield (
                 "INSERT INTO triton_openai_entry (key, owner, parent, version, used, holder, until, size, rows, next,"
                 " head) VALUES ($1, $2, $3, 1, $4, $5, $6, $8, 0, 0, $7) ON CONFLICT (key) DO NOTHING RETURNING key",
-                *(key, owner, parent, now, holder, now + lease, head, grown),
+                *(key, owner, parent, now, holder or "", until or now, head, grown),
             )
         return bool(done) and (yield from _append(key, owner, rows, _LAST, _LAST, grown))
 

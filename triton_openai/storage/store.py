@@ -123,12 +123,12 @@ class Store(ABC):
     @abstractmethod
     async def put(
         self, key: str, owner: str, head: bytes, version: int, *, rows: Sequence[Row] = (), parent: str | None = None,
-        holder: str = "", lease: float = 0.0,
+        lease: tuple[str, float] | None = None,
     ) -> bool:  # fmt: skip
         """
         Replace the head of *version*, 0 for none, by *head*, and add *rows*.
 
-        *holder* has the lease for *lease* seconds; any other one ends. Returns whether the entry had the version.
+        *lease* gives the lease to a holder for so many seconds, 0 to end it. Returns whether the entry had the version.
         """
 
     @abstractmethod

@@ -124,7 +124,7 @@ async def test_leases(stores: tuple[Store, Store]) -> None:
     """One holder at a time; who has lost a lease cannot renew it."""
     first, second = stores
     assert not await first.claim("k", "one", 100)
-    await first.put("k", "me", b"head", 0, holder="one", lease=100)
+    await first.put("k", "me", b"head", 0, lease=("one", 100))
     assert not await second.claim("k", "two", 100)
     assert await first.claim("k", "one", 100, renew=True)
     found = await second.get("k")
@@ -135,8 +135,9 @@ async def test_leases(stores: tuple[Store, Store]) -> None:
     assert not await first.claim("k", "one", 100, renew=True)
     claimed = await asyncio.gather(first.claim("k", "one", 100), second.claim("k", "two", 100))
     assert [False, True] == sorted(claimed)
-    # Another head ends the lease.
     assert await first.put("k", "me", b"other", 1)
+    assert await first.claim("k", ("one", "two")[claimed[1]], 100, renew=True)
+    assert await first.put("k", "me", b"other", 2, lease=("", 0))
     assert not await first.claim("k", ("one", "two")[claimed[1]], 100, renew=True)
     assert await first.claim("k", "three", 100)
 
@@ -146,7 +147,9 @@ async def test_chains(stores: tuple[Store, Store]) -> None:
     first, second = stores
     for number in range(4):
         rows = [Row("out", "o", b"o%d" % number), Row("in", "i", b"i%d" % number), Row("events", "e", b"event")]
-        await first.put(f"k{number}", "me", b"h", 0, rows=rows, parent=f"k{number - 1}", lease=100 * (number == 2))
+        await first.put(
+            f"k{number}", "me", b"h", 0, rows=rows, parent=f"k{number - 1}", lease=("x", 100 * (number == 2))
+        )
     links = await second.chain("k3", "me", ["in", "out"], most=10)
     assert [("k3", True, 2, 4), ("k2", True, 2, 4), ("k1", True, 2, 4), ("k0", True, 2, 4), ("k-1", False, 0, 0)] == [
         (link.key, link.found, link.rows, link.size) for link in links
