@@ -37,7 +37,8 @@ from triton_openai.serving.workers.shared import SharedClient
 from triton_openai.tasks import Background, cancel, first_of
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition, ServedName, State
-from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, Metrics
+from triton_openai.telemetry.logging import count_lost_lines
+from triton_openai.telemetry.metrics import EVENT_LOOP_LAG, LOG_LINES_LOST, Metrics
 from triton_openai.telemetry.observation import OBSERVERS, Observer, Observers
 from triton_openai.telemetry.process import LOOP_LAG, LoopLag
 from triton_openai.telemetry.tracing import Tracing
@@ -72,6 +73,7 @@ def create_app(
     )
     worker = worker or Worker()
     metrics = Metrics(worker)
+    count_lost_lines(metrics.child(LOG_LINES_LOST).inc)
     tracing, send_spans = _traces(settings, connection)
     characters = settings.server.log_content
     lag = LoopLag(metrics.child(EVENT_LOOP_LAG).observe)

@@ -11,11 +11,13 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from triton_openai.cli import main
+from triton_openai.telemetry.streams import drain
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["triton_openai.cli.serve", __name__])
@@ -83,4 +85,11 @@ def _run(
         os.dup2(stderr.fileno(), 2)
     if first is not None:
         first()
-    sys.exit(main(arguments))
+    try:
+        sys.exit(main(arguments))
+    except Exception:  # noqa: BLE001 - Python would print it too, but only when nothing is written any more
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        # At the end of such a process, Python calls nobody who has asked for it.
+        drain()

@@ -15,6 +15,7 @@ from triton_openai.config.reload import Source
 from triton_openai.config.sources import config_file, load_settings
 from triton_openai.errors import ConfigurationError, ServiceError
 from triton_openai.telemetry.logging import configure_logging
+from triton_openai.telemetry.streams import drain
 
 __all__ = ["main"]
 
@@ -64,3 +65,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         # Only before or after serving, which ends by itself when it is interrupted.
         return 130
+    finally:
+        drain()

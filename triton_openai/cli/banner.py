@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,6 +16,7 @@ from triton_openai.cli.table import problems, table
 from triton_openai.config.tree import Settings
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.telemetry.logging import timestamp
+from triton_openai.telemetry.streams import in_background
 from triton_openai.triton.relay.frontends import FRONTENDS
 
 _log = structlog.get_logger(__name__)
@@ -81,17 +79,17 @@ def show(banner: str) -> None:
     Print a rendered *banner*.
 
     If it cannot be printed (a full disk, a closed pipe, a terminal that lacks the letters of a model's name), the log
-    says so, and the service goes on.
+    says so, and the service goes on. Nothing that is printed after it holds the service up either.
     """
+    in_background("stdout").lost = lambda _, reason: _not_printed(reason)
     try:
         print(banner, flush=True)
     except UnicodeEncodeError as error:
-        _log.warning("what is served cannot be printed", reason=str(error))
-    except OSError as error:
-        _log.warning("what is served cannot be printed", reason=str(error))
-        # Python would try to flush the rest of the buffer at exit, and exit with status 120.
-        with Path(os.devnull).open("w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _not_printed(str(error))
+
+
+def _not_printed(reason: str) -> None:
+    _log.warning("what is served cannot be printed", reason=reason)
 
 
 def _chat(model: ModelLine) -> str:

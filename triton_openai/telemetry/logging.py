@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import structlog
@@ -26,6 +26,7 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor
 
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import ServiceError
+from triton_openai.telemetry.streams import BackgroundWriter, background_writer, in_background
 
 # Fields that could hold a client's text or a credential: their values are not shown.
 _REDACTED = frozenset((
@@ -89,23 +90,32 @@ def _logger_class(least: int) -> type:
     return type("Logger", (_Logger,), levels | dict.fromkeys(skipped, lambda *_, **__: None))
 
 
-def _write(output: BinaryIO, _name: str, _level: str, line: Any) -> bytes:
+def _write(output: BackgroundWriter, _name: str, _level: str, line: Any) -> bytes:
     """Write *line*, which has no end, in one piece."""
     output.write(line + b"\n")
-    output.flush()
     return b""
 
 
 def configure_logging(settings: ServerSettings, *, worker: int | None = None) -> None:
-    """Send every log line, also those of libraries, to stderr as *settings* say, with the number of the *worker*."""
+    """
+    Send every log line, also those of libraries, to stderr as *settings* say, with the number of the *worker*.
+
+    From now on nobody who writes to ``sys.stderr`` waits for it, or fails with it.
+    """
     level = logging.getLevelName(settings.log_level.upper())
+    stderr = in_background("stderr")
     render = _json if settings.log_format == "json" else _plain
-    if render is _plain and sys.stderr.isatty():
+    if render is _plain and stderr.isatty():
         render = partial(_console, structlog.dev.ConsoleRenderer(exception_formatter=plain_traceback, pad_event_to=0))
     line = partial(_line, {} if worker is None else {"worker": worker}, render)
+
+    def restored(lost: int, reason: str) -> bytes:
+        return line(__name__, "error", {"event": "log lines were lost", "lines": lost, "reason": reason}) + b"\n"
+
+    stderr.restored = restored
     # Not through the standard library's logging, which takes longer than all the rest.
     structlog.configure(
-        processors=[line, partial(_write, sys.stderr.buffer)],
+        processors=[line, partial(_write, stderr)],
         wrapper_class=_logger_class(level),
         logger_factory=str,
         cache_logger_on_first_use=True,
@@ -124,6 +134,14 @@ def configure_logging(settings: ServerSettings, *, worker: int | None = None) ->
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+def count_lost_lines(count: Callable[[int], object]) -> None:
+    """Call *count* with the number of this process's log lines that were lost, and again for those that will be."""
+    stderr = background_writer(sys.stderr)
+    if stderr is not None:
+        count(stderr.total)
+        stderr.lost = lambda lines, _reason: count(lines)
 
 
 def _line(

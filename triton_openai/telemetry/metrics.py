@@ -154,6 +154,10 @@ WORKERS_REPLACED = Instrument(
     "triton_openai_workers_replaced_total", (),
     "Worker processes that died and were replaced. Their running requests are in no counter.",
 )  # fmt: skip
+LOG_LINES_LOST = Instrument(
+    "triton_openai_log_lines_lost_total", (),
+    "Log lines that could not be written: stderr failed, or was not read fast enough.",
+)  # fmt: skip
 
 #: All of the above.
 INSTRUMENTS: Sequence[Instrument] = [one for one in tuple(vars().values()) if isinstance(one, Instrument)]

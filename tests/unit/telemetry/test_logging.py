@@ -16,12 +16,18 @@ from aiohttp.http_exceptions import BadHttpMessage
 from triton_openai.config.tree import ServerSettings
 from triton_openai.errors import UpstreamError
 from triton_openai.telemetry.logging import LOG_FIELDS, configure_logging, timestamp, warn
+from triton_openai.telemetry.streams import drain
+
+
+def _printed(capsys: pytest.CaptureFixture[str]) -> str:
+    drain()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return printed.err
 
 
 def _lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    return [json.loads(line) for line in printed.err.splitlines()]
+    return [json.loads(line) for line in _printed(capsys).splitlines()]
 
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,7 +88,7 @@ def test_client_text_is_redacted(log_format, capsys: pytest.CaptureFixture[str])
     except ValueError:
         structlog.get_logger("ours").exception("failed", prompt=secret, messages=[secret])
 
-    printed = capsys.readouterr().err
+    printed = _printed(capsys)
     assert "broken\\ud800" in printed
     assert "<redacted>" in printed
     assert re.search(r'"error"|\[error ', printed)
@@ -104,6 +110,7 @@ def test_console(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             configure_logging(ServerSettings(log_format=log_format))
             structlog.get_logger("ours").info("it runs", model="a", of="x y", n=1)
             structlog.get_logger("ours").info("\ud800")
+            drain()
             printed = (tmp_path / "log").read_text()
         assert expected in printed
         assert "\\ud800" in printed
@@ -152,6 +159,6 @@ def test_whatever_stands_in_a_line_is_one_line(log_format, capsys: pytest.Captur
     configure_logging(ServerSettings(log_format=log_format))
     structlog.get_logger("ours").info("done", name="a\ud800\nb", path=Path("/x y"), none=None)
 
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = _printed(capsys).splitlines()
     assert "a\\ud800\\nb" in line
     assert "/x y" in line

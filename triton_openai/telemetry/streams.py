@@ -1,0 +1,168 @@
+"""
+Standard streams that never hold up or fail who writes.
+
+Whoever reads them may leave, stop reading, or run out of disk. So a thread writes, and what it cannot write is dropped
+and counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, TextIO
+
+# What waits at most; only its last line may go beyond the bytes.
+_MAX_LINES = 10_000
+_MAX_BYTES = 16 * 1024 * 1024
+# Lines gather this long after each write: a thread that wakes for every line costs more than the line.
+_GATHER_SECONDS = 0.02
+
+
+class BackgroundWriter(io.RawIOBase):
+    """
+    Passes what is written on to *stream*, in a thread. What is written in one piece is one line.
+
+    ``lost`` is called with the number of lines that were just lost, and why: in any thread, but one call at a time.
+    When lines can be written again, ``restored`` returns what says how many were lost since it was called last.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.lost: Callable[[int, str], object] = lambda *_: None
+        self.restored: Callable[[int, str], bytes] = lambda *_: b""
+        #: How many lines were lost in all.
+        self.total = 0
+        self._stream = stream
+        # Not through Python's buffer, which keeps what could not be written, and holds the end of the process.
+        self._output: Any = getattr(stream.buffer, "raw", stream.buffer)
+        self._lines: deque[bytes] = deque()
+        self._size = 0
+        # Reentrant: the garbage collector may have something to log while a line is added.
+        self._lock = threading.RLock()
+        self._awake = False
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._untold, self._reason = 0, ""
+        # Whether the last line that was written has no end.
+        self._cut = False
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def write(self, data: Any) -> int:
+        """Add a line to those that wait, or drop it if there are too many; return its length."""
+        line = bytes(data)
+        with self._lock:
+            if len(self._lines) < _MAX_LINES and self._size < _MAX_BYTES:
+                self._size += len(line)
+                self._lines.append(line)
+                if not self._awake:
+                    self._awake = True
+                    self._wake.put(None)
+            else:
+                self._lose(1, "lines are written faster than they are read")
+        return len(line)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a line is neither written nor lost yet."""
+        return self._size > 0
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        super().close()
+        self._wake.put(None)
+
+    def _run(self) -> None:
+        while not self.closed:
+            self._wake.get()
+            while self._awake:
+                while self._lines:
+                    self._pass_on()
+                time.sleep(_GATHER_SECONDS)
+                with self._lock:
+                    self._awake = bool(self._lines)
+
+    def _pass_on(self) -> None:
+        """Write the first lines: as many as other processes' lines do not come between where the stream is a pipe."""
+        lines = [self._lines.popleft()]
+        size = len(lines[0])
+        while self._lines and size + len(self._lines[0]) <= select.PIPE_BUF:
+            lines.append(self._lines.popleft())
+            size += len(lines[-1])
+        reason = self._written(b"".join(lines))
+        with self._lock:
+            if reason is not None:
+                self._lose(len(lines), reason)
+            untold, self._untold = (0, self._untold) if reason is not None or self._lines else (self._untold, 0)
+        if untold and self._written(self.restored(untold, self._reason)) is not None:
+            with self._lock:
+                self._untold += untold
+        with self._lock:
+            self._size -= size
+
+    def _written(self, data: bytes) -> str | None:
+        """Write *data*; return why not all of it could be written."""
+        rest = memoryview(b"\n" + data if self._cut else data)
+        try:
+            while rest:
+                count = self._output.write(rest)
+                if count is None:
+                    # Somebody else made it non-blocking.
+                    select.select((), (self._output,), ())
+                else:
+                    self._cut = rest[count - 1] != ord("\n")
+                    rest = rest[count:]
+        except (OSError, ValueError) as error:
+            # ValueError: it is closed.
+            return getattr(error, "strerror", None) or str(error)
+        self._cut = False
+        return None
+
+    def _lose(self, count: int, reason: str) -> None:
+        self.total += count
+        self._untold += count
+        self._reason = reason
+        self.lost(count, reason)
+
+
+def in_background(name: Literal["stdout", "stderr"]) -> BackgroundWriter:
+    """Let a :class:`BackgroundWriter` pass on what this process writes to a standard stream, and return it."""
+    # One that is closed is None. Opened here, its number does not become that of a client's connection.
+    stream: TextIO = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - to the end
+    writer = background_writer(stream)
+    if writer is None:
+        writer = BackgroundWriter(stream)
+        atexit.register(drain)
+        buffer = io.BufferedWriter(writer)
+        setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True))
+    return writer
+
+
+def background_writer(stream: TextIO) -> BackgroundWriter | None:
+    """Return what passes on the lines of *stream*, if it is one that :func:`in_background` has made."""
+    writer = getattr(getattr(stream, "buffer", None), "raw", None)
+    return writer if isinstance(writer, BackgroundWriter) else None
+
+
+def drain(timeout: float = 1.0) -> None:
+    """Return when all that was written to the standard streams is written or lost, after *timeout* seconds at most."""
+    deadline = time.monotonic() + timeout
+    writers = [background_writer(stream) for stream in (sys.stdout, sys.stderr)]
+    while any(writer is not None and writer.pending for writer in writers) and time.monotonic() < deadline:
+        time.sleep(_GATHER_SECONDS / 4)
