@@ -123,6 +123,10 @@ profile: $(VENV)/.demo ## show where the service's CPU time goes, by function
 soak: $(VENV)/.demo ## ten minutes of mixed traffic with faults (ARGS="--seconds 60")
 	$(BIN)/python -m tests.faults.soak $(ARGS)
 
+.PHONY: hostile
+hostile: $(VENV)/.develop ## 100,000 hostile requests over every endpoint (ARGS="--requests 5000 --seed 1")
+	$(BIN)/python -m tests.faults.hostile $(ARGS)
+
 # Where vLLM and Triton are installed for it, and where the vLLM backend's source comes from (a URL or a folder).
 ENGINE ?= tests/engine/environment
 VLLM_BACKEND ?= https://github.com/triton-inference-server/vllm_backend

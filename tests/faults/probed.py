@@ -12,6 +12,7 @@ import gc
 import json
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,38 @@ def watch(file: Path, *, strict: bool) -> None:
         draft.rename(file)
 
     signal.signal(signal.SIGUSR1, tell)
+
+
+def time_turns(file: Path, longest: float) -> None:
+    """
+    Run the service on asyncio's loop, and append to *file* each turn of it that takes longer than *longest*.
+
+    A line has the times at which the turn began and ended, the CPU time of the main thread, all in seconds, and the
+    callback that took most of it.
+    """
+    import uvloop
+
+    turn, run = asyncio.BaseEventLoop._run_once, asyncio.Handle._run  # type: ignore[attr-defined]
+    slowest: tuple[float, object] = (0.0, None)
+
+    def timed(handle: asyncio.Handle) -> None:
+        nonlocal slowest
+        began = time.thread_time()
+        run(handle)
+        took = time.thread_time() - began
+        if took > slowest[0]:
+            slowest = took, handle._callback  # type: ignore[attr-defined]
+
+    def timed_turn(loop: asyncio.AbstractEventLoop) -> None:
+        nonlocal slowest
+        slowest = 0.0, None
+        first, began = time.monotonic(), time.thread_time()
+        turn(loop)
+        took = time.thread_time() - began
+        if took > longest:
+            with file.open("a") as lines:
+                lines.write(f"{first} {time.monotonic()} {took} {slowest[1]!r:.300}\n")
+
+    asyncio.BaseEventLoop._run_once = timed_turn  # type: ignore[attr-defined]
+    asyncio.Handle._run = timed  # type: ignore[method-assign, assignment]
+    uvloop.run = asyncio.run  # type: ignore[assignment]

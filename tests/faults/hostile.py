@@ -1,0 +1,460 @@
+"""
+``python -m tests.faults.hostile``: hostile requests over every endpoint, in front of a real Triton.
+
+It prints what became of them. The exit status is 1 if one was answered with an error of the service or in another form
+than the description has, if one held the event loop, if memory grew too much, or if something is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import io
+import itertools
+import json
+import math
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from tests import described
+from tests.clients.service import serving, steered, until
+from tests.faults import probed
+from tests.faults.hostile_requests import GENERATING, KEYS, MANAGED, MODELS, Known, Request, check_complete, make
+from tests.faults.surroundings import MEBIBYTE, Watched
+from tests.triton_fixture import embedded
+from triton_openai.demo.repository import DemoRepository, build_repository
+from triton_openai.tritonserver.embedded import EmbeddedTriton
+
+TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
+_LONGEST_TURN = 0.05
+_ANSWER_SECONDS = 60.0
+_SETTLE_SECONDS = 30.0
+_EXAMPLES = 3
+_MOST_TURNS = 20
+# What eight clients may have in work at once: bodies of megabytes, and the texts of the store.
+_MOST_GROWTH = 1024 * MEBIBYTE
+_RECENT = 500
+# Answers of the service that are not 500 and yet no client's fault: it says why, and that trying again may help.
+_EXCUSED = {501, 503, 504, 529}
+_ENDS = ("[DONE]", "message_stop", "error", "response.completed", "response.failed", "response.incomplete")
+
+
+@dataclass
+class Figures:
+    """What became of the requests."""
+
+    requests: int = 0
+    seconds: float = 0.0
+    statuses: Counter[str] = field(default_factory=Counter)
+    # The numbers of the requests, by what went wrong
+    failures: dict[str, list[int]] = field(default_factory=dict)
+    # Turns of the loop: seconds, callback, and the requests that hold it as long when they are sent alone
+    turns: list[tuple[float, str, dict[int, float]]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    long_turns: int = 0
+    # Before, at most, and in the end
+    memory: tuple[int, int, int] = (0, 0, 0)
+    endings: int = 0
+
+    @property
+    def held(self) -> dict[int, float]:
+        """The requests that hold the loop too long, with the seconds."""
+        found: dict[int, float] = {}
+        for _, _, alone in self.turns:
+            found |= alone
+        return found
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing went wrong."""
+        return not (self.failures or self.held or self.left) and self.memory[1] - self.memory[0] <= _MOST_GROWTH
+
+
+@dataclass
+class _Sent:
+    number: int
+    request: Request
+    began: float
+    over: float = math.inf
+
+
+class Hostile:
+    """*count* requests of *clients* clients at once."""
+
+    def __init__(self, service: Watched, triton: EmbeddedTriton, turns: Path, seed: int, clients: int) -> None:
+        self._service = service
+        self._triton = triton
+        self._turns = turns
+        self._seed = seed
+        self._clients = clients
+        self._known = Known()
+        self._lock = threading.Lock()
+        # In the order in which they were begun
+        self._recent: deque[_Sent] = deque(maxlen=_RECENT)
+        # Turns that took long, each with what was on its way
+        self._long: list[tuple[float, str, list[_Sent]]] = []
+        self._over = threading.Event()
+        self.figures = Figures()
+
+    def run(self, numbers: Sequence[int]) -> Figures:
+        """Send the requests with these *numbers*, look into what held the loop, wait until all is quiet."""
+        figures = self.figures
+        self._settle_in()
+        before = self._service.level()
+        self._slow_turns()
+        with ThreadPoolExecutor(self._clients + 1) as threads:
+            watching = threads.submit(self._watch)
+            began = time.monotonic()
+            remaining = iter(numbers)
+            for done in [threads.submit(self._client, remaining) for _ in range(self._clients)]:
+                done.result()
+            figures.seconds = time.monotonic() - began
+            figures.requests = figures.statuses.total()
+            self._over.set()
+            most = watching.result()
+        self._look_at_turns()
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while (left := (after := self._service.level()).above(before)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        figures.left = left
+        figures.memory = (before.memory, max(most, before.memory), after.memory)
+        self._check_alive()
+        return figures
+
+    def show(self) -> None:
+        """Print the requests that were sent last, without the middle of long ones."""
+        for each in self._recent:
+            number, sent = each.number, each.request.parts
+            print(
+                f"{number}: {sent if len(sent) < 6000 else sent[:3000] + b' ... ' + sent[-1000:]!r} ({len(sent)} bytes)"
+            )
+
+    def _settle_in(self) -> None:
+        """Use all models once, and have something of each key's that requests can refer to."""
+        for key in KEYS:
+            for model in dict.fromkeys(GENERATING):
+                stored = {"model": model, "input": steered(text="one"), "max_output_tokens": 5}
+                self._note(key, "/v1/responses", stored)
+            items = [{"role": "user", "content": size * "x"} for size in (1, 1000, 1_000_000)]
+            self._note(key, "/v1/conversations", {"items": items})
+        self._check_alive()
+
+    def _note(self, key: str, path: str, body: dict[str, Any]) -> None:
+        answer = self._service.post(path, body, Authorization=f"Bearer {key}")
+        assert answer.status == 200, answer.body
+        self._known.note(answer.body, foreign=key != KEYS[0])
+
+    def _check_alive(self) -> None:
+        for model in dict.fromkeys(GENERATING):
+            chat = {"model": model, "messages": [{"role": "user", "content": steered(text="one two")}], "max_tokens": 9}
+            answer = self._service.post("/v1/chat/completions", chat, Authorization=f"Bearer {KEYS[0]}")
+            if answer.status != 200 or "one two" not in str(answer.json["choices"][0]["message"]["content"]):
+                self._fail(-1, f"a chat with {model} afterwards: {answer.status} {answer.body[:300]!r}")
+
+    # What clients do
+
+    def _client(self, numbers: Iterator[int]) -> None:
+        with contextlib.closing(_Connection(self._service)) as connection:
+            while (number := self._next(numbers)) is not None:
+                if self._triton.poll() is not None:
+                    self._start_triton()
+                request = make(self._seed, number, self._known)
+                sent = _Sent(number, request, time.monotonic())
+                self._recent.append(sent)
+                outcome = self._exchange(connection, request, number)
+                sent.over = time.monotonic()
+                with self._lock:
+                    self.figures.statuses[outcome] += 1
+
+    def _next(self, numbers: Iterator[int]) -> int | None:
+        with self._lock:
+            return next(numbers, None)
+
+    def _exchange(self, connection: _Connection, request: Request, number: int) -> str:
+        outcome = ""
+        try:
+            connection.send(request)
+            if request.leaves:
+                connection.close()
+                return "left"
+            for _ in range(request.count):
+                answer = connection.answer(request.method)
+                outcome = str(answer.status)
+                # What was asked before it can be told is not known.
+                if not request.whole and answer.status < 400:
+                    connection.close()
+                    return f"{outcome} to what is no request"
+                if trouble := _trouble(request, answer):
+                    self._fail(number, trouble)
+                self._known.note(answer.body, foreign=request.key != KEYS[0])
+                if answer.closes:
+                    connection.close()
+                    break
+        except TimeoutError:
+            connection.close()
+            if request.whole:
+                self._fail(number, f"{request.operation}: no answer in {_ANSWER_SECONDS:.0f} s")
+            outcome = "no answer"
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            if request.whole and not outcome and self._triton.poll() is None:
+                self._fail(number, f"{request.operation}: broken: {error!r}")
+            outcome = outcome or "broken"
+        if not request.whole:
+            connection.close()
+        return outcome
+
+    def _fail(self, number: int, what: str) -> None:
+        with self._lock:
+            self.figures.failures.setdefault(what, []).append(number)
+
+    def _start_triton(self) -> None:
+        with self._lock:
+            if self._triton.poll() is not None:
+                self.figures.endings += 1
+                self._triton.start()
+                until(lambda: self._service.status("/health/ready") == 200)
+
+    # What the process does
+
+    def _watch(self) -> int:
+        """Note long turns of the loop while their requests are known, and return the most memory, until it is over."""
+        most = 0
+        while not self._over.wait(0.1):
+            most = max(most, self._service.memory())
+            self._note_turns()
+        self._note_turns()
+        return most
+
+    def _note_turns(self) -> None:
+        for began, ended, took, what in self._slow_turns():
+            suspects = [sent for sent in list(self._recent) if sent.began < ended and began < sent.over]
+            self._long = sorted([*self._long, (took, what, suspects)], key=lambda turn: -turn[0])[:_MOST_TURNS]
+            self.figures.long_turns += 1
+
+    def _slow_turns(self) -> list[tuple[float, float, float, str]]:
+        """Return the turns since the last call, each with its beginning, its end, its seconds and its callback."""
+        lines = self._turns.read_text().splitlines() if self._turns.exists() else []
+        self._turns.unlink(missing_ok=True)
+        split = (line.split(" ", 3) for line in lines)
+        return [(float(began), float(ended), float(took), what) for began, ended, took, what in split]
+
+    def _look_at_turns(self) -> None:
+        """Send what was on its way in the longest turns of the loop again, each request alone."""
+        alone: dict[int, float] = {}
+        slowness = _slowness()
+        for took, what, suspects in self._long:
+            for sent in suspects:
+                if sent.number not in alone:
+                    alone[sent.number] = self._alone(sent.request)
+            numbers = [sent.number for sent in suspects if alone[sent.number] >= _LONGEST_TURN * slowness]
+            self.figures.turns.append((took, what, {number: alone[number] for number in numbers}))
+
+    def _alone(self, request: Request) -> float:
+        """Return the longest turn, in seconds, that a request takes by itself, the shortest of three attempts."""
+        found = []
+        for _ in range(3):
+            until(lambda: not self._service.level().running)
+            self._slow_turns()
+            connection = _Connection(self._service)
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection.send(request)
+                for _ in range(1 if request.leaves else request.count):
+                    connection.answer(request.method)
+            connection.close()
+            until(lambda: not self._service.level().running)
+            # The probe itself takes a turn.
+            found.append(max((took for _, _, took, what in self._slow_turns() if "signal" not in what), default=0.0))
+            if found[-1] < _LONGEST_TURN:
+                break
+        return min(found)
+
+
+@dataclass
+class _Answer:
+    status: int
+    headers: Any
+    body: bytes
+    closes: bool
+
+
+class _Connection:
+    """A connection that is opened when something is sent, and stays."""
+
+    def __init__(self, service: Watched) -> None:
+        self._place = service.host, service.port
+        self._socket: socket.socket | None = None
+        self._file: io.BufferedReader | None = None
+
+    def send(self, request: Request) -> None:
+        """Send a request; the answer to one that is not complete may come, and close the connection, meanwhile."""
+        if self._socket is None:
+            self._socket = socket.create_connection(self._place, 10)
+            self._socket.settimeout(_ANSWER_SECONDS)
+            self._file = _Kept(socket.SocketIO(self._socket, "r"))
+        # What is refused by its head is answered before its body is read.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(request.parts)
+        if not request.whole:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+
+    def answer(self, method: str) -> _Answer:
+        """Read an answer to *method*."""
+        response = http.client.HTTPResponse(cast(socket.socket, self), method=method)
+        response.begin()
+        body = response.read()
+        return _Answer(response.status, response.headers, body, response.will_close)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """Return what is read, for answers one after the other."""
+        assert self._file is not None
+        return self._file
+
+    def close(self) -> None:
+        """Leave."""
+        if self._socket is not None:
+            self._socket.close()
+            if self._file is not None:
+                self._file.raw.close()
+        self._socket = self._file = None
+
+
+class _Kept(io.BufferedReader):
+    def close(self) -> None:
+        """Stay open: there are more answers in it."""
+
+
+def _trouble(request: Request, answer: _Answer) -> str | None:
+    """Return what is wrong with an answer."""
+    name = f"{request.operation}: {answer.status}"
+    if request.method in ("HEAD", "OPTIONS"):
+        return name if answer.status >= 500 and answer.status not in _EXCUSED else None
+    text = answer.body.decode("utf-8", "replace")
+    if answer.status >= 400 and not text.startswith('{"status":'):
+        try:
+            error = json.loads(text)["error"]
+            said = error["message"]
+        except (ValueError, LookupError, TypeError):
+            return f"{name} in another form: {text[:100]}"
+        if not isinstance(said, str) or not said or "Traceback" in said:
+            return f"{name} without a message"
+        if answer.status >= 500 and answer.status not in _EXCUSED:
+            return f"{name} {error.get('code') or error.get('type')}"
+    # So are all answered whose head is too large.
+    if request.plain and request.whole and answer.status != 431:
+        try:
+            described.check(request.method, request.path, answer.status, answer.headers, answer.body)
+        except Exception as error:  # noqa: BLE001 - whatever cannot be read is no answer
+            return f"{name} is not as described: {str(error)[:200]}"
+    if answer.status == 200 and answer.headers.get_content_type() == "text/event-stream" and not _ends(text):
+        return f"{name} ends without its end: {text[-100:]}"
+    return None
+
+
+def _ends(text: str) -> bool:
+    last = text.rstrip("\n").rpartition("\n\n")[2].rpartition("data: ")[2]
+    return last == "[DONE]" or any(f'"{end}"' in last for end in (*_ENDS, "response.cancelled"))
+
+
+def _slowness() -> float:
+    """Return how much longer this machine takes than the one for which the limit is; at least 1."""
+    began = time.thread_time()
+    json.loads(json.dumps([1000] * 262_144))
+    return max(1.0, (time.thread_time() - began) / (_LONGEST_TURN / 1.5))
+
+
+def render(figures: Figures, seed: int) -> str:
+    """Return the figures as a table for people."""
+    lines = [f"{figures.seconds:.0f} seconds, {figures.requests} requests, seed {seed}"]
+    lines += [f"  {count:>8}  {status}" for status, count in figures.statuses.most_common()]
+    if figures.endings:
+        lines.append(f"Triton ended by itself {figures.endings} times")
+    longest = max((took for took, _, _ in figures.turns), default=0.0)
+    lines.append(f"longest turn of the loop: {longest * 1000:.0f} ms; longer than 50: {figures.long_turns}")
+    for took, what, alone in figures.turns:
+        told = ", ".join(f"--only {number}: {seconds * 1000:.0f} ms" for number, seconds in alone.items())
+        lines.append(f"  {took * 1000:.0f} ms  {told or 'no request by itself'}  {what[:150]}")
+    first, most, last = (memory / MEBIBYTE for memory in figures.memory)
+    lines.append(f"memory: {first:.0f} MiB before, {most:.0f} MiB at most, {last:.0f} MiB at the end")
+    lines.append(f"left behind: {', '.join(figures.left) or 'nothing'}")
+    lines.append(f"failures: {sum(map(len, figures.failures.values())) or 'none'}")
+    for what, numbers in figures.failures.items():
+        lines.append(f"  {len(numbers)} x {what}   --only {' '.join(map(str, numbers[:_EXAMPLES]))}")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _started(repository: DemoRepository) -> Iterator[EmbeddedTriton]:
+    server = embedded(repository, model_control_mode="explicit", load_models=[*MODELS, MANAGED])
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop(timeout=1.0)
+
+
+def attack(
+    folder: Path, triton: EmbeddedTriton, tokenizer: Path, numbers: Sequence[int], *, seed: int, clients: int
+) -> tuple[Figures, list[str]]:
+    """Send the requests with these *numbers* to a service; return what was seen, and complaints of the service."""
+    check_complete()
+    probe, turns = folder / "probe.json", folder / "turns"
+    flags = ["--triton-url", triton.http_url, "--triton-url", triton.grpc_url, "--model-control-mode", "explicit"]
+    flags += ["--tokenizer", str(tokenizer), "--chat-template", str(TEMPLATE)]
+    flags += ["--responses-store", f"sqlite:{folder / 'responses'}"]
+    flags += itertools.chain(*(("--api-key", f"key{number}:{key}") for number, key in enumerate(KEYS)))
+    settings = {
+        "models": {"tensorrt_llm": {"adapter": "trtllm"}},
+        "defaults": {"tool_call_parser": "hermes", "image_placeholder": "<image {n}>"},
+    }
+    with serving(folder, *flags, settings=settings, first=partial(_watched, probe, turns)) as running:
+        service = Watched(running.process, running.banner, running.log, probe)
+        until(lambda: service.status("/health/ready") == 200)
+        hostile = Hostile(service, triton, turns, seed, clients)
+        figures = hostile.run(numbers)
+        if clients == 1:
+            hostile.show()
+        return figures, service.complaints()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.hostile", description="Hostile requests.")
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first request")
+    parser.add_argument("--only", type=int, nargs="+", help="send the requests with these numbers, and print them")
+    options = parser.parse_args(arguments)
+    numbers = options.only or range(options.first, options.first + options.requests)
+    with contextlib.ExitStack() as opened:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-hostile-")))
+        repository = build_repository(folder / "models", models=[*MODELS, MANAGED])
+        triton = opened.enter_context(_started(repository))
+        clients = 1 if options.only else options.clients
+        figures, complaints = attack(folder, triton, repository.tokenizer, numbers, seed=options.seed, clients=clients)
+    print(render(figures, options.seed))
+    for line in complaints[:50]:
+        print(line[:3000], file=sys.stderr)
+    return 0 if figures.passed and not complaints else 1
+
+
+def _watched(probe: Path, turns: Path) -> None:
+    probed.watch(probe, strict=False)
+    probed.time_turns(turns, _LONGEST_TURN)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

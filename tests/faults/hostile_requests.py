@@ -1,0 +1,558 @@
+"""
+Hostile requests for every endpoint: right ones that are changed at random places.
+
+A seed, a number and the ids that the service has given out determine a request.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from random import Random
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from tests.clients.service import steered
+from triton_openai.api.routes import OPERATIONS, Operation
+
+KEYS = ("sk-one", "sk-two")
+#: The only model that is loaded and unloaded.
+MANAGED = "text_rerank"
+GENERATING = ("vllm_model", "vllm_model", "ensemble", "tensorrt_llm", "tensorrt_llm_llmapi", "text_model")
+EMBEDDING = ("text_embedding", "text_embedding", "vllm_embedding")
+RANKING = ("text_rerank_pairs", "text_rerank_ids", "text_embedding")
+CLASSIFYING = ("text_classification", "text_classification_ids")
+MODELS = tuple(dict.fromkeys((*GENERATING, *EMBEDDING, *RANKING, *CLASSIFYING)))
+_WORDS = steered(text="one two three")
+_PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
+_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer", "maximum": 2**70}}}
+_FUNCTION = {"name": "look_up", "description": "Looks up.", "parameters": _SCHEMA}
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"city": "Paris"}'}}
+_CALL_ITEM = {"type": "function_call", "call_id": "call_1", "name": "look_up", "arguments": '{"city": "Paris"}'}
+#: Values that a field may really have, by its name, so that a request reaches what the field does.
+_PLAUSIBLE: Mapping[str, tuple[Any, ...]] = {
+    "n": (1, 2, 16, 128),
+    "best_of": (1, 128),
+    "logprobs": (True, 0, 1, 5, 20),
+    "top_logprobs": (0, 1, 20),
+    "prompt_logprobs": (0, 1, 20),
+    "echo": (True, False),
+    "stream": (True, False),
+    "stream_options": ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}),
+    "store": (True, False),
+    "background": (True, False),
+    "max_tokens": (1, 2, 50, 500),
+    "max_output_tokens": (16, 50),
+    "stop": ("two", ["o", "e", "x" * 1000]),
+    "seed": (0, 2**63 - 1, -(2**63)),
+    "logit_bias": ({"5": 1}, {str(number): -100 for number in range(300)}),
+    "tools": ([{"type": "function", "function": _FUNCTION}] * 3, [{"type": "function", **_FUNCTION}]),
+    "tool_choice": ("auto", "none", "required", {"type": "function", "name": "look_up"}),
+    "response_format": ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": _SCHEMA}}),
+    "text": ({"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}}, {"verbosity": "low"}),
+    "include": (["message.output_text.logprobs"], ["reasoning.encrypted_content"]),
+    "truncate_prompt_tokens": (1, -1, 5),
+    "truncation": ("auto", "disabled"),
+    "encoding_format": ("base64", "float"),
+    "reasoning": ({"effort": "low", "summary": "auto"}, {"summary": "detailed"}),
+    "thinking": ({"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}),
+    "metadata": ({"a": "b"}, {str(number): "x" * 512 for number in range(16)}),
+    "return_token_ids": (True,),
+    "return_token_strs": (True,),
+    "add_special_tokens": (True, False),
+    "chat_template_kwargs": ({"thinking": False}, {"a": 2**70}),
+    "suffix": ("end", ""),
+    "top_n": (1, 0, 2**31),
+    "use_activation": (True, False),
+    "order": ("asc", "desc"),
+}
+_TEXTS = (
+    *("", " ", "a", "\0", "\ud800", "\udc00\ud800", "\ufeff", "\u202e", "é😀", "\r\nX: y", "../../etc/passwd", "%s%n"),
+    *(
+        "{{ 1 / 0 }}",
+        "<|im_end|>",
+        "<tool_call>{",
+        "</think>",
+        "(a+)+$",
+        "data:image/png;base64,AAAA",
+        "data:,",
+        "null",
+    ),
+    *("http://127.0.0.1:1/x", "file:///etc/passwd", "conv_", "resp_", "msg_1", "[DONE]", "1e400", "\u2028"),
+)
+_NUMBERS = (
+    *(0, -1, 1, 2, 127, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**64 - 1, 2**64, 2**65),
+    *(2**100, -(2**100), 2**200, 10**300, 0.5, -0.0, 1e308, -1e308, 5e-324, 2.0**63),
+    *(float("nan"), float("inf"), float("-inf")),
+)
+#: Stand in JSON for a number of more digits than Python writes, and for values that are nested deeply.
+_UNKNOWN = ["unheard_of", "", "\0", "a" * 300]
+_LONG_NUMBER = "a number of 5000 digits"
+_DEEP = re.compile(r'"(lists|objects) nested (\d+) times"')
+
+
+_MOST_BYTES = 10 * 1024 * 1024
+
+
+class Known:
+    """Ids that the service has given out, by their kind; those of *foreign* belong to another key."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, deque[str]] = {kind: deque(maxlen=32) for kind in ("resp", "conv", "msg")}
+        self.foreign: dict[str, deque[str]] = {kind: deque(maxlen=32) for kind in self.ids}
+
+    def note(self, answer: bytes, *, foreign: bool) -> None:
+        """Remember the ids in the beginning of an *answer*."""
+        for found in re.findall(rb'"((resp|conv|msg)_[0-9a-zA-Z_]+)"', answer[:4000]):
+            (self.foreign if foreign else self.ids)[found[1].decode()].append(found[0].decode())
+
+    def id(self, chance: Random, kind: str) -> str:
+        """Return an id that is there, or belongs to somebody else, or was never given out."""
+        pools = [self.ids[kind], self.ids[kind], self.ids[kind], self.foreign[kind]]
+        pool = chance.choice(pools)
+        return chance.choice(pool) if pool and chance.random() < 0.9 else f"{kind}_{chance.randbytes(16).hex()}"
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    A request as it is sent: *parts* one after the other. *whole* is whether it is HTTP and complete.
+
+    An answer is expected to every one of *count* times that it stands in *parts*. *plain* is whether its path is one of
+    the description.
+    """
+
+    operation: str
+    method: str
+    path: str
+    parts: bytes
+    key: str
+    count: int = 1
+    whole: bool = True
+    plain: bool = True
+    leaves: bool = False
+
+
+def make(seed: int, number: int, known: Known) -> Request:
+    """Return a request."""
+    return _Maker(Random(f"{seed}/{number}"), known).request()
+
+
+class _Maker:
+    def __init__(self, chance: Random, known: Known) -> None:
+        self._chance = chance
+        self._known = known
+
+    def request(self) -> Request:
+        chance = self._chance
+        operation = chance.choice(_WEIGHTED)
+        method, route = chance.choice(operation.routes).split()
+        body = BODIES[operation.name](self)
+        plain = True
+        if isinstance(body, dict):
+            for _ in range(chance.choice((0, 0, 1, 1, 1, 2, 3))):
+                body = self._with_field(body, operation)
+            for _ in range(chance.choice((0, 0, 1, 1, 1, 2, 3))):
+                body = self._changed(body)
+        data = b"" if body is None else self._written(body)
+        path = re.sub(r"\{(\w+):[^}]*\}", lambda found: quote(self._segment(found[1], operation.name), safe="/"), route)
+        if operation.query or chance.random() < 0.03:
+            path += self._query(operation)
+        if chance.random() < 0.03:
+            path, plain = chance.choice(("/" + path, path + "/", path + "/%00", path + "%2f..", "/v1" + path)), False
+        if chance.random() < 0.02:
+            method, plain = chance.choice(("HEAD", "OPTIONS", "PUT", "PATCH", "TRACE", "DELETE", "GET", "POST")), False
+        return self._sent(operation, method, path, data, plain)
+
+    # Values
+
+    def text(self, most: float = 5.5) -> str:
+        chance = self._chance
+        if chance.random() < 0.7:
+            return chance.choice(_TEXTS)
+        piece = chance.choice(("a", "word ", "é", "😀", '"', "\\", "\n", "\ud800", "{", "<", "1", "\u4e2d", "data:"))
+        return piece * int(10 ** chance.uniform(0, most) / len(piece))
+
+    def number(self) -> Any:
+        return self._chance.choice(_NUMBERS)
+
+    def value(self) -> Any:
+        """Return any value at all."""
+        chance = self._chance
+        kind = chance.randrange(14)
+        if kind < 3:
+            return self.number()
+        if kind < 6:
+            return self.text()
+        if kind < 8:
+            return chance.choice((None, True, False, [], {}, [[]], [None], {"": None}, _LONG_NUMBER))
+        if kind == 8:
+            return self._deep()
+        if kind == 9:
+            inner: Any = chance.choice((1, 2**70, "a", None, {}, [], {"type": "text", "text": "a"}, 1e308))
+            return [inner] * int(10 ** chance.uniform(0, 4.7))
+        if kind == 10:
+            return {f"k{number}": self.number() for number in range(int(10 ** chance.uniform(0, 3.5)))}
+        if kind == 11:
+            return {"type": "item_reference", "id": self._known.id(chance, "msg")}
+        if kind == 12:
+            return self._known.id(chance, chance.choice(("resp", "conv", "msg")))
+        name, limit = chance.choice(("maximum", "minimum", "multipleOf", "maxLength", "const")), self.number()
+        return {"type": "object", "properties": {"a": {"type": "integer", name: limit}, "b": {"$ref": "#"}}}
+
+    def _deep(self) -> Any:
+        chance = self._chance
+        depth = chance.choice((3, 20, 60, 90, 98, 99, 100, 101, 500, 40_000))
+        return f"{chance.choice(('lists', 'objects'))} nested {depth} times"
+
+    # Changes
+
+    def _with_field(self, body: dict[str, Any], operation: Operation) -> dict[str, Any]:
+        """Return *body* with one more field, of those that the operation knows or of others."""
+        chance = self._chance
+        known = () if operation.request is None else msgspec.structs.fields(operation.request)
+        fields = [field.encode_name for field in known] if known and chance.random() < 0.9 else _UNKNOWN
+        name = chance.choice(fields)
+        if name in ("previous_response_id", "conversation") and chance.random() < 0.8:
+            value: Any = self._known.id(chance, "resp" if name == "previous_response_id" else "conv")
+        elif name in _PLAUSIBLE and chance.random() < 0.8:
+            value = chance.choice(_PLAUSIBLE[name])
+        else:
+            value = self.value()
+        return {**body, name: value}
+
+    def _changed(self, body: Any) -> Any:
+        """Return *body* with a change at a random place."""
+        chance = self._chance
+        places = list(_places(body))
+        if not places:
+            return body
+        path = chance.choice(places)
+        # What others may hold too stays as it is.
+        body = holder = body.copy()
+        for step in path[:-1]:
+            holder[step] = holder[step].copy()
+            holder = holder[step]
+        key = path[-1]
+        old = holder[key]
+        kind = chance.randrange(8)
+        if kind < 4:
+            holder[key] = self.value()
+        elif kind == 4:
+            del holder[key]
+        elif kind == 5:
+            holder[key] = chance.choice(([old], {"a": old}, [old, old], str(old)[:1000], [old] * 30))
+        elif kind == 6 and isinstance(old, list):
+            holder[key] = old * int(10 ** chance.uniform(0, 3.3))
+        elif isinstance(holder, dict):
+            holder[chance.choice(("id", "type", "text", "content", "role", "name", "unheard_of"))] = self.value()
+        else:
+            holder[key] = [old, self.value(), old]
+        return body
+
+    def _written(self, body: Any) -> bytes:
+        """Return the JSON of *body*, or nearly JSON."""
+        chance = self._chance
+        data = _json(body)[:_MOST_BYTES]
+        kind = chance.randrange(100)
+        place = chance.randrange(len(data))
+        if kind == 0:
+            return data[:place]
+        if kind == 1:
+            return data[:place] + chance.randbytes(chance.choice((1, 3, 40))) + data[place:]
+        if kind == 2:
+            return data.replace(b"a", chance.choice((b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xf4\x90\x80\x80")), 3)
+        if kind == 3:
+            return chance.choice((b"\xef\xbb\xbf" + data, data.decode().encode("utf-16"), data + b"{}", b"[" * 50_000))
+        if kind == 4 and isinstance(body, dict) and body:
+            name = chance.choice(list(body))
+            return b"{%s:%s,%s" % (json.dumps(name).encode(), _json(self.value()), data[1:])
+        if kind == 5:
+            return chance.choice((b"", b"null", b"1", b'"a"', b"[]", b"true", b" ", b"{}"))
+        return data
+
+    # What is around the body
+
+    def _segment(self, name: str, operation: str) -> str:
+        chance = self._chance
+        if name == "model" and operation in ("load_model", "unload_model"):
+            return chance.choice((MANAGED, MANAGED, "nobody", "a/b", "\0", "é" * 100, "../x", "x" * 3000))
+        if chance.random() < 0.1:
+            return self.text(3.3).encode("utf-8", "replace").decode() or "-"
+        if name == "model":
+            return chance.choice(MODELS)
+        return self._known.id(chance, {"response": "resp", "conversation": "conv", "item": "msg"}[name])
+
+    def _query(self, operation: Operation) -> str:
+        chance = self._chance
+        names = [*operation.query, "unheard_of", "stream", "include[]", "limit", "before_id"]
+        values: tuple[Any, ...] = (*_NUMBERS, *_TEXTS, "true", 1, 5, 100, self._known.id(chance, "msg"))
+        pairs = []
+        for _ in range(chance.choice((0, 1, 1, 2, 3))):
+            name = chance.choice(names)
+            value = chance.choice(_PLAUSIBLE[name] if name in _PLAUSIBLE and chance.random() < 0.5 else values)
+            pairs.append(f"{name}={quote(str(value).encode('utf-8', 'replace'))}")
+        return "?" + "&".join(pairs) if pairs else ""
+
+    def _sent(self, operation: Operation, method: str, path: str, data: bytes, plain: bool) -> Request:
+        chance = self._chance
+        key = KEYS[chance.random() < 0.1]
+        head = {"Host": "x", "Authorization": f"Bearer {key}"}
+        if data or method == "POST":
+            head |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
+        if operation.anthropic or (operation.shared is not None and chance.random() < 0.5):
+            head["anthropic-version"] = "2023-06-01"
+        whole, leaves, count = True, False, 1
+        kind = chance.randrange(120)
+        if kind < 10 and data:
+            head["Content-Type"] = chance.choice(_CONTENT_TYPES)
+        elif kind < 14 and data:
+            packed = gzip.compress(data, 1) if chance.random() < 0.5 else data
+            head |= {"Content-Encoding": chance.choice(("gzip", "deflate", "br", "gzip, gzip", "zstd", "identity"))}
+            head["Content-Length"], data = str(len(packed)), packed
+        elif kind < 24:
+            name = chance.choice(_HEADERS)
+            # Errors have the form of Anthropic's API for who asks in its way.
+            head[name], plain = chance.choice(_HEADER_VALUES), plain and name != "anthropic-version"
+        elif kind < 26 and data:
+            del head["Content-Length"]
+            head["Transfer-Encoding"] = "chunked"
+            cut = chance.randrange(len(data))
+            chunks = (piece for piece in (data[:cut], data[cut:]) if piece)
+            data = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in chunks) + b"0\r\n\r\n"
+        elif kind == 26 and data:
+            head["Content-Length"], whole = str(len(data) + 5), False
+        elif kind == 27:
+            head["Content-Length"], whole = chance.choice(("-1", "abc", "99999999999999999999", "5, 5", "")), False
+        elif kind == 28:
+            key = head["Authorization"] = chance.choice(("Bearer nobody", "Basic eA==", "Bearer", "Bearer \xff", ""))
+        elif kind == 29:
+            head["Expect"] = "100-continue"
+        elif kind < 32:
+            leaves = True
+        elif kind == 32:
+            whole, data = False, data[: len(data) // 2]
+        elif kind == 33:
+            path, whole = path + chance.choice((" ", "\t", "\xff", " HTTP/9.9 x", "#a")), False
+        lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
+        raw = f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode("latin-1", "replace") + data
+        if whole and not leaves and chance.random() < 0.02:
+            count = chance.choice((2, 3, 8))
+        return Request(
+            operation=operation.name, method=method, path=path, parts=raw * count, key=key, count=count, whole=whole,
+            plain=plain, leaves=leaves,
+        )  # fmt: skip
+
+    # Right requests
+
+    def _model(self, models: tuple[str, ...]) -> str:
+        return self._chance.choice(models if self._chance.random() < 0.97 else (*MODELS, "nobody"))
+
+    def chat(self) -> dict[str, Any]:
+        chance = self._chance
+        messages: list[Any] = [{"role": "user", "content": _WORDS}]
+        kind = chance.randrange(6)
+        if kind == 0:
+            called = {"role": "assistant", "content": None, "tool_calls": [_CALL]}
+            messages = [*messages, called, {"role": "tool", "tool_call_id": "call_1", "content": "x"}, *messages]
+        elif kind == 1:
+            image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_PIXEL}"}}
+            messages[0] = {"role": "user", "content": [{"type": "text", "text": _WORDS}, image]}
+        elif kind == 2:
+            messages = [{"role": "system", "content": "Be brief."}, *messages * chance.choice((1, 3, 400))]
+        return {"model": self._model(GENERATING), "max_tokens": 20, "messages": messages}
+
+    def completion(self) -> dict[str, Any]:
+        prompt = self._chance.choice((_WORDS, _WORDS, [_WORDS] * 4, [75, 76, 77], [[75], [76]]))
+        return {"model": self._model(GENERATING), "max_tokens": 20, "prompt": prompt}
+
+    def _item(self) -> dict[str, Any]:
+        chance = self._chance
+        return chance.choice((
+            {"type": "message", "role": "user", "content": _WORDS},
+            {"role": "user", "content": [{"type": "input_text", "text": _WORDS}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {"type": "item_reference", "id": self._known.id(chance, "msg")},
+            {"id": self._known.id(chance, "msg")},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "web_search_call", "id": "ws_1", "unheard_of": self.number()},
+            {"type": "message", "role": "user", "content": "x" * 100_000},
+        ))  # fmt: skip
+
+    def _items(self, most: int = 6) -> list[Any]:
+        items = [self._item() for _ in range(self._chance.randrange(1, most))]
+        if self._chance.random() < 0.2:
+            items += [_CALL_ITEM, {"type": "function_call_output", "call_id": "call_1", "output": "x"}]
+        if self._chance.random() < 0.05:
+            items *= self._chance.choice((20, 200))
+        return items
+
+    def response(self) -> dict[str, Any]:
+        chance = self._chance
+        given: Any = _WORDS if chance.random() < 0.4 else [*self._items(), {"role": "user", "content": _WORDS}]
+        body: dict[str, Any] = {"model": self._model(GENERATING), "max_output_tokens": 20, "input": given}
+        body["store"] = chance.random() < 0.7
+        if chance.random() < 0.3:
+            body["previous_response_id"] = self._known.id(chance, "resp")
+        elif chance.random() < 0.3:
+            body["conversation"] = self._known.id(chance, "conv")
+        if chance.random() < 0.2:
+            body["background"] = True
+        if chance.random() < 0.3:
+            body["stream"] = True
+        return body
+
+    def compaction(self) -> dict[str, Any]:
+        return {"model": self._model(GENERATING), "input": self._items()}
+
+    def conversation(self) -> dict[str, Any]:
+        return {"items": self._items(12), "metadata": {"a": "b"}}
+
+    def update(self) -> dict[str, Any]:
+        return {"metadata": {f"k{number}": "v" for number in range(self._chance.choice((0, 1, 16, 17)))}}
+
+    def items(self) -> dict[str, Any]:
+        return {"items": self._items(12)}
+
+    def message(self) -> dict[str, Any]:
+        chance = self._chance
+        blocks: list[Any] = [{"type": "text", "text": _WORDS}]
+        if chance.random() < 0.2:
+            source = {"type": "base64", "media_type": "image/png", "data": _PIXEL}
+            blocks.append(chance.choice((
+                {"type": "image", "source": source},
+                {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
+            )))  # fmt: skip
+        messages: list[Any] = [{"role": "user", "content": chance.choice((_WORDS, blocks))}]
+        if chance.random() < 0.3:
+            use = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"city": "Paris"}}
+            result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "x"}
+            thought = {"type": "thinking", "thinking": "hm", "signature": "x"}
+            messages += [{"role": "assistant", "content": [thought, use]}, {"role": "user", "content": [result]}]
+        body = {"model": self._model(GENERATING), "max_tokens": 20, "messages": messages}
+        return {**body, "stream": True} if chance.random() < 0.3 else body
+
+    def counted(self) -> dict[str, Any]:
+        return {name: value for name, value in self.message().items() if name in ("model", "messages")}
+
+    def embedding(self) -> dict[str, Any]:
+        given = self._chance.choice(("a", ["a", "b"], [75, 76], [[75], [76]], ["word " * 20] * 100))
+        return {"model": self._model(EMBEDDING), "input": given}
+
+    def ranking(self) -> dict[str, Any]:
+        documents = self._chance.choice((["a", "b"], [{"text": "a"}], ["word " * 20] * 60))
+        return {"model": self._model(RANKING), "query": "a", "documents": documents}
+
+    def scoring(self) -> dict[str, Any]:
+        return {"model": self._model(RANKING), "text_1": "a", "text_2": self._chance.choice(("b", ["b", "c"]))}
+
+    def classification(self) -> dict[str, Any]:
+        return {"model": self._model(CLASSIFYING), "input": self._chance.choice(("a", ["a", "b"], [75, 76]))}
+
+    def tokenizing(self) -> dict[str, Any]:
+        chance = self._chance
+        if chance.random() < 0.4:
+            return {"model": self._model(GENERATING), "messages": [{"role": "user", "content": "a"}]}
+        return {"model": self._model(GENERATING), "prompt": chance.choice(("a", "word " * 1000))}
+
+    def detokenizing(self) -> dict[str, Any]:
+        return {"model": self._model(GENERATING), "tokens": [75] * self._chance.choice((0, 1, 3, 10_000))}
+
+    def optional(self) -> dict[str, Any] | None:
+        return {} if self._chance.random() < 0.5 else None
+
+
+def _places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to every place in *node*: names and numbers; of long lists and objects the first places."""
+    pairs = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, inner in islice(pairs, 8 if path else 50):
+        yield *path, key
+        yield from _places(inner, (*path, key))
+
+
+def _json(value: Any) -> bytes:
+    """Return the JSON of *value*, with what Python cannot write."""
+
+    def nested(found: re.Match[str]) -> str:
+        count = int(found[2])
+        return "[" * count + "1" + "]" * count if found[1] == "lists" else '{"a":' * count + "1" + "}" * count
+
+    return _DEEP.sub(nested, json.dumps(value).replace(f'"{_LONG_NUMBER}"', "1" * 5000)).encode()
+
+
+def _nothing(_: _Maker) -> None:
+    return None
+
+
+#: What makes a right body for each operation. One without such an entry fails the start.
+BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
+    "create_chat_completion": _Maker.chat,
+    "create_completion": _Maker.completion,
+    "create_response": _Maker.response,
+    "count_input_tokens": _Maker.response,
+    "compact_response": _Maker.compaction,
+    "create_conversation": _Maker.conversation,
+    "update_conversation": _Maker.update,
+    "add_items": _Maker.items,
+    "create_message": _Maker.message,
+    "count_message_tokens": _Maker.counted,
+    "create_embeddings": _Maker.embedding,
+    "rerank": _Maker.ranking,
+    "score": _Maker.scoring,
+    "classify": _Maker.classification,
+    "tokenize": _Maker.tokenizing,
+    "detokenize": _Maker.detokenizing,
+    "load_model": _Maker.optional,
+    "unload_model": _Maker.optional,
+    **dict.fromkeys(
+        (
+            *("get_response", "delete_response", "cancel_response", "list_input_items", "refuse_websocket"),
+            *("get_conversation", "delete_conversation", "list_items", "get_item", "delete_item"),
+            *("list_models", "get_model", "version", "status", "openapi", "live", "ready", "metrics"),
+        ),
+        _nothing,
+    ),
+}
+_HEAVY = ("create_chat_completion", "create_completion", "create_response", "create_message", "add_items")
+_RARE = (
+    "load_model",
+    "unload_model",
+    "openapi",
+    "metrics",
+    "version",
+    "status",
+    "live",
+    "ready",
+    "delete_conversation",
+)
+_WEIGHTED = [each for each in OPERATIONS for _ in range(8 if each.name in _HEAVY else 1 if each.name in _RARE else 3)]
+_CONTENT_TYPES = (
+    *("text/plain", "application/json; charset=utf-16", "application/json;charset=latin-1", "application/xml", ""),
+    *(
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+        "application/json; charset=nobody",
+        "\xff",
+    ),
+)
+_HEADERS = (
+    *("x-request-id", "x-request-timeout", "x-first-token-timeout", "x-idle-timeout", "anthropic-version", "Accept"),
+    *("traceparent", "tracestate", "anthropic-beta", "Last-Event-ID", "Idempotency-Key", "Origin", "Cookie", "Range"),
+    *("Accept-Encoding", "If-None-Match", "Connection", "Upgrade", "X-Forwarded-For", "api-key", "x-api-key", "Via"),
+)
+_HEADER_VALUES = (
+    *("", "0", "-1", "1", "0.01", "nan", "inf", "1e400", "a" * 200, "a" * 6000, "\xff\xfe", "é", "*", "null", "true"),
+    *("00-" + "0" * 32 + "-" + "0" * 16 + "-00", "close", "keep-alive, close", "websocket", "bytes=0-1", "q=0", ",,,"),
+)
+
+
+def check_complete() -> None:
+    """Raise `AssertionError` if the service has an operation for which no request is made."""
+    names = {operation.name for operation in OPERATIONS}
+    assert names == BODIES.keys(), f"no requests are made for {sorted(names ^ BODIES.keys())}"

@@ -1,0 +1,28 @@
+"""A few hundred of what ``make hostile`` sends a hundred thousand of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.hostile import attack, render
+from tests.faults.hostile_requests import BODIES, check_complete
+from tests.triton_fixture import TestTriton
+
+
+def test_hostile_requests(triton: TestTriton, tmp_path: Path) -> None:
+    """No request is an error of the service, holds its loop, makes it large, or leaves anything behind."""
+    figures, complaints = attack(tmp_path, triton.server, triton.tokenizer, range(600), seed=7, clients=4)
+
+    assert figures.passed, render(figures, 7)
+    assert [] == complaints
+    assert figures.statuses["200"] > 50
+
+
+def test_an_endpoint_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever adds one is told to add its requests."""
+    monkeypatch.delitem(BODIES, "classify")  # type: ignore[arg-type]
+
+    with pytest.raises(AssertionError, match="classify"):
+        check_complete()
