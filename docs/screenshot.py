@@ -28,7 +28,7 @@ async def _take(address: str) -> bytes:
             await tab.type("#temperature", "0")
             await tab.type("#prompt", _QUESTION)
             await tab.click("#send")
-            await tab.until("document.querySelector('.bubble.assistant .note')")
+            await tab.until("document.querySelector('.bubble.assistant .note')?.textContent")
             # The figures need two readings.
             await tab.until("/[0-9]/.test(document.querySelector('#first').textContent)")
             return await tab.picture(1200, 860)

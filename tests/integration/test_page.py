@@ -34,6 +34,34 @@ keys:
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 
 
+# What a model may write to format an answer, or to harm its reader; and what the page makes of it.
+MARKDOWN = """# Title
+
+**Bold** and *em*, `a<b>`, 2*3*4, f(**kw) and snake_case_name.
+- one
+  - [deep](https://example.com/a_(b))
+1. <script>pwned = 1</script> <img src=x onerror="pwned = 1">
+
+[a](javascript:pwned=1) [b](java\tscript:pwned=1) [c](data:text/html,x) [d](/v1) ![e](//x.y/z.png)
+```html
+<script>pwned = 1</script>
+**no**
+```
+https://example.com/x."""
+LINK = 'href="https://example.com/{0}" title="https://example.com/{0}" target="_blank" rel="noopener noreferrer"'
+SHOWN = (
+    "<h4>Title</h4><p><strong>Bold</strong> and <em>em</em>, <code>a&lt;b&gt;</code>, 2*3*4, f(**kw) and "
+    f"snake_case_name.</p><ul><li>one<ul><li><a {LINK.format('a_(b)')}>deep</a></li></ul></li></ul>"
+    '<ol start="1"><li>&lt;script&gt;pwned = 1&lt;/script&gt; &lt;img src=x onerror="pwned = 1"&gt;</li></ol>'
+    "<p>[a](javascript:pwned=1) [b](java\tscript:pwned=1) [c](data:text/html,x) [d](/v1) ![e](//x.y/z.png)</p>"
+    "<pre><code>&lt;script&gt;pwned = 1&lt;/script&gt;\n**no**\n</code></pre>"
+    f"<p><a {LINK.format('x')}>https://example.com/x</a>.</p>"
+)
+
+# `classList` leaves an empty attribute.
+INNER = """innerHTML.replaceAll(' class=""', '')"""
+
+
 @asynccontextmanager
 async def service(**parts: Any) -> AsyncIterator[Proxy]:
     """Serve a model of text without a tokenizer, called ``m`` and ``short``, beside one that nobody knows."""
@@ -149,6 +177,30 @@ async def test_in_a_browser(triton: TestTriton, tmp_path: Path) -> None:
             assert 'api_key=os.environ["API_KEY"]' in await tab.text("#python")
             assert "sk-reader" not in await tab.run("document.documentElement.outerHTML")
             await tab.until("document.querySelector('#first').textContent.endsWith('s')")
+
+            await said(tab, "Code?", MARKDOWN)
+            assert SHOWN == await tab.run(f"[...document.querySelectorAll('.bubble')].at(-1).children[2].{INNER}")
+            # However it is cut; and a line that has ended is not made again.
+            cut = await tab.run(f"""import("./page/markdown.js").then(({{ Markdown }}) => [1, 5, 999].map((size) => {{
+                const place = document.createElement("div"), shown = new Markdown(place), text = {json.dumps(MARKDOWN)};
+                let first;
+                for (let at = 0; at < text.length; at += size) {{
+                    shown.write(text.slice(at, at + size));
+                    if (at + size > 10) first ??= place.firstChild;
+                }}
+                return [place.{INNER}, place.firstChild === first];
+            }}))""")
+            assert [[SHOWN, True]] * 3 == cut
+
+            assert "undefined" == await tab.run("typeof pwned")
+
+            # What is typed while an answer streams stays.
+            await tab.type("#prompt", f"Slow? <<steer {json.dumps({'text': 'It is slow.', 'delay_ms': 60})}>>")
+            await tab.click("#send")
+            assert "" == await tab.run("document.querySelector('#prompt').value")
+            await tab.type("#prompt", "And then?")
+            await tab.until("document.querySelector('#stop').hidden")
+            assert "And then?" == await tab.run("document.querySelector('#prompt').value")
 
             await tab.click("#clear")
             await tab.click("[data-example=tools]")

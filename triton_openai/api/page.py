@@ -17,7 +17,7 @@ from triton_openai.access.keys import ROUTE_GROUPS
 FILES = {
     "/": ("index.html", "text/html"),
     "/docs": ("docs.html", "text/html"),
-    **{f"/page/{name}": (name, "text/javascript") for name in ("page.js", "docs.js", "common.js")},
+    **{f"/page/{name}": (name, "text/javascript") for name in ("page.js", "docs.js", "common.js", "markdown.js")},
     "/page/style.css": ("style.css", "text/css"),
 }
 #: Nothing comes from elsewhere, nothing runs that is not in the files, and no other site shows them in a frame.

@@ -1,5 +1,6 @@
 // The page: models and figures from GET status, and a chat through v1/chat/completions.
 import { $, ask, el, hasKey, onKey } from "./common.js";
+import { Markdown } from "./markdown.js";
 
 const POLL_MS = 2000, WINDOW_MS = 15000;
 const EXAMPLES = {
@@ -151,11 +152,17 @@ function showCode() {
 
 // The chat
 
-function bubble(role, text) {
-  const made = el(`div.bubble.${role}`, el("strong", { user: "You", assistant: "Model", tool: "Tool" }[role]), el("p", text));
-  $("#log").append(made);
-  $("#log").scrollTop = $("#log").scrollHeight;
+function bubble(role, ...content) {
+  const made = el(`div.bubble.${role}`, el("strong", { user: "You", assistant: "Model", tool: "Tool" }[role]), ...content);
+  atEnd(() => $("#log").append(made), true);
   return made;
+}
+
+/** Change the log, which stays at its end unless its reader has gone up in it. */
+function atEnd(change, always = false) {
+  const log = $("#log"), follow = always || log.scrollHeight - log.scrollTop - log.clientHeight < 50;
+  change();
+  if (follow) log.scrollTop = log.scrollHeight;
 }
 
 async function* events(response) {
@@ -186,13 +193,31 @@ function add(answer, delta) {
   }
 }
 
-function show(place, answer) {
-  const calls = answer.calls.map((call) => el("code.call", `${call.function.name}(${call.function.arguments})`));
-  const note = [answer.first && `${answer.first.toFixed(2)} s to the first token`,
-    answer.usage && `${answer.usage.completion_tokens} tokens`, answer.finish].filter(Boolean).join(" · ");
-  place.replaceChildren(el("strong", "Model"), answer.reasoning && el("details", el("summary", "Reasoning"), el("p", answer.reasoning)),
-    el("p", answer.content), ...calls, note && el("p.note", note));
-  $("#log").scrollTop = $("#log").scrollHeight;
+/** Return a function that shows what has come of `answer` since its last call: once per frame, or `now`. */
+function shower(answer, isJson) {
+  const reasoning = el("p"), content = el("div"), calls = el("div"), note = el("p.note"), markdown = new Markdown(content);
+  const details = el("details", el("summary", "Reasoning"), reasoning);
+  details.hidden = true;
+  bubble("assistant", details, content, calls, note);
+  let thought = 0, said = 0, asked = 0;
+  if (isJson) markdown.write("```\n");
+  const show = () => atEnd(() => {
+    asked = 0;
+    reasoning.append(answer.reasoning.slice(thought));
+    markdown.write(answer.content.slice(said));
+    [thought, said] = [answer.reasoning.length, answer.content.length];
+    details.hidden = !thought;
+    answer.calls.forEach((call, index) => {
+      (calls.children[index] ?? calls.appendChild(el("code.call"))).textContent = `${call.function.name}(${call.function.arguments})`;
+    });
+    note.textContent = [answer.first && `${answer.first.toFixed(2)} s to the first token`,
+      answer.usage && `${answer.usage.completion_tokens} tokens`, answer.finish].filter(Boolean).join(" · ");
+  });
+  return (now) => {
+    if (!now) return asked ||= requestAnimationFrame(show);
+    cancelAnimationFrame(asked);
+    return show();
+  };
 }
 
 async function complete() {
@@ -201,7 +226,7 @@ async function complete() {
   running = new AbortController();
   const response = await ask("v1/chat/completions", { method: "POST", signal: running.signal,
     headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
-  const place = bubble("assistant", "");
+  const show = shower(answer, "response_format" in body);
   try {
     for await (const event of body.stream ? events(response) : [await response.json()]) {
       for (const choice of event.choices) {
@@ -211,9 +236,10 @@ async function complete() {
         answer.finish = choice.finish_reason ?? answer.finish;
       }
       answer.usage = event.usage ?? answer.usage;
-      show(place, answer);
+      show();
     }
   } finally {
+    show(true);
     // Calls of an answer that was cut off may be incomplete. A new chat leaves `thread` behind.
     const calls = answer.finish && answer.calls.length ? { tool_calls: answer.calls } : {};
     thread.push({ role: "assistant", content: answer.content, ...calls });
@@ -228,15 +254,17 @@ async function send() {
   try {
     request(messages);
     messages = [...messages, message(text)];
-    const said = bubble(messages.at(-1).role, text);
+    const said = bubble(messages.at(-1).role, el("p", text));
+    $("#prompt").value = "";
     $("#send").hidden = !($("#stop").hidden = false);
     try {
       if (!unanswered().length) await complete();
-      $("#prompt").value = "";
     } catch (error) {
       if (messages.length === before.length + 1) {
         messages = before;
         said.remove();
+        // To be sent again, before what was typed meanwhile.
+        $("#prompt").value = [text, $("#prompt").value].filter(Boolean).join("\n");
       }
       throw error;
     }
