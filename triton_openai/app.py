@@ -14,7 +14,6 @@ from triton_openai.adapters._common.registry import Registry
 from triton_openai.api.info import probe
 from triton_openai.api.page import add_page
 from triton_openai.api.responses.state import STATE, ResponseState
-from triton_openai.api.responses.store import open_store
 from triton_openai.api.routes import add_routes
 from triton_openai.api.service import SERVICE, Service
 from triton_openai.config.sources import SDK_REFUSES
@@ -34,6 +33,7 @@ from triton_openai.serving.admission import Admission
 from triton_openai.serving.middleware import add_middleware
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.serving.workers.shared import SharedClient
+from triton_openai.storage import open_store
 from triton_openai.tasks import Background, cancel, first_of
 from triton_openai.telemetry.access_log import AccessLog, ContentLog, UnknownFields
 from triton_openai.telemetry.exposition import EXPOSITION, Exposition, ServedName, State
@@ -110,7 +110,7 @@ def create_app(
     app[OBSERVERS] = Observers(*observers)
     app[CANARY] = canary
     app[LIMITS] = settings.limits
-    app[STATE] = ResponseState(open_store(settings.responses))
+    app[STATE] = ResponseState(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
     guard = app[GUARD] = Guard(settings.access, draining, metrics=metrics, limits=shared)
     if send_spans is not None:

@@ -279,6 +279,17 @@ class ObjectNotFound(InvalidRequest, status=404, code="not_found"):
     """There is no such response, conversation or item, or it belongs to another key."""
 
 
+class ConversationFull(InvalidRequest, code="conversation_full"):
+    """A conversation has no room for more items."""
+
+    def __init__(self, most_items: int, most_size: int) -> None:
+        super().__init__(
+            f"A conversation can have {most_items} items and {most_size} bytes at most. Delete items of it, or go on "
+            "from a summary (/v1/responses/compact) in a new conversation.",
+            param="conversation",
+        )
+
+
 class ConversationBusy(InvalidRequest, status=409, code="conversation_locked"):
     """A response is being made in the conversation; the next one can be asked for when that has ended."""
 

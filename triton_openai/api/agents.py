@@ -91,14 +91,25 @@ def page(
     The query has a ``limit`` of *most*, and the id of the item that the page follows as *after*. Raises
     :class:`InvalidValue`.
     """
-    limit, before = query.get("limit", "20"), query.get(after)
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= most):
-        raise InvalidValue(f"'limit' must be a number from 1 to {most}.", "limit")
+    limit, before = page_limit(query, most), query.get(after)
     if before is not None:
         if before not in ids:
-            raise InvalidValue(f"'{after}' is the id of nothing in the list.", after)
+            raise unknown_place(after)
         items = items[ids.index(before) + 1 :]
-    return items[: int(limit)], len(items) > int(limit)
+    return items[:limit], len(items) > limit
+
+
+def page_limit(query: Mapping[str, str], most: int) -> int:
+    """Return the ``limit`` of a query, *most* at most. Raises :class:`InvalidValue`."""
+    limit = query.get("limit", "20")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= most):
+        raise InvalidValue(f"'limit' must be a number from 1 to {most}.", "limit")
+    return int(limit)
+
+
+def unknown_place(after: str) -> InvalidValue:
+    """Return the error for a page that is to follow what is not in the list."""
+    return InvalidValue(f"'{after}' is the id of nothing in the list.", after)
 
 
 async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None:

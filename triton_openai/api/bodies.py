@@ -83,7 +83,7 @@ def read_within(body: bytes, kind: type[_T], limits: LimitSettings, ignored: lis
     clear = check.check(body)
     parsed = parse_json(body, kind, ignored)
     if not clear:
-        _check_texts(parsed, check)
+        check_texts(parsed, check)
     return parsed
 
 
@@ -333,7 +333,7 @@ def _token_ids(bare: bytes) -> int:
     return sum(inner.count(b",") for inner, _, _ in lists if not inner.translate(None, _DIGIT_BYTES + b","))
 
 
-def _check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
+def check_texts(body: msgspec.Struct, check: JsonCheck) -> None:
     """Raise if the JSON in the strings of a request, together with the rest, exceeds the limits of *check*."""
     texts: dict[str, Any] = {"guided_json": getattr(body, "guided_json", None)}
     texts["structured_outputs.json"] = getattr(getattr(body, "structured_outputs", None), "json", None)

@@ -1,19 +1,13 @@
-"""The stores of responses, each against a real server where its program is installed, and what is kept in them."""
+"""What is kept of responses and conversations."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,186 +16,30 @@ from structlog.testing import capture_logs
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
-from triton_openai.api.responses.state import STATE, Conversation, Record, ResponseState
-from triton_openai.api.responses.store import SqliteStore, Store, open_store
+from tests.store_fixture import Server
+from triton_openai.api.responses.sources import gather
+from triton_openai.api.responses.state import STATE, Conversation, ResponseState, output_rows
 from triton_openai.api.responses.types import OutputMessage, OutputText, ResponseObject
-from triton_openai.config.tree import ModelDefaults, ResponsesSettings, Settings, TritonSettings
-from triton_openai.errors import ConversationBusy, InvalidRequest, ObjectNotFound, StoreUnavailable
-
-
-class Server:
-    """The server of a store, which *start* and *stop* start and stop on its port."""
-
-    def __init__(self, url: str, start: Callable[[], None], stop: Callable[[], None]) -> None:
-        self.url, self.start, self.stop = url, start, stop
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def postgresql() -> Iterator[Server]:
-    """A PostgreSQL of its own."""
-    pytest.importorskip("asyncpg")
-    if shutil.which("pg_ctl") is None or shutil.which("initdb") is None:
-        pytest.skip("PostgreSQL is not installed")
-    port = _free_port()
-    # It does not run as root, who alone can enter pytest's own folders.
-    user: dict[str, Any] = {"user": "nobody"} if os.geteuid() == 0 else {}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        if user:
-            shutil.chown(folder, "nobody")
-        data = f"{folder}/data"
-        subprocess.run(["initdb", "-D", data, "-U", "t", "-A", "trust", "-N"], check=True, capture_output=True, **user)
-        options = f"-p {port} -h 127.0.0.1 -k {folder} -c fsync=off"
-
-        def control(*what: str) -> None:
-            command = ["pg_ctl", "-D", data, "-w", "-l", f"{folder}/log", *what]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, **user)
-
-        start = partial(control, "-o", options, "start")
-        start()
-        try:
-            stop = partial(control, "-m", "immediate", "stop")
-            yield Server(f"postgresql://t@127.0.0.1:{port}/postgres", start, stop)
-        finally:
-            stop()
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A Redis of its own."""
-    pytest.importorskip("redis")
-    if shutil.which("redis-server") is None:
-        pytest.skip("Redis is not installed")
-    port = _free_port()
-    folder = str(tmp_path_factory.mktemp("redis"))
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
-    running: list[subprocess.Popen[bytes]] = []
-
-    def start() -> None:
-        running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-        _until_open(port, running[-1])
-
-    def stop() -> None:
-        running[-1].kill()
-        running.pop().wait()
-
-    start()
-    try:
-        yield Server(f"redis://127.0.0.1:{port}/0", start, stop)
-    finally:
-        stop()
-
-
-def _until_open(port: int, process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), 5).close()
-        except OSError:
-            continue
-        return
-    raise AssertionError("the server has ended")
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Server:
-    """A file; when it is stopped, a folder stands in its place."""
-    path = tmp_path / "state" / "file"
-
-    def stop() -> None:
-        path.unlink()
-        path.mkdir()
-
-    return Server(f"sqlite:{path}", path.rmdir, stop)
-
-
-@pytest.fixture(params=["memory", "file", "postgresql", "redis"])
-async def stores(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Store, Store]]:
-    """The same store, as two processes have it."""
-    url = "memory" if request.param == "memory" else request.getfixturevalue(request.param).url
-    settings = ResponsesSettings(store=url)
-    first = open_store(settings)
-    second = first if url == "memory" else open_store(settings)
-    assert first is not None
-    assert second is not None
-    yield first, second
-    for store in {first, second}:
-        await store.close()
-
-
-async def test_values_and_versions(stores: tuple[Store, Store]) -> None:
-    """Only a writer who knows the current version writes; both sides see the same."""
-    first, second = stores
-    assert await first.get("a") is None
-    assert [False, True] == sorted(await asyncio.gather(first.put("a", b"1", 0), second.put("a", b"1", 0)))
-    assert (b"1", 1) == await second.get("a")
-    assert [False, True] == sorted(await asyncio.gather(first.put("a", b"\0\xff", 1), second.put("a", b"\0\xff", 1)))
-    assert (b"\0\xff", 2) == await first.get("a")
-    assert not await first.put("b", b"1", 3)
-    assert [False, True] == sorted(await asyncio.gather(first.delete("a"), second.delete("a")))
-    assert await first.get("a") is None
-
-
-async def test_bounds() -> None:
-    """What was used longest ago goes first, and what is too old is not there."""
-    store = kept(max_size=2048)
-    for key in "abc":
-        assert await store.put(key, bytes(1000), 0)
-    await store.put("d", b"", 0)
-    assert [None, True] == [await store.get("a"), await store.get("c") is not None]
-    await store.close()
-    store = kept(max_age=1e-12)
-    await store.put("a", b"", 0)
-    assert await store.get("a") is None
-    await store.close()
-
-
-def kept(**settings: Any) -> Store:
-    """Return a store in memory."""
-    return SqliteStore(None, ResponsesSettings(**settings))
-
-
-async def test_a_file_is_kept_and_is_private(tmp_path: Path) -> None:
-    """What was written is there after a restart, and nobody else can read it; a newer schema is refused."""
-    path = tmp_path / "a" / "b"
-    for content in (None, (b"x", 1)):
-        store = SqliteStore(path, ResponsesSettings())
-        assert content == await store.get("k")
-        await store.put("k", b"x", 0)
-        await store.close()
-    assert 0o600 == path.stat().st_mode & 0o777
-    (tmp_path / "folder").mkdir()
-    broken = SqliteStore(tmp_path / "folder", ResponsesSettings())
-    with pytest.raises(StoreUnavailable):
-        await broken.get("k")
-    await broken.close()
-
-
-async def test_the_default_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a file in the state folder, or memory where there can be none."""
-    for folder in (tmp_path, Path("/proc/nowhere")):
-        monkeypatch.setenv("XDG_STATE_HOME", str(folder))
-        store = open_store(ResponsesSettings())
-        assert store is not None
-        assert await store.put("k", b"v", 0)
-        assert (b"v", 1) == await store.get("k")
-        await store.close()
-    assert (tmp_path / "triton-openai" / "responses.sqlite").exists()
+from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
+from triton_openai.errors import ConversationBusy, InvalidRequest, ObjectNotFound
+from triton_openai.storage import open_store
+from triton_openai.storage.sqlite import SqliteStore
+from triton_openai.storage.store import Row
 
 
 @pytest.fixture
 async def state() -> AsyncIterator[ResponseState]:
     """What is kept in memory."""
-    state = ResponseState(kept())
+    settings = ResponsesSettings(store="memory")
+    state = ResponseState(open_store(settings), settings)
     yield state
     await state.close()
 
 
-def record(number: int, previous: int | None = None, **fields: Any) -> Record:
-    """Return a finished response with one item each way."""
+async def keep(
+    state: ResponseState, number: int, previous: int | None = None, *, lease: float = 0.0, **fields: Any
+) -> str:
+    """Keep a response with one item each way; return its id."""
     digits = f"{number:032x}"
     response = ResponseObject(
         id=f"resp_{digits}",
@@ -213,63 +51,79 @@ def record(number: int, previous: int | None = None, **fields: Any) -> Record:
         output=[OutputMessage(id=f"msg_{digits}0000", status="completed", content=[OutputText(text=f"out {number}")])],
         **{"status": "completed", **fields},
     )
-    return Record("me", response, [{"type": "message", "id": f"msg_{digits}i000", "role": "user", "content": "in"}])
+    item = {"type": "message", "id": f"msg_{digits}i000", "role": "user", "content": "in"}
+    rows = [Row("input", item["id"], json.dumps(item).encode()), *output_rows(response)]
+    assert await state.keep(response, "me", 0, rows, lease=lease)
+    return response.id
 
 
 async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
     """Items of all responses before it, in order; only the key's own, and only those that have ended."""
-    for each in (record(1), record(2, 1), record(3, 9), record(4, status="in_progress")):
-        each.lease = 2e10
-        assert await state.put(each, 0)
-    ids = [f"resp_{number:032x}" for number in range(5)]
+    await keep(state, 1)
+    await keep(state, 2, 1)
+    await keep(state, 3, 9)
+    await keep(state, 4, status="in_progress", lease=100)
+    await keep(state, 5, conversation={"id": "conv_1"})
+    await keep(state, 6, 5)
+    ids = [f"resp_{number:032x}" for number in range(7)]
 
-    items = await state.history(ids[2], "me", most=10**6)
+    def read(source: str | None, owner: str = "me", items: Any = (), **limits: Any) -> Any:
+        settings = Settings(server=ServerSettings(**limits))
+        return gather(state, items, owner, source=source, suffix="x", size=9, settings=settings)
+
+    items = (await read(ids[2])).before
     assert ["msg_" + f"{n:032x}{end}" for n in (1, 2) for end in ("i000", "0000")] == [item["id"] for item in items]
-    for number, owner, most in ((2, "you", 10**6), (3, "me", 10**6), (4, "me", 10**6), (2, "me", 9)):
-        with pytest.raises(InvalidRequest):
-            await state.history(ids[number], owner, most=most)
+    for number, owner, limits in (
+        (2, "you", {}), (3, "me", {}), (4, "me", {}), (5, "me", {}), (6, "me", {}), (2, "me", {"max_body_size": 9}),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest) as refused:
+            await read(ids[number], owner, **limits)
+        assert "previous_response_id" == refused.value.param
     with pytest.raises(ObjectNotFound):
         await state.record(ids[1], "you")
     # An item's id is enough to find it.
-    (found,) = await state.resolved([("input[0]", {"id": items[1]["id"]})], (), "me")
+    (found,) = (await read(None, items=[{"id": items[1]["id"]}])).resolved
     assert "out 1" == found["content"][0]["text"]
     with pytest.raises(ObjectNotFound):
-        await state.resolved([("input[0]", {"type": "item_reference", "id": items[1]["id"]})], (), "you")
+        await read(None, "you", [{"type": "item_reference", "id": items[1]["id"]}])
 
 
 async def test_a_maker_that_is_gone(state: ResponseState) -> None:
     """A response whose process has ended is incomplete."""
-    running = record(1, status="in_progress")
-    await state.put(running, 0)
-    found, _ = await state.record(running.response.id, "me")
-    assert "incomplete" == found.response.status
-    assert found.response.incomplete_details is not None
-    assert "interrupted" == found.response.incomplete_details.reason
+    response = (await state.record(await keep(state, 1, status="in_progress"), "me")).response
+    assert "incomplete" == response.status
+    assert response.incomplete_details is not None
+    assert "interrupted" == response.incomplete_details.reason
 
 
 async def test_one_response_at_a_time_in_a_conversation(state: ResponseState) -> None:
     """The second one is refused while the first one is made; afterwards its turn has come."""
-    await state.put(Conversation(owner="me", id="conv_1", created_at=1), 0)
-    async with state.claimed("conv_1", "me", "resp_1"):
+    conversation = f"conv_{1:032x}"
+    await state.begin(Conversation(conversation, 1), "me", ())
+    async with state.claimed(conversation, "me", "resp_1"):
         with pytest.raises(ConversationBusy):
-            async with state.claimed("conv_1", "me", "resp_2"):
+            async with state.claimed(conversation, "me", "resp_2"):
                 pass
-    async with state.claimed("conv_1", "me", "resp_2"):
+        await state.describe(conversation, "me", {"a": "b"})
+        with pytest.raises(ConversationBusy):
+            async with state.claimed(conversation, "me", "resp_2"):
+                pass
+    async with state.claimed(conversation, "me", "resp_2"):
         pass
     with pytest.raises(ObjectNotFound):
-        async with state.claimed("conv_1", "you", "resp_3"):
+        async with state.claimed(conversation, "you", "resp_3"):
             pass
 
 
 @asynccontextmanager
-async def service(store: str) -> AsyncIterator[Proxy]:
+async def service(store: str, **groups: Any) -> AsyncIterator[Proxy]:
     """Run a service with *store*, and a model that says a word."""
     async with FakeTriton(config_of("m")) as triton:
         triton.responses = [{"text_output": text} for text in ("a", "")]
         settings = Settings(
             triton=TritonSettings(url=(triton.url,)),
             defaults=ModelDefaults(chat_template="chatml"),
-            responses=ResponsesSettings(store=store),
+            **{"responses": ResponsesSettings(store=store), **groups},
         )
         async with serving(settings) as proxy:
             await proxy.ready()
@@ -315,11 +169,11 @@ async def test_a_background_response_that_is_being_kept(monkeypatch: pytest.Monk
     """It is in progress until it is kept: only then can its output be read. What is cancelled by then stays so."""
     put, kept, writing = SqliteStore.put, asyncio.Event(), asyncio.Event()
 
-    async def slow_put(store: SqliteStore, key: str, value: bytes, version: int) -> bool:
-        if b'"status":"completed"' in value:
+    async def slow_put(store: SqliteStore, key: str, owner: str, head: bytes, version: int, **more: Any) -> bool:
+        if b'"status":"completed"' in head:
             writing.set()
             await kept.wait()
-        return await put(store, key, value, version)
+        return await put(store, key, owner, head, version, **more)
 
     monkeypatch.setattr(SqliteStore, "put", slow_put)
     async with service("memory") as proxy:
@@ -394,7 +248,7 @@ async def test_a_store_that_is_gone(
 ) -> None:
     """Answers do not need it and say that they are not kept; the rest is a 503 until it is back."""
     server: Server = request.getfixturevalue(kind)
-    async with service(server.url) as proxy:
+    async with service(server.url()) as proxy:
         ask = {"model": "m", "input": "Hi"}
         made = (await proxy.post("/v1/responses", ask)).json
         conversation = (await proxy.post("/v1/conversations", {})).json["id"]
@@ -443,19 +297,3 @@ async def send(proxy: Proxy, method: str, path: str, body: Any) -> Answer:
         async with proxy.client.delete(path) as response:
             return Answer(response.status, response.headers.copy(), await response.read())
     return await (proxy.get(path) if body is None else proxy.post(path, body))
-
-
-async def test_a_file_that_is_deleted(tmp_path: Path) -> None:
-    """What was in it is gone; what is written from then on is in a new file, which other processes see."""
-    settings = ResponsesSettings(store=f"sqlite:{tmp_path / 'file'}")
-    first, second = open_store(settings), open_store(settings)
-    assert first is not None
-    assert second is not None
-    await first.put("a", b"1", 0)
-    for name in ("file", "file-wal", "file-shm"):
-        (tmp_path / name).unlink()
-    assert await first.get("a") is None
-    assert await first.put("b", b"2", 0)
-    assert (b"2", 1) == await second.get("b")
-    await first.close()
-    await second.close()

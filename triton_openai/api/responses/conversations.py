@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from secrets import token_hex
 from typing import Annotated, Literal
 
@@ -9,17 +10,20 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai import offload
 from triton_openai.api.bodies import json_response, read_json
-from triton_openai.api.responses.handlers import Deleted, list_of, listed
+from triton_openai.api.responses.handlers import Deleted, list_of, page_of
 from triton_openai.api.responses.reader import check_items, numbered
-from triton_openai.api.responses.state import STATE, Conversation, ResponseState
+from triton_openai.api.responses.sources import encode
+from triton_openai.api.responses.state import LONGEST_INLINE, STATE, Conversation, ResponseState
 from triton_openai.api.responses.types import Item, Metadata
 from triton_openai.api.service import key_of, now
-from triton_openai.errors import InvalidRequest, ObjectNotFound
+from triton_openai.errors import InvalidValue, ObjectNotFound
+from triton_openai.storage.store import Place, Row
+from triton_openai.telemetry.observation import OBSERVATION
 
-# As many as OpenAI takes at once, and as many as a chat may have messages.
+# As many as OpenAI takes at once.
 _Items = Annotated[list[Item], Meta(max_length=20)]
-_MOST_ITEMS = 4096
 
 
 class ConversationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -61,16 +65,26 @@ def _shown(conversation: Conversation) -> web.Response:
     return json_response(msgspec.convert(conversation, ConversationObject, from_attributes=True))
 
 
+async def _rows(request: web.Request, items: Sequence[Item]) -> Sequence[Row]:
+    """Return *items* of a request as they are kept. Raises :class:`InvalidRequest`."""
+    check_items(items)
+
+    def rows() -> Sequence[Row]:
+        own = numbered(items, token_hex(16), "items")
+        return [Row("items", item["id"], encode(item, f"items[{number}]")) for number, item in enumerate(own)]
+
+    return await offload.run(rows, size=request[OBSERVATION].body_size or 0, threshold=LONGEST_INLINE)
+
+
 async def create(request: web.Request) -> web.Response:
     """Create a conversation."""
     state, _, owner = _state(request)
     body = ConversationRequest()
     if request.can_read_body:
         body = await read_json(request, ConversationRequest, strict=True)
-    check_items(body.items or ())
-    items = numbered(body.items or (), token_hex(16))
-    conversation = Conversation(owner, f"conv_{token_hex(16)}", now(), body.metadata or {}, items)
-    await state.put(conversation, 0)
+    rows = await _rows(request, body.items or ())
+    conversation = Conversation(f"conv_{token_hex(16)}", now(), body.metadata or {})
+    await state.begin(conversation, owner, rows)
     return _shown(conversation)
 
 
@@ -84,11 +98,7 @@ async def update(request: web.Request) -> web.Response:
     """Replace the metadata of a conversation."""
     state, conversation_id, owner = _state(request)
     body = await read_json(request, ConversationUpdate, strict=True)
-
-    def change(conversation: Conversation) -> None:
-        conversation.metadata = body.metadata
-
-    return _shown(await state.change(conversation_id, owner, change))
+    return _shown(await state.describe(conversation_id, owner, body.metadata))
 
 
 async def delete(request: web.Request) -> web.Response:
@@ -102,25 +112,23 @@ async def delete(request: web.Request) -> web.Response:
 async def list_items(request: web.Request) -> web.Response:
     """List the items of a conversation."""
     state, conversation_id, owner = _state(request)
-    return json_response(listed(request, (await state.conversation(conversation_id, owner))[0].items))
+    await state.conversation(conversation_id, owner)
+    return json_response(await page_of(request, conversation_id, "items"))
 
 
 async def add_items(request: web.Request) -> web.Response:
-    """Add items to the end of a conversation."""
+    """Add items to the end of a conversation. One that is in it already is not added again."""
     state, conversation_id, owner = _state(request)
     body = await read_json(request, NewItems, strict=True)
-    check_items(body.items)
-    added = numbered(body.items, token_hex(16))
-
-    def change(conversation: Conversation) -> None:
-        if len(conversation.items) + len(added) > _MOST_ITEMS:
-            raise InvalidRequest(
-                f"A conversation can have {_MOST_ITEMS} items at most.", param="items", code="array_above_max_length"
-            )
-        conversation.items.extend(added)
-
-    await state.change(conversation_id, owner, change)
-    return json_response(list_of(added))
+    rows = await _rows(request, body.items)
+    await state.conversation(conversation_id, owner)
+    places = {Place(conversation_id, row.id): row for row in rows}
+    known = await state.store().fetch(owner, places)
+    for number, (place, row) in enumerate(places.items()):
+        if known.get(place, row.data) != row.data:
+            raise InvalidValue("The conversation has another item with this id.", f"items[{number}].id")
+    await state.extend(conversation_id, owner, rows)
+    return json_response(list_of(rows))
 
 
 def _unknown(item_id: str) -> ObjectNotFound:
@@ -130,22 +138,19 @@ def _unknown(item_id: str) -> ObjectNotFound:
 async def retrieve_item(request: web.Request) -> web.Response:
     """Return an item of a conversation."""
     state, conversation_id, owner = _state(request)
-    item_id = request.match_info["item"]
-    for item in (await state.conversation(conversation_id, owner))[0].items:
-        if item.get("id") == item_id:
-            return web.Response(body=msgspec.json.encode(item), content_type="application/json")
-    raise _unknown(item_id)
+    await state.conversation(conversation_id, owner)
+    place = Place(conversation_id, request.match_info["item"])
+    found = await state.store().fetch(owner, [place])
+    if place not in found:
+        raise _unknown(place.id)
+    return web.Response(body=found[place], content_type="application/json")
 
 
 async def delete_item(request: web.Request) -> web.Response:
     """Delete an item of a conversation."""
     state, conversation_id, owner = _state(request)
+    conversation, _ = await state.conversation(conversation_id, owner)
     item_id = request.match_info["item"]
-
-    def change(conversation: Conversation) -> None:
-        left = [item for item in conversation.items if item.get("id") != item_id]
-        if len(left) == len(conversation.items):
-            raise _unknown(item_id)
-        conversation.items = left
-
-    return _shown(await state.change(conversation_id, owner, change))
+    if not await state.store().delete_row(conversation_id, item_id):
+        raise _unknown(item_id)
+    return _shown(conversation)

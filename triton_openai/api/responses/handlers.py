@@ -9,30 +9,31 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from triton_openai import errors
+from triton_openai import errors, offload
 from triton_openai.access.rate_limits import TICKET, Ticket, tokens_charged
 from triton_openai.answer.fan_out import collect
 from triton_openai.api import agents, chat
 from triton_openai.api.agents import known_effort
-from triton_openai.api.bodies import json_response, missing, tell_ignored
+from triton_openai.api.bodies import JsonCheck, check_texts, json_response, missing, tell_ignored
 from triton_openai.api.responses import types
 from triton_openai.api.responses.events import ResponseEvents
-from triton_openai.api.responses.reader import Reading, input_items, numbered, read
+from triton_openai.api.responses.reader import Reading, input_items, read
+from triton_openai.api.responses.sources import Sources, gather
 from triton_openai.api.responses.state import (
+    LEASE_SECONDS,
     RENEW_SECONDS,
     STATE,
     Live,
     Record,
     ResponseState,
     every,
-    lease,
-    output_items,
+    output_rows,
 )
 from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import EventLog, stream
@@ -40,7 +41,8 @@ from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving.middleware import Observed
-from triton_openai.telemetry.logging import warn
+from triton_openai.serving.request_body import LIMITS
+from triton_openai.storage.store import Row
 from triton_openai.telemetry.observation import OBSERVERS
 
 _log = structlog.get_logger(__name__)
@@ -61,12 +63,10 @@ class Job:
         body = self.body = context.body
         self.state = context.request.app[STATE]
         self.owner = key_of(context.request).name
-        digits = token_hex(16)
-        self.id = f"resp_{digits}"
-        #: The request's own items, as they are kept.
-        self.items = numbered(input_items(body), f"{digits}i")
-        #: The items that it goes on from, and the request as a chat, once it is read.
-        self.before: Sequence[types.Item] = ()
+        self.digits = token_hex(16)
+        self.id = f"resp_{self.digits}"
+        #: What the request is about, and the request as a chat, once it is read.
+        self.sources = Sources((), (), (), None)
         self.reading: Reading | None = None
         given = body.conversation
         self.conversation = given if given is None or isinstance(given, str) else given.id
@@ -88,31 +88,42 @@ class Job:
             **told,
         )
 
-    async def read(self, context: RequestContext[types.ResponsesRequest], before: Sequence[types.Item]) -> Reading:
-        """Return the request as a chat that goes on from the items *before*. Raises :class:`InvalidRequest`."""
+    async def read(self, context: RequestContext[types.ResponsesRequest]) -> Reading:
+        """Return the request as a chat, with what it goes on from. Raises :class:`InvalidRequest`."""
         body = self.body
+        given = input_items(body)
+        found = self.sources = await gather(
+            *(self.state, given, self.owner),
+            source=body.previous_response_id if self.conversation is None else self.conversation,
+            suffix=f"{self.digits}i",
+            size=context.observation.body_size or 0,
+            settings=context.service.settings,
+        )
         # The response says whether it is used.
         effort = await known_effort(context.model, None if body.reasoning is None else body.reasoning.effort)
         source = "conversation" if self.conversation is not None else "previous_response_id"
-        own = [(f"input[{number}]", item) for number, item in enumerate(input_items(body))]
-        resolved = await self.state.resolved(own, before, self.owner)
-        items = [(source, item) for item in before]
-        items += [(place, item) for (place, _), item in zip(own, resolved, strict=True)]
+        items = [(source, item) for item in found.before]
+        items += [(f"input[{number}]", item) for number, item in enumerate(found.resolved)]
         if not items:
             raise missing("input")
-        # What is kept has no references to what may be gone later.
-        self.items = [
-            item if new is old else new for item, new, (_, old) in zip(self.items, resolved, own, strict=True)
-        ]
-        self.before = before
         strict = context.service.settings.api.strict_tools
         reading = self.reading = read(body, items, strict_tools=strict, effort=effort)
+        if found.check is not None:
+            await self._check_texts(reading, found.check)
         agents.tell_left_out(context.observation, reading.tools.left_out)
         if effort is None and body.reasoning is not None and body.reasoning.effort is not None:
             tell_ignored(context.observation, ["reasoning.effort"])
         self.response.tools = reading.tools.shown
         self.response.reasoning = {**self.response.reasoning, "effort": effort}
         return reading
+
+    async def _check_texts(self, reading: Reading, check: JsonCheck) -> None:
+        """Go on with *check* over the JSON in texts, now that it is together."""
+        try:
+            await offload.run(check_texts, reading.chat, check, size=1, threshold=0)
+        except errors.InvalidRequest as error:
+            reading.blame(error)
+            raise errors.ContextLengthExceeded(error.message, param=error.param) from error
 
     def events(self, turn: chat.Turn | None) -> ResponseEvents:
         """Return what renders the response; without a *turn*, it has failed before it began."""
@@ -138,42 +149,36 @@ class Job:
             kept = msgspec.structs.replace(
                 kept, status="incomplete", incomplete_details=types.IncompleteDetails("interrupted"), output=()
             )
-        await self._put(kept, lease=lease())
+        await self._put(kept, self.sources.rows, lease=LEASE_SECONDS if kept.background else 0.0)
 
     async def renew(self) -> None:
-        """Say that this process still makes the response in the background; end that if somebody has ended it."""
-        if not await self._put(self.response, lease=lease()):
-            self.state.stop(self.id)
+        """Say that this process still makes the response."""
+        await self.state.store().claim(self.id, self.id, LEASE_SECONDS, renew=True)
 
     async def keep(self, last: bytes = b"") -> bool:
         """Keep the response and its *last* events; return whether that worked. If not, the response says so."""
         response = self.response
-        try:
-            if self.conversation is not None and response.status in ("completed", "incomplete"):
-                added = [*self.items, *output_items(response)]
-                await self.state.change(self.conversation, self.owner, lambda kept: kept.items.extend(added))
-            if self.stored:
-                # Those in the background are read again after their end.
-                await self._put_last(b"" if self.log is None else bytes(self.log) + last)
-        except (errors.StoreUnavailable, errors.ObjectNotFound) as error:
-            warn(_log, "response is not kept", error, response=self.id)
-            response.store, response.conversation = False, None
-            return False
-        return True
+        rows = [*self.sources.rows, *output_rows(response)]
+        kept = True
+        if self.conversation is not None and response.status in ("completed", "incomplete"):
+            try:
+                await self.state.extend(self.conversation, self.owner, rows)
+            except (errors.StoreUnavailable, errors.ObjectNotFound, errors.ConversationFull) as error:
+                self.state.not_kept(error, self.id)
+                response.conversation, kept = None, False
+        if self.stored:
+            # Those in the background are read again after their end.
+            if self.log is not None:
+                rows.append(Row("events", "all", bytes(self.log) + last))
+            try:
+                await self._put(response, rows)
+            except errors.StoreUnavailable as error:
+                self.state.not_kept(error, self.id)
+                response.store, response.conversation, kept = False, None, False
+        return kept
 
-    async def _put_last(self, events: bytes) -> None:
-        """Keep the whole response, unless somebody has cancelled or deleted it."""
-        while not await self._put(self.response, events=events):
-            # Or a renewal was written and its result not seen.
-            with suppress(errors.ObjectNotFound):
-                found, version = await self.state.record(self.id, self.owner)
-                if found.response.status != "cancelled" and version != self.version:
-                    self.version = version
-                    continue
-            return
-
-    async def _put(self, response: types.ResponseObject, *, lease: float = 0.0, events: bytes = b"") -> bool:
-        kept = await self.state.put(Record(self.owner, response, self.items, lease, events), self.version)
+    async def _put(self, response: types.ResponseObject, rows: Sequence[Row], *, lease: float = 0.0) -> bool:
+        kept = await self.state.keep(response, self.owner, self.version, rows, lease=lease)
         self.version += kept
         return kept
 
@@ -217,15 +222,11 @@ async def _chat(
 
     An error of the block names the field of the request.
     """
-    state, body = job.state, job.body
+    state = job.state
     async with AsyncExitStack() as stack:
-        before: Sequence[types.Item] = ()
         if job.conversation is not None:
-            before = (await stack.enter_async_context(state.claimed(job.conversation, job.owner, job.id))).items
-        elif body.previous_response_id is not None:
-            most = context.service.settings.server.max_body_size
-            before = await state.history(body.previous_response_id, job.owner, most=most)
-        reading = await job.read(context, before)
+            await stack.enter_async_context(state.claimed(job.conversation, job.owner, job.id))
+        reading = await job.read(context)
         context.observation.parameters = reading.chat
         try:
             yield context.about(reading.chat)
@@ -346,7 +347,8 @@ async def compact(request: web.Request) -> web.Response:
         raise errors.ContextLengthExceeded("There is no room for a summary of the conversation.", param="input")
     if not summary or response.usage is None:
         raise errors.UpstreamError("The model wrote no summary of the conversation.")
-    kept = [item for item in [*job.before, *job.items[:-1]] if item.get("role") == "user"]
+    own = [msgspec.json.decode(row.data, type=types.Item) for row in job.sources.rows[:-1]]
+    kept = [item for item in [*job.sources.before, *own] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}
     return json_response(
         types.CompactedResponse(id=job.id, created_at=now(), output=[*kept, compaction], usage=response.usage)
@@ -381,7 +383,7 @@ async def count_tokens(request: web.Request) -> web.Response:
 
 async def retrieve(request: web.Request) -> web.StreamResponse:
     """Return a response that was stored; with ``stream``, its events, if it was made in the background."""
-    state, record, _ = await _found(request)
+    state, record = await _found(request)
     live = state.live.get(record.response.id)
     stream = request.query.get("stream", "false")
     if stream not in ("true", "false"):
@@ -398,16 +400,16 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     while log is None:
         # Another process makes it.
         if not record.running:
-            log = EventLog(record.events, over=True)
+            log = EventLog(b"".join(await state.store().read([record.response.id], ["events"])), over=True)
         else:
             await asyncio.sleep(1)
-            _, record, _ = await _found(request)
+            _, record = await _found(request)
     return await log.send(request, after=max(-1, after))
 
 
-async def _found(request: web.Request) -> tuple[ResponseState, Record, int]:
+async def _found(request: web.Request) -> tuple[ResponseState, Record]:
     state = request.app[STATE]
-    return state, *await state.record(request.match_info["response"], key_of(request).name)
+    return state, await state.record(request.match_info["response"], key_of(request).name)
 
 
 class Deleted(msgspec.Struct, kw_only=True):
@@ -420,7 +422,7 @@ class Deleted(msgspec.Struct, kw_only=True):
 
 async def delete(request: web.Request) -> web.Response:
     """Delete a response that was stored; one that is being made is cancelled."""
-    state, record, _ = await _found(request)
+    state, record = await _found(request)
     await state.store().delete(record.response.id)
     state.stop(record.response.id)
     return json_response(Deleted(id=record.response.id, object="response"))
@@ -429,23 +431,24 @@ async def delete(request: web.Request) -> web.Response:
 async def cancel(request: web.Request) -> web.Response:
     """Cancel a response that is made in the background; one that has ended stays as it is."""
     while True:
-        state, record, version = await _found(request)
-        if not record.response.background:
+        state, record = await _found(request)
+        response = record.response
+        if not response.background:
             raise errors.InvalidRequest(
                 "Only responses that are made in the background can be cancelled.", param="response_id"
             )
         if not record.running:
-            return json_response(record.response)
-        record.response.status, record.lease = "cancelled", 0.0
-        if await state.put(record, version):
-            state.stop(record.response.id)
-            return json_response(record.response)
+            return json_response(response)
+        response.status = "cancelled"
+        if await state.keep(response, key_of(request).name, record.version):
+            state.stop(response.id)
+            return json_response(response)
 
 
 async def list_input(request: web.Request) -> web.Response:
     """List the items of a response's own input."""
-    _, record, _ = await _found(request)
-    return json_response(listed(request, record.input))
+    _, record = await _found(request)
+    return json_response(await page_of(request, record.response.id, "input"))
 
 
 class ItemList(msgspec.Struct, kw_only=True):
@@ -458,17 +461,26 @@ class ItemList(msgspec.Struct, kw_only=True):
     has_more: bool
 
 
-def listed(request: web.Request, items: Sequence[types.Item]) -> ItemList:
-    """Return the page of *items* that *request* asks for, in an ``order``. Raises :class:`InvalidValue`."""
-    order = request.query.get("order", "desc")
+async def page_of(request: web.Request, key: str, name: str) -> ItemList:
+    """
+    Return the page that *request* asks for of the list *name* of a response or conversation, in an ``order``.
+
+    A page of large items has fewer than were asked for. Raises :class:`InvalidValue`.
+    """
+    order, after = request.query.get("order", "desc"), request.query.get("after")
     if order not in ("asc", "desc"):
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
-    items = items[:: 1 if order == "asc" else -1]
-    shown, more = agents.page(request.query, items, [item.get("id") for item in items], most=100, after="after")
-    return list_of(shown, more=more)
+    limit, most = agents.page_limit(request.query, 100), request.app[LIMITS].max_text_size
+    store = request.app[STATE].store()
+    page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=order == "desc")
+    if page is None:
+        raise agents.unknown_place("after")
+    return list_of(page.rows, more=page.more)
 
 
-def list_of(items: Sequence[types.Item], *, more: bool = False) -> ItemList:
-    """Return a list of *items*, of which there may be *more*."""
-    first, last = (items[0].get("id"), items[-1].get("id")) if items else (None, None)
-    return ItemList(data=items, first_id=first, last_id=last, has_more=more)
+def list_of(rows: Sequence[Row], *, more: bool = False) -> ItemList:
+    """Return a list of the items that *rows* are kept of, of which there may be *more*."""
+    first, last = (rows[0].id, rows[-1].id) if rows else (None, None)
+    # They are in JSON already.
+    data = cast(Sequence[types.Item], [msgspec.Raw(row.data) for row in rows])
+    return ItemList(data=data, first_id=first, last_id=last, has_more=more)

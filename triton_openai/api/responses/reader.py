@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -377,20 +377,30 @@ _PREFIXES: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def numbered(items: Iterable[Item], suffix: str) -> list[Item]:
-    """
-    Return *items* in the form in which they are kept: with a type, parts for content, and an id.
+# More than any id in use has, and few enough for the index of a database.
+_LONGEST_ID = 512
 
-    *suffix* makes the ids of those that have none, with a number: it names where the items are to be found.
+
+def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
+    """
+    Return *items*, which stand at *place*, in the form in which they are kept: with a type, parts for content, an id.
+
+    *suffix* makes the ids of those that have none, or one that is *taken*, with a number: it names where the items are
+    to be found. Raises :class:`InvalidValue` for an id that cannot be kept.
     """
     kept = []
+    used = set(taken)
     for number, item in enumerate(items):
         kind = item.get("type") or "message"
-        whole = {
-            **item,
-            "type": kind,
-            "id": item.get("id") or f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}",
-        }
+        item_id = item.get("id") or ""
+        if not isinstance(item_id, str) or len(item_id) > _LONGEST_ID or not item_id.isprintable():
+            raise InvalidValue(
+                f"'{place}[{number}].id' must be a text of at most {_LONGEST_ID} characters.", f"{place}[{number}].id"
+            )
+        if not item_id or item_id in used:
+            item_id = f"{_PREFIXES.get(str(kind), 'item')}_{suffix}{number:03x}"
+        used.add(item_id)
+        whole = {**item, "type": kind, "id": item_id}
         if kind == "message":
             whole.setdefault("status", "completed")
             if isinstance(item.get("content"), str):

@@ -3,83 +3,79 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import structlog
 from aiohttp import web
 
 from triton_openai import errors, offload
-from triton_openai.api.responses.reader import reference
-from triton_openai.api.responses.store import Store
-from triton_openai.api.responses.types import IncompleteDetails, Item, ResponseObject, ResponseStatus
+from triton_openai.api.responses.types import IncompleteDetails, OutputItem, ResponseObject, ResponseStatus
 from triton_openai.api.sse import EventLog
+from triton_openai.config.tree import ResponsesSettings
+from triton_openai.storage.store import Entry, EntryFull, Link, Row, Store
 from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
 # Whoever makes a response, or holds a conversation, says so again within this time, else it has ended.
 _LEASE = 15.0
 # Values of more bytes are read and written in a thread.
-_LONGEST_INLINE = 64 * 1024
+LONGEST_INLINE = 64 * 1024
 _RUNNING = frozenset({"queued", "in_progress"})
-
-_Kept = TypeVar("_Kept", bound="Record | Conversation")
+_KEY = re.compile(r"(resp|conv)_[0-9a-f]{32}")
+# A change that somebody else was faster with is tried so often.
+_TRIES = 8
+# The lists of a response's rows; a conversation has the list `items`.
+_ITEMS = ("input", "output")
 
 
 class Record(msgspec.Struct):
-    """
-    A response with its own input, of the key *owner*.
+    """A response as it is kept, and the *version* of that."""
 
-    While it is made, *lease* is the time until which its maker lives. *events* are those of a stream, for responses
-    made in the background.
-    """
-
-    owner: str
     response: ResponseObject
-    input: Sequence[Item] = ()
-    lease: float = 0.0
-    events: bytes = b""
+    version: int
 
     @property
     def running(self) -> bool:
         """Whether it is being made."""
         return self.response.status in _RUNNING
 
-    def settle(self) -> None:
-        """Make a response whose maker is gone an incomplete one."""
-        if self.running and self.lease < time.time():
-            self.response.status, self.response.incomplete_details = "incomplete", IncompleteDetails("interrupted")
-
-    def items(self) -> list[Item]:
-        """Return input and output."""
-        return [*self.input, *output_items(self.response)]
-
 
 class Conversation(msgspec.Struct):
-    """A conversation of the key *owner*; *busy* is the response that is made in it, until *until* at most."""
+    """A conversation without its items."""
 
-    owner: str
     id: str
     created_at: int
     metadata: dict[str, str] = {}
-    items: list[Item] = []
-    busy: str = ""
-    until: float = 0.0
 
 
 # Made at import: two threads that use a type for the first time at the same time can crash msgspec (0.22).
-_DECODERS: Mapping[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Record, Conversation)
-}
+_RESPONSE, _OUTPUT = offload.json_decoder(ResponseObject), offload.json_decoder(list[OutputItem])
+_CONVERSATION = offload.json_decoder(Conversation)
 
 
-def output_items(response: ResponseObject) -> list[Item]:
-    """Return the output as items of an input."""
-    items: list[Item] = msgspec.to_builtins(response.output)
-    return items
+def _record(entry: Entry, output: Sequence[bytes]) -> Record:
+    response = _RESPONSE.decode(entry.head)
+    response.output = _OUTPUT.decode(joined(output))
+    if response.status in _RUNNING and entry.until < time.time():
+        # Its maker is gone.
+        response.status, response.incomplete_details = "incomplete", IncompleteDetails("interrupted")
+    return Record(response, entry.version)
+
+
+def joined(items: Sequence[bytes]) -> bytes:
+    """Return *items*, each in JSON, as a list in JSON."""
+    return b"[%b]" % b",".join(items)
+
+
+def output_rows(response: ResponseObject) -> list[Row]:
+    """Return the output as rows."""
+    return [Row("output", item.id, msgspec.json.encode(item)) for item in response.output]
 
 
 class Live(msgspec.Struct):
@@ -101,8 +97,9 @@ class Live(msgspec.Struct):
 class ResponseState:
     """Responses and conversations in *store*, of which each key sees its own; ``None`` keeps nothing."""
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, settings: ResponsesSettings) -> None:
         self._store = store
+        self._settings = settings
         self.live: dict[str, Live] = {}
 
     @property
@@ -123,112 +120,128 @@ class ResponseState:
         except errors.ServiceError as error:
             warn(_log, "responses cannot be stored", error)
 
-    async def _load(self, kind: type[_Kept], key: str, owner: str) -> tuple[_Kept, int, int] | None:
-        """Return the value of *key*, its version and its size; ``None`` also for one of another owner or kind."""
-        store = self.store()
-        found = await store.get(key) if key.startswith("resp_" if kind is Record else "conv_") else None
-        if found is None:
-            return None
-        value = await offload.run(_DECODERS[kind].decode, found[0], size=len(found[0]), threshold=_LONGEST_INLINE)
-        if isinstance(value, Record):
-            value.settle()
-        return (value, found[1], len(found[0])) if value.owner == owner else None
+    def not_kept(self, error: errors.ServiceError, response_id: str) -> None:
+        """Log that a response is not kept; that a store does not answer is logged once."""
+        if self._store is None or self._store.available:
+            warn(_log, "response is not kept", error, response=response_id)
 
-    async def record(self, response_id: str, owner: str) -> tuple[Record, int]:
-        """Return a response and its version. Raises :class:`ObjectNotFound`."""
-        if found := await self._load(Record, response_id, owner):
-            return found[:2]
-        raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
+    async def _entry(self, prefix: str, key: str, owner: str) -> Entry | None:
+        store = self.store()
+        entry = await store.get(key) if key.startswith(prefix) and _KEY.fullmatch(key) else None
+        return entry if entry is not None and entry.owner == owner else None
+
+    async def record(self, response_id: str, owner: str) -> Record:
+        """Return a response. Raises :class:`ObjectNotFound`."""
+        entry = await self._entry("resp_", response_id, owner)
+        if entry is None:
+            raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
+        output = await self.store().read([response_id], ["output"])
+        return await offload.run(_record, entry, output, size=entry.size, threshold=LONGEST_INLINE)
+
+    async def keep(
+        self, response: ResponseObject, owner: str, version: int, rows: Sequence[Row] = (), *, lease: float = 0.0
+    ) -> bool:
+        """
+        Keep *response* without its output, with more *rows*, unless another *version* than this is kept.
+
+        Whoever makes it says so again within *lease* seconds. Returns whether it is kept.
+        """
+        head = msgspec.structs.replace(response, output=())
+        size = offload.weigh(head, LONGEST_INLINE, per_item=16)
+        encoded = await offload.run(msgspec.json.encode, head, size=size, threshold=LONGEST_INLINE)
+        parent = response.previous_response_id if response.conversation is None else response.conversation["id"]
+        held = (response.id if lease else "", lease)
+        return await self.store().put(response.id, owner, encoded, version, rows=rows, parent=parent, lease=held)
 
     async def conversation(self, conversation_id: str, owner: str) -> tuple[Conversation, int]:
         """Return a conversation and its version. Raises :class:`ObjectNotFound`."""
-        if found := await self._load(Conversation, conversation_id, owner):
-            return found[:2]
+        entry = await self._entry("conv_", conversation_id, owner)
+        if entry is None:
+            raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
+        return _CONVERSATION.decode(entry.head), entry.version
+
+    async def begin(self, conversation: Conversation, owner: str, items: Sequence[Row]) -> None:
+        """Keep a new conversation. Raises :class:`ConversationFull`."""
+        self.check_room(0, 0, items)
+        await self.store().put(conversation.id, owner, msgspec.json.encode(conversation), 0, rows=items)
+
+    def check_room(self, count: int, size: int, items: Sequence[Row]) -> None:
+        """Raise :class:`ConversationFull` if there is no room for *items* beside *count* items of *size* bytes."""
+        most_items, most_size = self._settings.max_conversation_items, self._settings.max_conversation_size
+        if count + len(items) > most_items or size + sum(len(row.data) for row in items) > most_size:
+            raise errors.ConversationFull(most_items, most_size)
+
+    async def extend(self, conversation_id: str, owner: str, items: Sequence[Row]) -> None:
+        """Add *items* to a conversation. Raises :class:`ConversationFull` and :class:`ObjectNotFound`."""
+        most_items, most_size = self._settings.max_conversation_items, self._settings.max_conversation_size
+        rows = [row._replace(list="items") for row in items]
+        try:
+            if await self.store().append(conversation_id, owner, rows, most_rows=most_items, most_size=most_size):
+                return
+        except EntryFull as error:
+            raise errors.ConversationFull(most_items, most_size) from error
         raise errors.ObjectNotFound(f"There is no conversation '{conversation_id[:100]}'.", param="conversation")
 
-    async def put(self, value: Record | Conversation, version: int) -> bool:
-        """Keep *value*, unless another *version* than this is kept; return whether it is."""
-        key = value.response.id if isinstance(value, Record) else value.id
-        size = sum(len(item) * 256 for item in (value.input if isinstance(value, Record) else value.items))
-        encoded = await offload.run(msgspec.msgpack.encode, value, size=size, threshold=_LONGEST_INLINE)
-        return await self.store().put(key, encoded, version)
-
-    async def change(self, conversation_id: str, owner: str, change: Callable[[Conversation], None]) -> Conversation:
-        """Make a *change* to a conversation that others may change too. Raises what it raises."""
-        while True:
+    async def describe(self, conversation_id: str, owner: str, metadata: dict[str, str]) -> Conversation:
+        """Replace the metadata of a conversation. Raises :class:`ObjectNotFound` and :class:`ConversationBusy`."""
+        for number in range(_TRIES):
             conversation, version = await self.conversation(conversation_id, owner)
-            change(conversation)
-            if await self.put(conversation, version):
+            conversation.metadata = metadata
+            if await self.store().put(conversation_id, owner, msgspec.json.encode(conversation), version):
                 return conversation
+            await asyncio.sleep(random.uniform(0, 0.01 * 2**number))
+        raise errors.ConversationBusy("The conversation is being changed by others.", param="conversation")
 
-    async def history(self, previous: str, owner: str, *, most: int) -> list[Item]:
-        """Return the items of *previous* and those before it, *most* bytes of them. Raises :class:`InvalidRequest`."""
-        param = "previous_response_id"
-        records: list[Record] = []
-        following: str | None = previous
-        while following is not None:
-            found = await self._load(Record, following, owner)
-            if found is None:
+    async def chain(self, key: str, owner: str, *, most: int) -> tuple[Sequence[str], int, int]:
+        """
+        Return the keys of a conversation, or of a response and those before it, the number of their items and bytes.
+
+        They are *most* items at most, and the oldest comes first. Raises :class:`InvalidRequest` for what is not there,
+        has not ended, or is part of a conversation.
+        """
+        if key.startswith("conv_"):
+            (link,) = await self.store().chain(key, owner, ["items"], most=1)
+            return [key], link.rows, link.size
+        param, links = "previous_response_id", list[Link]()
+        if _KEY.fullmatch(key) and key.startswith("resp_"):
+            links.extend(await self.store().chain(key, owner, _ITEMS, most=most + 1))
+        for link in links or [Link(key, False, 0.0, 0, 0)]:
+            if link.key.startswith("conv_"):
+                raise errors.InvalidValue("The response before this one is part of a conversation: give that.", param)
+            if not link.found:
                 raise errors.InvalidRequest(
-                    f"Previous response with id '{following[:100]}' not found.",
+                    f"Previous response with id '{link.key[:100]}' not found.",
                     param=param,
                     code="previous_response_not_found",
                 )
-            record, _, size = found
-            most -= size
-            if most < 0:
-                raise errors.PayloadTooLarge("The responses before this one are too large together.", param=param)
-            if record.running:
-                raise errors.InvalidValue(f"The response '{following}' has not ended yet.", param)
-            if record.response.conversation is not None:
-                raise errors.InvalidValue(f"The response '{following}' is part of a conversation: give that.", param)
-            records.append(record)
-            following = record.response.previous_response_id
-        return [item for record in reversed(records) for item in record.items()]
+            if link.until > time.time():
+                raise errors.InvalidValue(f"The response '{link.key}' has not ended yet.", param)
+        return [link.key for link in reversed(links)], sum(x.rows for x in links), sum(x.size for x in links)
 
-    async def resolved(self, items: Sequence[tuple[str, Item]], known: Sequence[Item], owner: str) -> list[Item]:
-        """Return *items* with what they refer to: *known* items, or kept ones. Raises :class:`ObjectNotFound`."""
-        by_id = {item.get("id"): item for item in known}
-        resolved = []
-        for place, item in items:
-            wanted = reference(item)
-            if wanted is not None:
-                if wanted not in by_id and self.keeps:
-                    # The id of an item begins with that of its response.
-                    with suppress(errors.ObjectNotFound):
-                        record, _ = await self.record(f"resp_{wanted.partition('_')[2][:32]}", owner)
-                        by_id.update((each.get("id"), each) for each in record.items())
-                if wanted not in by_id:
-                    raise errors.ObjectNotFound(f"There is no item '{wanted[:100]}'.", param=f"{place}.id")
-            resolved.append(item if wanted is None else by_id[wanted])
-        return resolved
+    async def read(self, keys: Sequence[str]) -> Sequence[bytes]:
+        """Return the items of responses or of a conversation, each in JSON."""
+        return await self.store().read(keys, ["items", *_ITEMS])
 
     @asynccontextmanager
-    async def claimed(self, conversation_id: str, owner: str, response_id: str) -> AsyncIterator[Conversation]:
+    async def claimed(self, conversation_id: str, owner: str, response_id: str) -> AsyncIterator[None]:
         """Hold a conversation for a response: no other is made in it meanwhile. Raises :class:`ConversationBusy`."""
-
-        def claim(conversation: Conversation) -> None:
-            if conversation.busy not in ("", response_id) and conversation.until > time.time():
-                raise errors.ConversationBusy(
-                    "Another response is being made in this conversation.", param="conversation"
-                )
-            conversation.busy, conversation.until = response_id, time.time() + _LEASE
-
-        def release(conversation: Conversation) -> None:
-            if conversation.busy == response_id:
-                conversation.busy, conversation.until = "", 0.0
+        store = self.store()
 
         async def renew() -> None:
-            await self.change(conversation_id, owner, claim)
+            await store.claim(conversation_id, response_id, _LEASE, renew=True)
 
-        conversation = await self.change(conversation_id, owner, claim)
+        await self.conversation(conversation_id, owner)
+        if not await store.claim(conversation_id, response_id, _LEASE):
+            raise errors.ConversationBusy("Another response is being made in this conversation.", param="conversation")
         try:
-            async with every(_LEASE / 3, renew):
-                yield conversation
+            async with every(RENEW_SECONDS, renew):
+                yield
         finally:
-            # It may be deleted meanwhile, or the store be gone: then the lease ends.
-            with suppress(errors.ServiceError):
-                await self.change(conversation_id, owner, release)
+            try:
+                await store.claim(conversation_id, response_id, 0, renew=True)
+            except errors.StoreUnavailable as error:
+                # Then the lease ends by itself.
+                warn(_log, "a conversation is not released", error, conversation=conversation_id)
 
     def stop(self, response_id: str) -> None:
         """Stop making a response in the background, if this process makes it."""
@@ -242,20 +255,17 @@ class ResponseState:
             await self._store.close()
 
 
-def lease() -> float:
-    """Return the time until which the maker of a response lives, unless it says so again."""
-    return time.time() + _LEASE
-
-
 @asynccontextmanager
 async def every(seconds: float, work: Callable[[], Any]) -> AsyncIterator[None]:
-    """Repeat *work* while the block runs; when the service cannot do it, it is tried again."""
+    """Repeat *work* while the block runs; when the service cannot do it, the log says so, and it is tried again."""
 
     async def repeat() -> None:
         while True:
             await asyncio.sleep(seconds)
-            with suppress(errors.ServiceError):
+            try:
                 await work()
+            except errors.ServiceError as error:
+                warn(_log, "a lease is not renewed", error)
 
     task = asyncio.create_task(repeat())
     try:
@@ -265,6 +275,7 @@ async def every(seconds: float, work: Callable[[], Any]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
-#: How often whoever makes a response has to say so.
+#: For how long whoever makes a response says that he does, and how often he says so.
+LEASE_SECONDS = _LEASE
 RENEW_SECONDS = _LEASE / 3
 STATE: web.AppKey[ResponseState] = web.AppKey("responses", ResponseState)

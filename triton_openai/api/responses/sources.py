@@ -1,0 +1,160 @@
+"""
+What a request goes on from and refers to: a conversation, earlier responses, single items.
+
+All of it counts against the limits that a body has, before it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from triton_openai import offload
+from triton_openai.api.bodies import MAX_MESSAGES, JsonCheck
+from triton_openai.api.responses.reader import numbered, reference
+from triton_openai.api.responses.state import LONGEST_INLINE, ResponseState, joined
+from triton_openai.api.responses.types import Item
+from triton_openai.config.tree import Settings
+from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ObjectNotFound
+from triton_openai.storage.store import Place, Row
+
+_ITEMS = offload.json_decoder(list[Item])
+
+
+class Sources(NamedTuple):
+    """
+    The items *before* a request, its own with their references *resolved*, and the *rows* that its own are kept as.
+
+    *check* is the count of their values, which goes on with the JSON in their texts; ``None`` where that is too few.
+    """
+
+    before: Sequence[Item]
+    resolved: Sequence[Item]
+    rows: Sequence[Row]
+    check: JsonCheck | None
+
+
+async def gather(
+    state: ResponseState,
+    items: Sequence[Item],
+    owner: str,
+    *,
+    source: str | None,
+    suffix: str,
+    size: int,
+    settings: Settings,
+) -> Sources:
+    """
+    Return what a request with *items*, in a body of *size* bytes, is about.
+
+    *source* is the conversation or the response that it goes on from. The rows have ids with *suffix*. Raises
+    :class:`InvalidRequest`.
+    """
+    param = "conversation" if source is not None and source.startswith("conv_") else "previous_response_id"
+    budget = _Budget(settings)
+    before: Sequence[bytes] = ()
+    if source is not None:
+        keys, count, total = await state.chain(source, owner, most=MAX_MESSAGES)
+        budget.add(count, total, param)
+        before = await state.read(keys)
+    known: dict[str, bytes] = {}
+    decoded: Sequence[Item] = ()
+    if before:
+        whole = joined(before)
+        decoded = await offload.run(_ITEMS.decode, whole, size=len(whole), threshold=LONGEST_INLINE)
+        known = {str(item.get("id")): data for item, data in zip(decoded, before, strict=True)}
+    wanted = [(number, found) for number, item in enumerate(items) if (found := reference(item)) is not None]
+    fetched = await _fetched(state, [each for each in wanted if each[1] not in known], owner, budget)
+    for number, item_id in wanted:
+        if item_id in known:
+            budget.add(1, len(known[item_id]), f"input[{number}]")
+    brings = bool(before or wanted)
+
+    def assembled() -> Sources:
+        found = {**known, **fetched}
+        parsed = {item_id: msgspec.json.decode(found[item_id], type=dict[str, Any]) for _, item_id in wanted}
+        resolved = list(items)
+        for number, item_id in wanted:
+            resolved[number] = parsed[item_id]
+        # What stands in the conversation already is not added to it again.
+        taken = known.keys() - parsed.keys() if param == "conversation" else ()
+        own = numbered(resolved, suffix, "input", taken)
+        rows = [Row("input", item["id"], encode(item, f"input[{number}]")) for number, item in enumerate(own)]
+        check = None
+        if brings:
+            check = budget.check([*before, *(row.data for row in rows)], param if before else "input")
+        return Sources(decoded, resolved, rows, check)
+
+    sources = await offload.run(assembled, size=size + budget.size, threshold=LONGEST_INLINE)
+    if param == "conversation":
+        new = [row for row in sources.rows if row.id not in known]
+        state.check_room(len(before), sum(map(len, before)), new)
+    return sources
+
+
+def encode(item: Item, place: str) -> bytes:
+    """Return *item*, which stands at *place* in the request, in JSON. Raises :class:`InvalidRequest`."""
+    try:
+        return msgspec.json.encode(item)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"'{place}' cannot be stored: {error}.", param=place) from error
+
+
+async def _fetched(
+    state: ResponseState, wanted: Sequence[tuple[int, str]], owner: str, budget: _Budget
+) -> Mapping[str, bytes]:
+    """Return the kept items that are *wanted*, each with the number of its reference, by their ids."""
+    # The id of an item ends with that of its response, and a number.
+    places = {item_id: Place(f"resp_{item_id.partition('_')[2][:32]}", item_id) for _, item_id in wanted}
+    if not places:
+        return {}
+    store = state.store() if state.keeps else None
+    sizes = {} if store is None else await store.sizes(owner, {*places.values()})
+    for number, item_id in wanted:
+        if places[item_id] not in sizes:
+            raise ObjectNotFound(f"There is no item '{item_id[:100]}'.", param=f"input[{number}].id")
+        budget.add(1, sizes[places[item_id]], f"input[{number}]")
+    found = {} if store is None else await store.fetch(owner, {*places.values()})
+    for number, item_id in wanted:
+        if places[item_id] not in found:
+            # Deleted meanwhile.
+            raise ObjectNotFound(f"There is no item '{item_id[:100]}'.", param=f"input[{number}].id")
+    return {item_id: found[place] for item_id, place in places.items()}
+
+
+class _Budget:
+    """Counts what a request brings in against the limits of a body."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._count = 0
+        self.size = 0
+
+    def add(self, count: int, size: int, param: str) -> None:
+        """Count more items. Raises :class:`ContextLengthExceeded` for too many, which *param* brings in."""
+        self._count += count
+        self.size += size
+        if self._count > MAX_MESSAGES:
+            raise _too_long(f"more than {MAX_MESSAGES} items", param)
+        most = self._settings.server.max_body_size
+        if self.size > most:
+            raise _too_long(f"more than {most} bytes (server.max_body_size)", param)
+
+    def check(self, items: Sequence[bytes], param: str) -> JsonCheck | None:
+        """Check all *items* together as a body; return what counts the JSON in their texts."""
+        check = JsonCheck(self._settings.limits)
+        size = sum(map(len, items))
+        if size > self._settings.server.max_body_size:
+            raise _too_long(f"{size} bytes, more than a body may have (server.max_body_size)", param)
+        try:
+            return None if check.check(joined(items)) else check
+        except InvalidRequest as error:
+            raise _too_long("more than a body may have", param, error.message) from error
+
+
+def _too_long(what: str, param: str, said: str = "") -> ContextLengthExceeded:
+    return ContextLengthExceeded(
+        f"The input with what it goes on from and refers to has {what}. {said}".strip(), param=param
+    )
