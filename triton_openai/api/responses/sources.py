@@ -78,9 +78,8 @@ async def gather(
         resolved = list(items)
         for number, item_id in wanted:
             resolved[number] = parsed[item_id]
-        # What stands in the conversation already is not added to it again.
-        taken = known.keys() - parsed.keys() if param == "conversation" else ()
-        own = numbered(resolved, suffix, "input", taken)
+        # All will stand in the conversation.
+        own = numbered(resolved, suffix, "input", known if param == "conversation" else ())
         rows = [Row("input", item["id"], encode(item, f"input[{number}]")) for number, item in enumerate(own)]
         check = None
         if brings:
@@ -89,8 +88,7 @@ async def gather(
 
     sources = await offload.run(assembled, size=size + budget.size, threshold=LONGEST_INLINE)
     if param == "conversation":
-        new = [row for row in sources.rows if row.id not in known]
-        state.check_room(len(before), sum(map(len, before)), new)
+        state.check_room(len(before), sum(map(len, before)), sources.rows)
     return sources
 
 
