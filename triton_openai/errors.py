@@ -60,7 +60,9 @@ _LONGEST_TRACE = 20_000
 
 class ServiceError(Exception):
     """
-    Base of everything the service reports to a client.
+    A failure of the service itself.
+
+    This is the base of everything that it reports to a client.
 
     *message* is shown to the client: a clear sentence, free of server paths, tracebacks and secrets. Characters of the
     client's that control a terminal become ``?``.

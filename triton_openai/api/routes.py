@@ -152,10 +152,12 @@ def describe(settings: Settings) -> dict[str, Any]:
             failures[operation.failure] = _failure(operation.failure, (), either)
         read = {} if operation.request is None else {IGNORED_HEADER: _IGNORED}
         headers = {**_ALWAYS, **read, **(_RATE_LIMITS if keys and operation.group in COUNTED else {})}
+        summary, _, more = prose(operation.handler.__doc__).partition("\n\n")
         described: dict[str, Any] = {
             "operationId": operation.name,
             "tags": [operation.group],
-            "summary": prose(operation.handler.__doc__),
+            "summary": summary,
+            **({"description": more} if more else {}),
             "responses": {
                 "200": {**_content(operation), "headers": headers},
                 **{str(status): failures[status] for status in sorted(failures)},
@@ -324,8 +326,10 @@ def _schemas(*, strict: bool) -> dict[str, Any]:
 
 
 def prose(docstring: str | None) -> str:
-    """Return a docstring as text for people, in CommonMark."""
+    """Return a docstring as text for people, in CommonMark, without what a function raises."""
     text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", re.sub(r"``([^`]*)``", r"`\1`", docstring or ""))
+    text = re.sub(r"(?<!\*)\*(\w+)\*(?!\*)", r"`\1`", text)
+    text = re.sub(r"\bRaises `.*?\.(?=\s|$)", "", text, flags=re.DOTALL)
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
 
 

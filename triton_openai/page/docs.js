@@ -73,7 +73,8 @@ async function load() {
     el("p", document_.info.description.replaceAll("`", "")),
     ...document_.tags.flatMap(({ name }) => [el("h2", name), ...main.filter(({ one }) => one.tags.includes(name)).map((each) => {
       const others = also(each);
-      return operation(each.path, each.method, others ? { ...each.one, description: `Also as ${others}.` } : each.one);
+      const description = [each.one.description, others && `Also as ${others}.`].filter(Boolean).join(" ");
+      return operation(each.path, each.method, { ...each.one, description });
     })]));
 }
 

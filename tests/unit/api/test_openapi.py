@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -158,7 +159,30 @@ def test_strict_parameters_are_described(strict: bool) -> None:
 def test_docstrings_become_descriptions() -> None:
     """Descriptions are for people who do not read reStructuredText."""
     assert "`stream` is :ref:, see `Run`.\n\nMore." == prose("``stream`` is :ref:,\n see :class:`~Run`.\n\n    More.\n")
-    assert "``" not in json.dumps(document())
+    assert "The `name`, **bold**.\n\nMore." == prose("The *name*, **bold**. Raises :class:`~Run`\n or none.\n\nMore.")
+
+
+def texts(node: Any) -> Iterator[str]:
+    """Yield every text for people in *node*."""
+    if isinstance(node, dict):
+        yield from (node[name] for name in ("summary", "description") if isinstance(node.get(name), str))
+        node = [*node.values()]
+    if isinstance(node, list):
+        for value in node:
+            yield from texts(value)
+
+
+def test_no_text_is_about_the_code() -> None:
+    """Clients do not know classes, modules and roles; a name that looks like a class is that of a schema."""
+    known = {*document()["components"]["schemas"], "OpenAI", "OpenAPI", "LoRA", "TensorRT", "WebSocket"}
+    for text in texts(document()):
+        names = set(re.findall(r"\b[A-Z][a-z]+(?:[A-Z][a-z]*)+\b|\b\w+Error\b", text))
+        assert [] == sorted(names - known), text
+        assert not re.search(
+            r"``|:[a-z]+:`|\b(?:Raises?|[Bb]ase of)\b|triton_openai|(?<!\*)\*\w+\*(?!\*)|\bself\b", text
+        ), text
+    for _, _, operation in operations():
+        assert "\n" not in operation["summary"]
 
 
 async def test_it_is_served_with_the_version() -> None:
