@@ -112,7 +112,7 @@ def create_app(
     app[LIMITS] = settings.limits
     app[STATE] = ResponseState(open_store(settings.responses), settings.responses)
     app[CORS] = Cors(settings.access)
-    guard = app[GUARD] = Guard(settings.access, draining, metrics=metrics, limits=shared)
+    guard = app[GUARD] = Guard(settings.access, limits=shared)
     if send_spans is not None:
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)

@@ -24,6 +24,7 @@ from tritonclient.grpc import InferenceServerClient
 
 from triton_openai.cli import main
 from triton_openai.demo.repository import build_repository
+from triton_openai.tritonserver.embedded import free_ports
 
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_OPENAI_")}
 
@@ -198,18 +199,20 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
 
 
 def test_models_at_run_time(tmp_path: Path) -> None:
-    """A Triton started here has the models that are named, loads others when asked, and is relayed."""
+    """A Triton started here has the models that are named, loads others when asked, and listens for its own clients."""
     repository = build_repository(tmp_path, models=["text_embedding", "text_rerank"])
     arguments = ("--model-repository", str(repository.path), "--model-control-mode", "explicit")
-    relays = ("--enable-kserve-frontends", "--kserve-http-port", "0", "--kserve-grpc-port", "0")
-    with _serving(*arguments, "--load-model", "text_embedding", *relays) as (process, banner):
+    ports = free_ports(2)
+    listen = ("--enable-kserve-frontends", "--kserve-http-port", str(ports[0]), "--kserve-grpc-port", str(ports[1]))
+    with _serving(*arguments, "--load-model", "text_embedding", *listen) as (process, banner):
         # The other one is there, and waits.
         states = {model["name"]: model["state"].partition(":")[0] for model in banner["models"]}
         assert {"text_embedding": "ready", "text_rerank": "not loaded"} == states
         load = urllib.request.Request(f"{banner['base_url']}/models/text_rerank/load", method="POST")
         with urllib.request.urlopen(load, timeout=30) as response:
             assert "text_rerank" == json.load(response)["id"]
-        over_http, over_grpc = banner["kserve"]
+        over_http, over_grpc = f"http://127.0.0.1:{ports[0]}", f"grpc://127.0.0.1:{ports[1]}"
+        assert [over_http, over_grpc] == banner["triton"]
         assert _status(f"{over_http}/v2/models/text_rerank/ready") == 200
         with InferenceServerClient(over_grpc.removeprefix("grpc://")) as client:
             assert client.is_model_ready("text_rerank")

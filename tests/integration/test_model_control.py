@@ -14,8 +14,6 @@ from urllib.parse import quote
 import msgspec
 import pytest
 import pytest_asyncio
-import tritonclient.grpc.aio as grpc
-import tritonclient.http.aio as http
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,13 +21,11 @@ from tests.integration.test_discovery import listed as all_listed
 from tests.integration.test_discovery import until
 from tests.proxy_fixture import Answer, Proxy, serving
 from tests.triton_fixture import embedded
-from triton_openai.access.guard import GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.config.tree import ApiSettings, LoraSettings, ModelSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.demo.repository import build_repository
 from triton_openai.errors import InvalidRequest
 from triton_openai.triton.client import check_name
-from triton_openai.triton.relay.frontends import start_frontends
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 
 TRANSPORTS = ["http", "grpc"]
@@ -353,28 +349,6 @@ async def nothing(proxy: Proxy) -> bool:
 async def can_load(proxy: Proxy, model: str) -> bool:
     """Return whether a model could be loaded."""
     return 200 == (await load(proxy, model)).status
-
-
-async def test_loading_through_the_relays(proxy, server):
-    """What a client of Triton's own protocol loads is served at once."""
-    assert proxy.client.app is not None
-    settings = Settings(
-        server=ServerSettings(enable_kserve_frontends=True, kserve_http_port=0, kserve_grpc_port=0),
-        triton=TritonSettings(url=(server.http_url, server.grpc_url), model_control_mode="explicit"),
-    )
-    frontends = await start_frontends(
-        settings, guard=proxy.client.app[GUARD], changed=proxy.client.app[SERVICE].control.changed_elsewhere
-    )
-    try:
-        async with http.InferenceServerClient(f"127.0.0.1:{frontends[0].port}") as client:
-            await client.load_model("text_embedding")
-        await until(lambda: serves(proxy, ["org/embedder", "text_embedding"]))
-        async with grpc.InferenceServerClient(f"127.0.0.1:{frontends[1].port}") as over_grpc:
-            await over_grpc.unload_model("text_embedding")
-        await until(lambda: serves(proxy, []))
-    finally:
-        for frontend in frontends:
-            await frontend.close(1.0)
 
 
 async def serves(proxy: Proxy, names: list[str]) -> bool:

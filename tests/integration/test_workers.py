@@ -280,36 +280,13 @@ def test_one_triton_for_all(tmp_path: Path) -> None:
         assert 0 == service.process.wait(40)
 
 
-def test_workers_share_the_ports_of_the_relays(triton: TestTriton, tmp_path: Path) -> None:
-    """
-    A free port is the same for all of them, and no other service's: it would get some of the calls.
-
-    A signal to the whole group counts once: service managers send SIGTERM to every process, and streams finish all the
-    same.
-    """
+def test_a_signal_to_the_whole_group_counts_once(triton: TestTriton, tmp_path: Path) -> None:
+    """Service managers send SIGTERM to every process of a service; running streams finish all the same."""
     stream = _stream(62, repeat=5, delay_ms=50)
-    relays = ("--triton-url", triton.grpc_url, "--enable-kserve-frontends", "--kserve-http-port", "0")
-    ports = ("--kserve-grpc-port", "0", "--log-level", "debug", "--shutdown-grace", "60")
-    with workers(tmp_path, triton, 2, *relays, *ports) as service:
-        http_port, grpc_port = (int(url.rpartition(":")[2]) for url in service.banner["kserve"])
-
-        def answering() -> set[int]:
-            with contextlib.closing(http.client.HTTPConnection(service.host, http_port, timeout=30)) as connection:
-                assert 200 == exchange(connection, "GET", "/v2").status
-            return {line["worker"] for line in log_of(service) if line["event"] == "relayed"}
-
-        until(lambda: answering() == {0, 1})
-        command = [sys.executable, "-m", "triton_openai", "serve", "--port", "0", "--workers", "2", *relays]
-        command += ["--triton-url", triton.http_url, "--kserve-grpc-port", str(grpc_port)]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-        with ThreadPoolExecutor(8) as clients:
-            endings = [clients.submit(_whole, service.connect(), stream) for _ in range(8)]
-            triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 20)
-            for pid in (service.process.pid, *pids(service).values()):
-                os.kill(pid, signal.SIGTERM)
-            assert [True] * 8 == [ending.result(60) for ending in endings]
+    with workers(tmp_path, triton, 2, "--shutdown-grace", "60") as service, ThreadPoolExecutor(8) as clients:
+        endings = [clients.submit(_whole, service.connect(), stream) for _ in range(8)]
+        triton.record.wait_for(lambda events: engine_requests(events, 62) == 8, 20)
+        for pid in (service.process.pid, *pids(service).values()):
+            os.kill(pid, signal.SIGTERM)
+        assert [True] * 8 == [ending.result(60) for ending in endings]
         assert 0 == service.process.wait(30)
-
-    assert 2 == second.returncode
-    assert "Choose another with --kserve-grpc-port." in second.stderr

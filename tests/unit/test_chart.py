@@ -216,7 +216,7 @@ def test_what_is_off_by_default() -> None:
 def test_the_api_is_opened_to_the_outside() -> None:
     """By an Ingress or an HTTPRoute, and nothing but the API: not metrics, health or Triton's protocol."""
     ingress = files.only(files.chart_documents("everything"), "Ingress")["spec"]
-    route = files.only(files.chart_documents("relays"), "HTTPRoute")["spec"]
+    route = files.only(files.chart_documents("alternatives"), "HTTPRoute")["spec"]
 
     assert [{"path": "/v1", "pathType": "Prefix"}] == [
         {key: path[key] for key in ("path", "pathType")} for rule in ingress["rules"] for path in rule["http"]["paths"]
@@ -224,7 +224,7 @@ def test_the_api_is_opened_to_the_outside() -> None:
     assert [[{"path": {"type": "PathPrefix", "value": "/v1"}}]] == [rule["matches"] for rule in route["rules"]]
     assert 1 == len(backends([{"spec": ingress}])) == len(backends([{"spec": route}]))
     assert {"request": "0s"} == route["rules"][0]["timeouts"]
-    assert 30900 == files.only(files.chart_documents("relays"), "Service")["spec"]["ports"][0]["nodePort"]
+    assert 30900 == files.only(files.chart_documents("alternatives"), "Service")["spec"]["ports"][0]["nodePort"]
 
 
 def test_alerts_and_dashboard_arrive_as_they_are() -> None:
@@ -242,7 +242,7 @@ def test_alerts_and_dashboard_arrive_as_they_are() -> None:
 
 def test_keda_asks_what_its_own_manifest_asks() -> None:
     """The chart's ScaledObject counts the requests of its own pods, and is as `deploy/kubernetes/keda.yaml`."""
-    scaler = files.only(files.chart_documents("relays"), "ScaledObject")["spec"]
+    scaler = files.only(files.chart_documents("alternatives"), "ScaledObject")["spec"]
     plain = files.load(DEPLOY / "kubernetes/keda.yaml")["spec"]
     own = 'namespace="prod",pod=~"demo-triton-openai-[^-]+-[^-]+"'
     requests, cpu = scaler["triggers"]
@@ -326,24 +326,29 @@ def test_metrics_of_triton_stay_in_the_cluster(kind: str) -> None:
         valid(one, "latest")
 
 
-def test_the_relays_are_reached() -> None:
-    """Triton's protocol has ports of its own at the Service, the container and the network policy."""
-    manifests = files.chart_documents("relays")
-    container = files.service_container(files.only(manifests, "Deployment")["spec"]["template"]["spec"])
-    opened = {port["name"]: port["containerPort"] for port in container["ports"]}
-    policy = files.only(manifests, "NetworkPolicy")["spec"]
+def test_clients_of_triton_itself() -> None:
+    """They reach the Triton beside the service if they are to: at the Service, the container and through the policy."""
+    for enabled in (False, True):
+        values = {"kserve": {"enabled": enabled}, "networkPolicy": {"enabled": True}}
+        manifests = [
+            one
+            for path, text in files.render({**files.load(CHART / "ci" / "sidecar-values.yaml"), **values}).items()
+            if path.endswith(".yaml")
+            for one in files.documents(text)
+        ]
+        (triton,) = files.only(manifests, "Deployment")["spec"]["template"]["spec"]["initContainers"]
+        opened = {port["name"]: port["containerPort"] for port in triton["ports"]}
+        policy = files.only(manifests, "NetworkPolicy")["spec"]
+        (service,) = [one for one in manifests if one["kind"] == "Service"]
+        ports = {port["name"]: (port["port"], port["targetPort"]) for port in service["spec"]["ports"]}
 
-    assert set(opened.values()) == {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
-    assert not {8000, 8001, 8002} & set(opened.values())
-    ports = {
-        port["name"]: (port["port"], port["targetPort"]) for port in files.only(manifests, "Service")["spec"]["ports"]
-    }
-    assert {
-        "http": (9000, 9000),
-        "http-kserve": (8000, "http-kserve"),
-        "grpc-kserve": (8001, "grpc-kserve"),
-    } == ports
-    assert ports.keys() == opened.keys()
+        address = "0.0.0.0" if enabled else "127.0.0.1"
+        assert {f"--http-address={address}", f"--grpc-address={address}"} <= set(triton["args"])
+        own = {"http-kserve": 8000, "grpc-kserve": 8001} if enabled else {}
+        assert {**own, "triton-metrics": 8002} == opened
+        assert {9000, *own.values()} == {port["port"] for port in policy["ingress"][0]["ports"]}
+        assert {name: (port, name) for name, port in own.items()}.items() <= ports.items()
+        assert bool(own) == ("http-kserve" in ports)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +380,7 @@ def test_pods_stay_when_only_the_chart_changes() -> None:
 
 def test_the_cache_can_be_a_claim() -> None:
     """A volume that is named takes the place of the empty folder, which Helm would otherwise put beside it."""
-    spec = files.only(files.chart_documents("relays"), "Deployment")["spec"]["template"]["spec"]
+    spec = files.only(files.chart_documents("alternatives"), "Deployment")["spec"]["template"]["spec"]
     (cache,) = [volume for volume in spec["volumes"] if volume["name"] == "cache"]
 
     assert {"name": "cache", "persistentVolumeClaim": {"claimName": "tokenizers"}} == cache

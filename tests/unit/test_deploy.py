@@ -78,10 +78,9 @@ def check(start: Start, folder: Path) -> Settings:
         # Workers get ten seconds more before their parent ends them.
         assert start.stop_seconds >= start.delay + server.shutdown_delay + server.shutdown_grace + 10
     ports = start.container.get("ports", [])
-    relays = [server.kserve_http_port, server.kserve_grpc_port] if server.enable_kserve_frontends else []
     if ports:
         opened = [one["containerPort"] if isinstance(one, dict) else int(one.rpartition(":")[2]) for one in ports]
-        assert [server.port, *relays] == opened
+        assert [server.port] == opened
     for kind, path in (("livenessProbe", "/health/live"), ("readinessProbe", "/health/ready")):
         if kind in start.container and settings.tls.client_ca is not None:
             program, script, *asked = start.container[kind]["exec"]["command"]
@@ -124,7 +123,7 @@ def test_every_way_of_the_chart(form: str, tmp_path: Path) -> None:
     settings = check(files.start_of_pod(form, files.chart_documents(form)), tmp_path)
 
     assert "json" == settings.server.log_format
-    assert (form in ("standalone", "relays")) == (settings.triton.http_url != "http://127.0.0.1:8000")
+    assert (form in ("standalone", "alternatives")) == (settings.triton.http_url != "http://127.0.0.1:8000")
 
 
 def test_variables_that_are_named() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from urllib.parse import urlsplit
 
 import msgspec
 import structlog
@@ -17,7 +16,6 @@ from triton_openai.config.tree import Settings
 from triton_openai.models.overview import ModelLine, model_lines
 from triton_openai.telemetry.logging import timestamp
 from triton_openai.telemetry.streams import in_background
-from triton_openai.triton.relay.frontends import FRONTENDS
 
 _log = structlog.get_logger(__name__)
 # Tenths of a second that a Triton that is ready has to show its models.
@@ -38,7 +36,6 @@ class Banner(msgspec.Struct, frozen=True, kw_only=True):
     triton: tuple[str, ...]
     triton_answers: bool
     models: tuple[ModelLine, ...]
-    kserve: tuple[str, ...] = ()
 
 
 def render_banner(banner: Banner, log_format: str) -> str:
@@ -49,8 +46,6 @@ def render_banner(banner: Banner, log_format: str) -> str:
         f"triton-openai {banner.version} listens at {banner.address}",
         f"Triton at {' and '.join(banner.triton)}",
     ]
-    if banner.kserve:
-        lines.append(f"Triton's own protocol at {' and '.join(banner.kserve)}")
     lines.append("")
     if banner.models:
         lines += table(
@@ -112,12 +107,10 @@ async def banner_of(settings: Settings, app: web.Application, address: str, *, l
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CHECK_SECONDS):
             await asyncio.gather(*(model.lazy_prompter.checked.wait() for model in models.served.values()))
-    host = urlsplit(address).netloc.rpartition(":")[0]
     return Banner(
         address=address,
         base_url=f"{address}/v1",
         triton=settings.triton.url,
         triton_answers=models.catalog.snapshot.reachable,
         models=tuple(model_lines(models)),
-        kserve=tuple(f"{frontend.scheme}://{host}:{frontend.port}" for frontend in app.get(FRONTENDS, ())),
     )

@@ -26,22 +26,20 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from triton_openai.access.guard import GUARD
 from triton_openai.api.service import SERVICE
 from triton_openai.app import create_app, take_over
 from triton_openai.cli.banner import Banner, banner_of, render_banner, show
 from triton_openai.config.reload import Reloader, Source, TakeOver
 from triton_openai.config.tls import server_context
-from triton_openai.config.tree import ServerSettings, Settings
-from triton_openai.config.worker import WORKER, Worker, private_directory
+from triton_openai.config.tree import Settings
+from triton_openai.config.worker import Worker, private_directory
 from triton_openai.errors import ConfigurationError
 from triton_openai.models.draining import DRAINING
 from triton_openai.prompts.prompter import check_files
-from triton_openai.serving.server import HttpServer, address_of, listening_sockets, relay_ports
+from triton_openai.serving.server import HttpServer, address_of, listening_sockets
 from triton_openai.serving.workers.pool import Pool, WorkerProcess
 from triton_openai.serving.workers.shared import SharedClient, SharedState
 from triton_openai.tasks import cancel, first_of
-from triton_openai.triton.relay.frontends import FRONTENDS, start_frontends
 from triton_openai.tritonserver.embedded import EmbeddedTriton
 from triton_openai.tritonserver.supervisor import Supervisor, triton_for
 
@@ -104,10 +102,9 @@ def serve(settings: Settings, source: Source, environ: Mapping[str, str]) -> int
         given: Mapping[str, Any] = {"sockets": sockets, "launched": triton is not None}
         service: Runner = partial(_one_process, **given)
         if settings.server.workers > 1:
-            ports = opened.enter_context(relay_ports(settings.server))
             directory = opened.enter_context(private_directory(environ))
             environ = {**environ, "PROMETHEUS_MULTIPROC_DIR": str(directory)}
-            service = partial(_workers, **given, ports=ports, directory=directory, environ=environ)
+            service = partial(_workers, **given, directory=directory, environ=environ)
         return run_loop(_serve(settings, service, triton, source))
 
 
@@ -195,6 +192,8 @@ async def _serve(
         if triton is None:
             started.set()
         else:
+            if settings.server.enable_kserve_frontends and (settings.access.api_key or settings.access.api_keys_file):
+                log.warning("API keys do not protect Triton's own protocol", http=triton.http_url, grpc=triton.grpc_url)
             supervisor = Supervisor(triton)
             started = supervisor.started
             ends.append(asyncio.create_task(supervisor.run()))
@@ -268,16 +267,9 @@ async def listening(
 ) -> AsyncIterator[web.Application]:
     """Yield the application, running and listening; shut it down as *stop* asks."""
     app = create_app(settings, worker=worker, shared=shared)
-    frontends = app[FRONTENDS] = []
     server = HttpServer(app, settings.limits, tls=server_context(settings.tls))
     await server.start()
     try:
-        frontends += await start_frontends(
-            settings,
-            guard=app[GUARD],
-            changed=app[SERVICE].control.changed_elsewhere,
-            reuse_port=app[WORKER].count > 1,
-        )
         for one in sockets:
             await server.listen(one)
         # What exists now stays. Not to scan it again cuts the longest pauses of the garbage collector to a tenth.
@@ -305,8 +297,7 @@ async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None
         await first_of(stop.hurried, timeout=_POLL_SECONDS)
     http.close_idle()
     grace = server.shutdown_grace
-    frontends = [frontend.close(grace, stop.hurried) for frontend in app[FRONTENDS]]
-    await asyncio.gather(draining.drain(grace, stop.hurried), *frontends)
+    await draining.drain(grace, stop.hurried)
     await http.close()
 
 
@@ -320,32 +311,24 @@ async def _workers(
     *,
     sockets: Sequence[socket.socket],
     launched: bool,
-    ports: ServerSettings,
     directory: Path,
     environ: Mapping[str, str],
 ) -> AsyncIterator[Running]:
-    """Serve with workers, whose relays listen on the *ports* of these settings, and which share *directory*."""
+    """Serve with workers, which share *directory*."""
     count, address = settings.server.workers, address_of(settings, sockets[0])
-
-    def with_ports(settings: Settings) -> Settings:
-        bound = {"kserve_http_port": ports.kserve_http_port, "kserve_grpc_port": ports.kserve_grpc_port}
-        return msgspec.structs.replace(settings, server=msgspec.structs.replace(settings.server, **bound))
 
     async def start(index: int, settings: Settings) -> WorkerProcess:
         worker = Worker(index=index, count=count, directory=directory)
         return await WorkerProcess.start(worker, settings, sockets=sockets, address=address, environment=environ)
 
-    async def take(new: Settings, renew: bool) -> None:
-        await pool.take_over(with_ports(new), renew)
-
     async def show_banner() -> None:
         pool.ask_for_banner(launched=launched)
         show(await pool.banner)
 
-    pool = Pool(with_ports(settings), count, start, SharedState(directory))
+    pool = Pool(settings, count, start, SharedState(directory))
     serving = asyncio.create_task(pool.run())
     try:
-        yield Running(take, show_banner, (serving,))
+        yield Running(pool.take_over, show_banner, (serving,))
     finally:
         # The workers still accept connections. When the last one has closed its sockets, clients are refused at once.
         for one in sockets:

@@ -371,6 +371,12 @@ def _check(found: _Layer) -> None:
             raise ConfigurationError(f"{origin} needs --model-control-mode explicit.")
         if "*" in names and len(names) > 1:
             raise ConfigurationError(f"{origin}: '*' stands for all models, and takes no other name beside it.")
+    listens, origin = get("server", "enable_kserve_frontends")
+    if listens and not repository:
+        raise ConfigurationError(
+            f"{origin} is for a Triton that is started here: it needs --model-repository. One that runs already "
+            "listens for its clients itself."
+        )
     collector, origin = get("traces", "otlp_endpoint")
     if collector is not None:
         _address(collector, origin, ("http", "https"), "http:// or https://, for gRPC too")

@@ -120,9 +120,14 @@ class ServerSettings(_Group, frozen=True):
         Seconds,
         _flag("Time for running requests to finish when the service stops, or their model is unloaded.", live=True),
     ] = 10.0
-    enable_kserve_frontends: Annotated[bool, _flag("Relay Triton's own protocol too, over HTTP and gRPC.")] = False
-    kserve_http_port: Annotated[Port, _flag("Port for Triton's HTTP protocol; 0 takes a free one.")] = 8000
-    kserve_grpc_port: Annotated[Port, _flag("Port for Triton's gRPC protocol; 0 takes a free one.")] = 8001
+    enable_kserve_frontends: Annotated[
+        bool,
+        _flag(
+            "Let the Triton that is started here (--model-repository) listen at --host for clients of its own protocol."
+        ),
+    ] = False
+    kserve_http_port: Annotated[Port, _flag("Port of that Triton's HTTP protocol; 0 takes a free one.")] = 8000
+    kserve_grpc_port: Annotated[Port, _flag("Port of that Triton's gRPC protocol; 0 takes a free one.")] = 8001
     page: Annotated[
         bool,
         _flag("Serve a page for people at /, and the description of the API at /docs. Both are open to everybody."),

@@ -82,11 +82,6 @@ class ModelControl:
         await asyncio.shield(self._start(self._unload(model, dependents=dependents)))
         return model
 
-    def changed_elsewhere(self) -> None:
-        """Read Triton's models again, because something else has changed them."""
-        self._start(self._draining.changed())
-        self._start(self._models.catalog.renew())
-
     async def close(self) -> None:
         """Stop waiting for what is going on; Triton goes on with it."""
         await cancel(*self._tasks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
 from email.utils import formatdate
 from functools import lru_cache
 
@@ -21,13 +20,12 @@ from triton_openai.telemetry.process import DESCRIPTORS
 # Longest single header, or request line. A request may have 128 headers.
 _MAX_HEADER_SIZE = 16 * 1024
 #: Returns the body of an error response.
-ErrorBody = Callable[[ServiceError], bytes]
 
 
 class Connection(web.RequestHandler):
     """One connection. It closes if the head of a request takes too long. *observer* observes what is not HTTP."""
 
-    def __init__(self, manager: web.Server, limits: LimitSettings, body: ErrorBody, observer: Observer) -> None:
+    def __init__(self, manager: web.Server, limits: LimitSettings, observer: Observer) -> None:
         super().__init__(
             manager,
             loop=asyncio.get_running_loop(),
@@ -42,7 +40,7 @@ class Connection(web.RequestHandler):
             # reset, and then its client may never see the answer (RFC 9112, section 9.6).
             lingering_time=1.0,
         )
-        self._header_timeout, self._error_body, self._observer = limits.header_timeout, body, observer
+        self._header_timeout, self._observer = limits.header_timeout, observer
         # When the first byte of a head came that is not complete.
         self._head_began: float | None = None
         # One timer that checks this time, instead of a new timer for every request.
@@ -129,7 +127,7 @@ class Connection(web.RequestHandler):
             # It logs the error, and ends the connection where the response has begun.
             super().handle_error(request, status, exc, message)
         headers = {"Server": "triton-openai", "x-request-id": request_id, "Connection": "close"}
-        body = self._error_body(error)
+        body = error.envelope()
         response = web.Response(status=error.status, body=body, content_type="application/json", headers=headers)
         response.force_close()
         return response

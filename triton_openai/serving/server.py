@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
-import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.http import RawRequestMessage
 
 from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
-from triton_openai.errors import ConfigurationError, ServiceError
-from triton_openai.serving.connections import Connection, ErrorBody
+from triton_openai.errors import ConfigurationError
+from triton_openai.serving.connections import Connection
 from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations
 from triton_openai.telemetry.observation import OBSERVERS, Observer
 
@@ -33,22 +32,14 @@ _BACKLOG = 4096
 
 class HttpServer:
     """
-    Serves *app*. *body* renders the errors of requests that no handler sees; *tls* is for all of its sockets.
+    Serves *app*; *tls* is for all of its sockets.
 
     A client that leaves cancels the handler of its request.
     """
 
-    def __init__(
-        self,
-        app: web.Application,
-        limits: LimitSettings,
-        *,
-        body: ErrorBody = ServiceError.envelope,
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, app: web.Application, limits: LimitSettings, *, tls: ssl.SSLContext | None = None) -> None:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self._limits, self._body, self._tls = limits, body, tls
-        # The relays have none.
+        self._limits, self._tls = limits, tls
         self._observer = app.get(OBSERVERS, Observer())
         self._listeners: list[asyncio.Server] = []
 
@@ -81,7 +72,7 @@ class HttpServer:
             # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
         listener = await asyncio.get_running_loop().create_server(
-            partial(Connection, server, limits, self._body, self._observer),
+            partial(Connection, server, limits, self._observer),
             sock=sock,
             backlog=_BACKLOG,
             ssl=tls,
@@ -116,40 +107,6 @@ class HttpServer:
         return [] if server is None else cast(list[Connection], server.connections)
 
 
-def bound_sockets(
-    host: str, port: int, *, advice: str, listen: bool = True, reuse_port: bool = False
-) -> list[socket.socket]:
-    """
-    Return sockets that listen on every address of *host*, or, without *listen*, are only bound to it.
-
-    With *reuse_port* other processes may listen there too. Raises :class:`ConfigurationError`, with *advice*, if the
-    address is not available.
-    """
-    with contextlib.ExitStack() as opened:
-        sockets: list[socket.socket] = []
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, kind, protocol, _, address in dict.fromkeys(found):
-                one = opened.enter_context(socket.socket(family, kind, protocol))
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if reuse_port:
-                    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                if family == socket.AF_INET6:
-                    # IPv4 has a socket of its own.
-                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                # With port 0, all use the port of the first socket.
-                one.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
-                # Now and not when the service starts: some systems report a port in use only here.
-                if listen:
-                    one.listen(_BACKLOG)
-                sockets.append(one)
-        except OSError as error:
-            message = f"Cannot listen on {host} port {port}: {error.strerror or error}. {advice}"
-            raise ConfigurationError(message) from error
-        opened.pop_all()
-        return sockets
-
-
 @contextlib.contextmanager
 def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
     """
@@ -157,33 +114,27 @@ def listening_sockets(server: ServerSettings) -> Iterator[list[socket.socket]]:
 
     They are made before anything else is started, because a port in use is the most common error.
     """
-    advice = "Choose another with --port or --host."
+    host, port = server.host, server.port
     with contextlib.ExitStack() as opened:
-        found = bound_sockets(server.host, server.port, advice=advice)
-        yield [opened.enter_context(one) for one in found]
-
-
-@contextlib.contextmanager
-def relay_ports(server: ServerSettings) -> Iterator[ServerSettings]:
-    """
-    Yield settings with the ports on which several workers relay Triton's own protocol, each with a socket of its own.
-
-    With ``SO_REUSEPORT`` a socket shares its port with every process of the same user, also with another service's
-    workers. So each port is first bound exclusively, and then reserved for the workers by a socket that does not
-    listen. Raises :class:`ConfigurationError` if a port is not available.
-    """
-    ports = {"kserve_http_port": server.kserve_http_port, "kserve_grpc_port": server.kserve_grpc_port}
-    advice = {name: f"Choose another with --{name.replace('_', '-')}." for name in ports}
-    with contextlib.ExitStack() as reserved:
-        if server.enable_kserve_frontends:
-            with contextlib.ExitStack() as exclusive:
-                for name, port in ports.items():
-                    for one in bound_sockets(server.host, port, advice=advice[name]):
-                        ports[name] = exclusive.enter_context(one).getsockname()[1]
-            for name, port in ports.items():
-                for one in bound_sockets(server.host, port, advice=advice[name], listen=False, reuse_port=True):
-                    reserved.enter_context(one)
-        yield msgspec.structs.replace(server, **ports)
+        sockets: list[socket.socket] = []
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, address in dict.fromkeys(found):
+                one = opened.enter_context(socket.socket(family, kind, protocol))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    # IPv4 has a socket of its own.
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                # With port 0, all use the port of the first socket.
+                one.bind((address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:]))
+                # Now and not when the service starts: some systems report a port in use only here.
+                one.listen(_BACKLOG)
+                sockets.append(one)
+        except OSError as error:
+            raise ConfigurationError(
+                f"Cannot listen on {host} port {port}: {error.strerror or error}. Choose another with --port or --host."
+            ) from error
+        yield sockets
 
 
 def address_of(settings: Settings, bound: socket.socket) -> str:

@@ -132,15 +132,6 @@ UNKNOWN_FIELDS = Instrument(
     "Requests with an unknown field that was ignored, by its name; 'other' stands for names beyond the first hundred, "
     "and for names that are not identifiers.",
 )  # fmt: skip
-RELAYED = Instrument(
-    "triton_openai_relayed_requests_total", ("protocol", "group", "status"),
-    "Requests and calls of Triton's own protocol that ended (--enable-kserve-frontends), by protocol, Triton's group "
-    "of the operation, and HTTP or gRPC status; 'cancelled' when the client left.",
-)  # fmt: skip
-RELAYING = Instrument(
-    "triton_openai_relayed_requests_running", ("protocol",),
-    "Running requests, calls and streams of Triton's own protocol.",
-)  # fmt: skip
 NOT_ANSWERING = Instrument(
     "triton_openai_model_not_answering", _MODEL,
     "Processes of this service that get no answer from a ready Triton model: neither to several clients' requests in a "

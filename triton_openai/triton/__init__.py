@@ -1,1 +1,1 @@
-"""The side of Triton: tensors, transports, discovery, and the relay of Triton's own protocol."""
+"""The side of Triton: tensors, transports and discovery."""

@@ -1,7 +1,8 @@
 """
 A real Triton, started and stopped by us, for the demo, the tests, and a service that starts the server behind it.
 
-The server binds to 127.0.0.1, and nothing of it outlives this process: a small guard process keeps it (``_guard``).
+The server binds to 127.0.0.1 unless it is told otherwise. Nothing of it outlives this process: a small guard process
+keeps it (``_guard``).
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class EmbeddedTriton:
 
     *environment* is the environment to start from (callers pass ``os.environ``); *backends* a folder with further
     Python-based backends; *binary* an installed ``tritonserver``, instead of the one inside ``nvidia-pytriton``.
-    Free ports are chosen, at the latest by the start. After its end it can be started again, on the same ports.
+    *listen* is the host, and the ports for HTTP and gRPC, 0 for free ones, at which clients reach it. Free ports are
+    chosen, at the latest by the start. After its end it can be started again, on the same ports.
+
+    Raises :class:`ConfigurationError` if it cannot listen there.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class EmbeddedTriton:
         model_control_mode: str = "none",
         load_models: Sequence[str] = (),
         extra_args: Sequence[str] = (),
+        listen: tuple[str, int, int] | None = None,
     ) -> None:
         given = [model_repository] if isinstance(model_repository, Path) else model_repository
         # The server runs in a folder of its own.
@@ -71,7 +76,9 @@ class EmbeddedTriton:
         self._model_control_mode = model_control_mode
         self._load_models = load_models
         self._extra_args = extra_args
-        self._ports: Sequence[int] | None = None
+        # The metrics stay on this machine: the service exports them.
+        self._hosts = [_HOST] * 3 if listen is None else [*[_ipv4(listen[0])] * 2, _HOST]
+        self._ports: Sequence[int] | None = None if listen is None else _available_ports(self._hosts[0], listen[1:])
         self._shared_memory = f"triton-openai-{uuid.uuid4().hex[:12]}"
         # From the first start to the stop
         self._runtime: Runtime | None = None
@@ -157,12 +164,12 @@ class EmbeddedTriton:
 
     @property
     def http_url(self) -> str:
-        """The address of the HTTP endpoint, ``http://127.0.0.1:port``."""
+        """The address of the HTTP endpoint for this machine, ``http://127.0.0.1:port``."""
         return f"http://{self._address(0)}"
 
     @property
     def grpc_url(self) -> str:
-        """The address of the gRPC endpoint, ``grpc://127.0.0.1:port``."""
+        """The address of the gRPC endpoint for this machine, ``grpc://127.0.0.1:port``."""
         return f"grpc://{self._address(1)}"
 
     @property
@@ -173,7 +180,7 @@ class EmbeddedTriton:
     def _address(self, kind: int) -> str:
         # From the first call on, the ports stay the same.
         self._ports = self._ports or free_ports()
-        return f"{_HOST}:{self._ports[kind]}"
+        return f"{_reached(self._hosts[kind])}:{self._ports[kind]}"
 
     @property
     def log_path(self) -> Path:
@@ -216,7 +223,7 @@ class EmbeddedTriton:
             str(runtime.binary),
             *(f"--model-repository={repository}" for repository in self._repositories),
             *([] if runtime.backends is None else [f"--backend-directory={runtime.backends}"]),
-            *(f"--{kind}-address={_HOST}" for kind in _KINDS),
+            *(f"--{kind}-address={host}" for kind, host in zip(_KINDS, self._hosts, strict=True)),
             *(f"--{kind}-port={port}" for kind, port in zip(_KINDS, ports, strict=True)),
             f"--model-control-mode={self._model_control_mode}",
             *(f"--load-model={name}" for name in self._load_models),
@@ -255,7 +262,7 @@ class EmbeddedTriton:
         while time.monotonic() < deadline:
             with (
                 contextlib.suppress(OSError, http.client.HTTPException),
-                contextlib.closing(http.client.HTTPConnection(_HOST, port, timeout=1)) as connection,
+                contextlib.closing(http.client.HTTPConnection(_reached(self._hosts[0]), port, timeout=1)) as connection,
             ):
                 connection.request("GET", "/v2/health/ready")
                 # Another program could answer on this port; only our own server counts.
@@ -292,6 +299,38 @@ def _is_model(repository: Path, name: str) -> bool:
     except InvalidRequest:
         return False
     return (repository / name).is_dir()
+
+
+def _ipv4(host: str) -> str:
+    """Return the IPv4 address of *host*: how Triton takes others depends on the protocol."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigurationError(f"Triton cannot listen on {host}: it needs an IPv4 address (--host).") from error
+
+
+def _reached(host: str) -> str:
+    """Return where this machine reaches what listens on *host*."""
+    return _HOST if host == "0.0.0.0" else host
+
+
+def _available_ports(host: str, wanted: Sequence[int]) -> list[int]:
+    """Return the *wanted* ports for HTTP and gRPC, and one for metrics. Raises :class:`ConfigurationError`."""
+    ports = []
+    with contextlib.ExitStack() as held:
+        for port, flag in zip(wanted, ("--kserve-http-port", "--kserve-grpc-port"), strict=True):
+            one = held.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                one.bind((host, port))
+                one.listen()
+            except OSError as error:
+                reason = error.strerror or error
+                raise ConfigurationError(
+                    f"Triton cannot listen on {host} port {port}: {reason}. Choose another with {flag}."
+                ) from error
+            ports.append(one.getsockname()[1])
+        return [*ports, *free_ports(1)]
 
 
 def free_ports(count: int = 3) -> list[int]:

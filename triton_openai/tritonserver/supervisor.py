@@ -123,6 +123,8 @@ class Supervisor:
 
 def triton_for(settings: Settings, environment: Mapping[str, str], *, backends: Path | None = None) -> EmbeddedTriton:
     """Return the Triton that *settings* describe, on ports that are known before it runs."""
+    server = settings.server
+    listen = (server.host, server.kserve_http_port, server.kserve_grpc_port)
     found = shutil.which("tritonserver", path=environment.get("PATH"))
     return EmbeddedTriton(
         model_repository=settings.triton.model_repository,
@@ -131,6 +133,7 @@ def triton_for(settings: Settings, environment: Mapping[str, str], *, backends: 
         binary=Path(found) if found else None,
         model_control_mode=settings.triton.model_control_mode,
         load_models=settings.triton.load_model,
+        listen=listen if server.enable_kserve_frontends else None,
         # A model that cannot be loaded must not take the others away.
         extra_args=["--exit-on-error=false", "--strict-readiness=false", *trace_options(settings.traces)],
     )

@@ -17,10 +17,7 @@ from triton_openai.access.keys import Keyring, Keys, identify, read_keys, sha256
 from triton_openai.access.rate_limits import RateLimit
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, Settings
-from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError, InvalidApiKey
-from triton_openai.models.draining import Draining
-from triton_openai.telemetry.metrics import Metrics
 
 SECRET = "sk-a-secret"
 
@@ -174,7 +171,7 @@ async def test_rotation(tmp_path: Path) -> None:
 
 async def test_new_settings(tmp_path: Path) -> None:
     """They are read at once and hold when they are taken; those that cannot be used change nothing."""
-    guard = Guard(AccessSettings(api_key=("one",)), Draining(), metrics=Metrics(Worker()))
+    guard = Guard(AccessSettings(api_key=("one",)))
 
     def known() -> list[str]:
         return [key for key in ("one", "two") if sha256(key) in (guard.keys.ring or ())]

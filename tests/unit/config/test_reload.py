@@ -19,11 +19,8 @@ from triton_openai.config.files import FileWatch
 from triton_openai.config.reload import Reloader, Source
 from triton_openai.config.sources import load_settings
 from triton_openai.config.tree import AccessSettings, ApiSettings, RestrictedApi, Settings
-from triton_openai.config.worker import Worker
 from triton_openai.errors import ConfigurationError
-from triton_openai.models.draining import Draining
 from triton_openai.models.served import Models
-from triton_openai.telemetry.metrics import Metrics
 
 
 class Service:
@@ -103,7 +100,7 @@ async def test_nothing_to_watch_takes_no_thread(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("asyncio.to_thread", Mock(side_effect=AssertionError))
     monkeypatch.setattr(reload, "LOOK_SECONDS", 0)
     reloader = Reloader(Settings(), Source(Settings), Service().take_over)
-    guard = Guard(AccessSettings(), Draining(), metrics=Metrics(Worker()))
+    guard = Guard(AccessSettings())
     monkeypatch.setattr("triton_openai.access.guard.LOOK_SECONDS", 0)
     for watch in (reloader.run(), guard.watch()):
         task = asyncio.create_task(watch)

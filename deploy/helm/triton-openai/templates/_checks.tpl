@@ -4,7 +4,7 @@
 {{- $elsewhere := dict
   "access.api_key" (printf "%s: put the keys into the Secret that apiKeys.existingSecret names" $secret)
   "access.openai_restricted_api" (printf "%s: set TRITON_OPENAI_OPENAI_RESTRICTED_API from a Secret in extraEnvFrom" $secret)
-  "server.enable_kserve_frontends" "the Service would lack its ports: set kserve.enabled"
+  "server.enable_kserve_frontends" "it is for a Triton in the same container: set mode to sidecar, and kserve.enabled"
   "server.host" "the chart sets it"
   "server.log_format" "set logFormat"
   "server.port" "the chart sets it; the port of the Service is service.port"
@@ -30,6 +30,9 @@
 {{- if and (include "triton-openai.sidecar" $) (eq (empty .volume) (empty .url)) }}
 {{- fail "mode sidecar needs either triton.modelRepository.volume or triton.modelRepository.url." }}
 {{- end }}
+{{- end }}
+{{- if and .Values.kserve.enabled (not (include "triton-openai.sidecar" .)) }}
+{{- fail "kserve.enabled needs mode sidecar: clients reach another Triton at its own Service." }}
 {{- end }}
 {{- with .Values.autoscaling }}
 {{- if and .enabled (not (or .requestsInFlight .cpuUtilization)) }}

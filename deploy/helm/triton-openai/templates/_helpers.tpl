@@ -58,10 +58,6 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if eq .Values.mode "sidecar" }}true{{ end }}
 {{- end }}
 
-{{/* The ports inside the pod for Triton's own protocol; in sidecar mode Triton has 8000 and 8001. */}}
-{{- define "triton-openai.kserveHttpPort" -}}9080{{- end }}
-{{- define "triton-openai.kserveGrpcPort" -}}9081{{- end }}
-
 {{/* What is asked for health: takes the context and the path. Kubernetes itself has no certificate to show. */}}
 {{- define "triton-openai.probe" -}}
 {{- if .context.Values.tls.clientCertificates -}}

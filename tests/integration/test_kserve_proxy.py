@@ -1,0 +1,93 @@
+"""The configuration of nginx that the guide to Triton's own protocol shows, in front of a real Triton."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from tests.balancers import Nginx
+from tests.triton_fixture import TestTriton
+from triton_openai.tritonserver.embedded import free_ports
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/kserve-protocol.md"
+KEY = {"api-key": "secret-key-1"}
+
+pytestmark = pytest.mark.skipif(Nginx.program() is None, reason="nginx is not installed")
+
+
+@pytest.fixture
+def ports(triton: TestTriton, tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Run the guide's nginx, and return its ports for HTTP and gRPC."""
+    http, grpc = free_ports(2)
+    text = GUIDE.read_text(encoding="utf-8").partition("```nginx\n")[2].partition("```")[0]
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    folders = "".join(f" {kind}_temp_path {tmp_path}/{kind};" for kind in kinds)
+    replaced = {
+        "127.0.0.1:8000": triton.http_url.removeprefix("http://"),
+        "127.0.0.1:8001": triton.grpc_url.removeprefix("grpc://"),
+        "listen 8080": f"listen 127.0.0.1:{http}",
+        "listen 8081": f"listen 127.0.0.1:{grpc}",
+        "\nhttp {": f"\nhttp {{ access_log off;{folders}",
+    }
+    for old, new in replaced.items():
+        assert 1 == text.count(old), old
+        text = text.replace(old, new)
+    config, log = tmp_path / "nginx.conf", tmp_path / "error.log"
+    config.write_text(f"daemon off; pid {tmp_path}/pid; error_log {log} warn;\n{text}", encoding="utf-8")
+    process = subprocess.Popen([str(Nginx.program()), "-c", str(config), "-e", str(log)])
+    try:
+        for port in (http, grpc):
+            while not _listens(port):
+                assert process.poll() is None, log.read_text(encoding="utf-8")
+                time.sleep(0.01)
+        yield http, grpc
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def test_the_proxy_of_the_guide(triton: TestTriton, ports: tuple[int, int]) -> None:
+    """It asks for a key, passes inference over both protocols, and nothing that manages Triton."""
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{ports[0]}") as session:
+
+        async def status(method: str, path: str, **headers: str) -> int:
+            async with session.request(method, path, headers=headers) as response:
+                await response.read()
+                return response.status
+
+        assert [401, 401, 200] == [
+            await status("GET", "/v2/health/ready", **headers) for headers in ({}, {"api-key": "another"}, KEY)
+        ]
+        for method, path in (
+            ("POST", "/v2/repository/models/vllm_model/unload"), ("POST", "/v2/repository/index"),
+            ("GET", "/v2/logging"), ("GET", "/v2/models/../logging"), ("GET", "/v2/trace/setting"), ("GET", "/"),
+            ("GET", "/v2/models/vllm_model/trace/setting"), ("GET", "/v2/systemsharedmemory/status"),
+        ):  # fmt: skip
+            assert 404 == await status(method, path, **KEY), path
+        body = {"text_input": "Hello", "stream": True, "sampling_parameters": '{"max_tokens": 3}'}
+        async with session.post("/v2/models/vllm_model/generate_stream", json=body, headers=KEY) as response:
+            assert (200, "text/event-stream; charset=utf-8") == (response.status, response.headers["Content-Type"])
+            assert 3 <= (await response.text()).count("data: ")
+
+    def over_grpc() -> None:
+        with InferenceServerClient(f"127.0.0.1:{ports[1]}") as client:
+            assert client.is_model_ready("vllm_model", headers=KEY)
+            for headers, call in (({}, client.get_server_metadata), (KEY, client.get_model_repository_index)):
+                with pytest.raises(InferenceServerException):
+                    call(headers=headers)
+
+    await asyncio.to_thread(over_grpc)
