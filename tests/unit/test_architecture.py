@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import contextlib
 import importlib
 import inspect
@@ -385,3 +386,14 @@ def test_what_is_seldom_used_is_not_imported() -> None:
 def test_every_module_says_what_it_is() -> None:
     """The docstring of a module names its idea."""
     assert [] == [name for name, tree in _modules().items() if not ast.get_docstring(tree)]
+
+
+def test_every_package_is_distributed() -> None:
+    """The wheel has the packages that setup.cfg lists, and those are all that there are."""
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg", encoding="utf-8")
+    listed = settings["options"]["packages"].split()
+    linked = {f"triton_openai.{part}" for part in ("adapters", "adapters._common", "templates")}
+    found = {_name(path.parent) for path in PACKAGE.rglob("__init__.py")} - {STANDINS.rstrip("/")}
+
+    assert sorted({name.replace("/", ".") for name in found} | linked) == listed
