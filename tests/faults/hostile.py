@@ -159,6 +159,11 @@ class Hostile:
         for model in dict.fromkeys(GENERATING):
             chat = {"model": model, "messages": [{"role": "user", "content": steered(text="one two")}], "max_tokens": 9}
             answer = self._service.post("/v1/chat/completions", chat, Authorization=f"Bearer {KEYS[0]}")
+            deadline = time.monotonic() + _SETTLE_SECONDS
+            # To look into the process holds its loop, which then counts as overloaded for a moment.
+            while answer.status == 503 and time.monotonic() < deadline:
+                time.sleep(1)
+                answer = self._service.post("/v1/chat/completions", chat, Authorization=f"Bearer {KEYS[0]}")
             if answer.status != 200 or "one two" not in str(answer.json["choices"][0]["message"]["content"]):
                 self._fail(-1, f"a chat with {model} afterwards: {answer.status} {answer.body[:300]!r}")
 
@@ -266,6 +271,7 @@ class Hostile:
         found = []
         for _ in range(3):
             until(lambda: not self._service.level().running)
+            self._service.status("/health/live")
             self._slow_turns()
             connection = _Connection(self._service)
             with contextlib.suppress(OSError, http.client.HTTPException):
@@ -273,9 +279,10 @@ class Hostile:
                 for _ in range(1 if request.leaves else request.count):
                     connection.answer(request.method)
             connection.close()
-            until(lambda: not self._service.level().running)
-            # The probe itself takes a turn.
-            found.append(max((took for _, _, took, what in self._slow_turns() if "signal" not in what), default=0.0))
+            # What it began may go on for some turns.
+            for _ in range(5):
+                self._service.status("/health/live")
+            found.append(max((took for _, _, took, _ in self._slow_turns()), default=0.0))
             if found[-1] < _LONGEST_TURN:
                 break
         return min(found)
@@ -352,8 +359,8 @@ def _trouble(request: Request, answer: _Answer) -> str | None:
             return f"{name} without a message"
         if answer.status >= 500 and answer.status not in _EXCUSED:
             return f"{name} {error.get('code') or error.get('type')}"
-    # So are all answered whose head is too large.
-    if request.plain and request.whole and answer.status != 431:
+    # The description says of these that every request may have them.
+    if request.plain and request.whole and answer.status != 431 and "invalid_http" not in text:
         try:
             described.check(request.method, request.path, answer.status, answer.headers, answer.body)
         except Exception as error:  # noqa: BLE001 - whatever cannot be read is no answer

@@ -30,7 +30,8 @@ EMBEDDING = ("text_embedding", "text_embedding", "vllm_embedding")
 RANKING = ("text_rerank_pairs", "text_rerank_ids", "text_embedding")
 CLASSIFYING = ("text_classification", "text_classification_ids")
 MODELS = tuple(dict.fromkeys((*GENERATING, *EMBEDDING, *RANKING, *CLASSIFYING)))
-_WORDS = steered(text="one two three")
+WORDS = "one two three"
+_WORDS = steered(text=WORDS)
 _PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer", "maximum": 2**70}}}
 _FUNCTION = {"name": "look_up", "description": "Looks up.", "parameters": _SCHEMA}
@@ -156,9 +157,11 @@ class _Maker:
         body = BODIES[operation.name](self)
         plain = True
         if isinstance(body, dict):
-            for _ in range(chance.choice((0, 0, 1, 1, 1, 2, 3))):
+            if chance.random() < 0.1:
+                body |= HEAVY.get(operation.name, _Maker.nothing)(self)
+            for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3))):
                 body = self._with_field(body, operation)
-            for _ in range(chance.choice((0, 0, 1, 1, 1, 2, 3))):
+            for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 3))):
                 body = self._changed(body)
         data = b"" if body is None else self._written(body)
         path = re.sub(r"\{(\w+):[^}]*\}", lambda found: quote(self._segment(found[1], operation.name), safe="/"), route)
@@ -464,6 +467,83 @@ class _Maker:
     def detokenizing(self) -> dict[str, Any]:
         return {"model": self._model(GENERATING), "tokens": [75] * self._chance.choice((0, 1, 3, 10_000))}
 
+    # What is much work, though every field is right
+
+    def nothing(self) -> dict[str, Any]:
+        return {}
+
+    def heavy_chat(self) -> dict[str, Any]:
+        chance = self._chance
+        many = steered(text=f"{WORDS} " * 60, tokens_per_response=chance.choice((1, 50)))
+        call = {"role": "assistant", "content": None, "tool_calls": [_CALL] * 2000}
+        return chance.choice((
+            {"logprobs": True, "top_logprobs": 20, "max_tokens": 300, "messages": [{"role": "user", "content": many}]},
+            {"logprobs": True, "top_logprobs": 20, "n": 128},
+            {"tools": [{"type": "function", "function": _FUNCTION}] * 500, "tool_choice": "required", "n": 128},
+            {"messages": [{"role": "user", "content": "a"}] * 4000},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4000}]},
+            {"messages": [{"role": "user", "content": "a"}, call]},
+            {"messages": [{"role": "assistant", "reasoning_content": "word " * 50, "content": "a"}] * 4000},
+            {"stop": ["stop " * 100_000] * 4},
+        ))  # fmt: skip
+
+    def heavy_completion(self) -> dict[str, Any]:
+        chance = self._chance
+        return chance.choice((
+            {"echo": True, "logprobs": 5, "n": 128, "prompt": "word " * 300, "max_tokens": chance.choice((0, 1, 20))},
+            {"logprobs": 5, "n": 128, "max_tokens": 50},
+            {"prompt": [_WORDS] * 2048},
+            {"prompt": [_WORDS] * 16, "n": 128},
+            {"prompt": [75] * 200_000, "n": 128},
+            {"prompt": [[75]] * 2000, "echo": True, "logprobs": 5, "max_tokens": 1},
+            {"bad_words": ["word"] * 20_000},
+            {"logit_bias": {str(number): 1 for number in range(40_000)}},
+            {"prompt": "word " * chance.choice((100_000, 700_000)), "truncate_prompt_tokens": 100},
+        ))  # fmt: skip
+
+    def heavy_response(self) -> dict[str, Any]:
+        chance = self._chance
+        thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm " * 100}]}
+        tools = {"type": "additional_tools", "tools": [{"type": "function", "name": "a", "parameters": _SCHEMA}]}
+        return chance.choice((
+            {"input": [thought] * 4000},
+            {"input": [tools] * 3500},
+            {"input": [{"type": "item_reference", "id": self._known.id(chance, "msg")}] * 4000},
+            {"input": [_CALL_ITEM] * 4000},
+            {"input": [{"role": "user", "content": "x" * 3_900_000}], "store": True},
+            {"tools": [{"type": "function", **_FUNCTION}] * 3500},
+            {"include": ["message.output_text.logprobs"], "top_logprobs": 20},
+        ))  # fmt: skip
+
+    def heavy_items(self) -> dict[str, Any]:
+        return {"items": [{"type": "message", "role": "user", "content": "x" * 190_000}] * 20}
+
+    def heavy_message(self) -> dict[str, Any]:
+        source = {"type": "text", "media_type": "text/plain", "data": "x" * 3_000_000}
+        thought = {"type": "thinking", "thinking": "hm " * 100, "signature": "x"}
+        return self._chance.choice((
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": source}]}]},
+            {"messages": [{"role": "assistant", "content": [thought] * 4000}, {"role": "user", "content": "a"}]},
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2000},
+            {"system": [{"type": "text", "text": "a"}] * 4000},
+        ))  # fmt: skip
+
+    def heavy_inputs(self) -> dict[str, Any]:
+        return {"input": self._chance.choice((["word " * 40] * 2048, [[75] * 250] * 1000, "word " * 100_000))}
+
+    def heavy_documents(self) -> dict[str, Any]:
+        return {"query": "a", "documents": ["word " * 40] * 2048}
+
+    def heavy_sides(self) -> dict[str, Any]:
+        return {"text_1": ["word " * 20] * 1000, "text_2": ["word " * 20] * 1000}
+
+    def heavy_prompt(self) -> dict[str, Any]:
+        prompt = self._chance.choice(("word ", '"', "\u4e2d", "é😀")) * self._chance.choice((50_000, 200_000))
+        return {"prompt": prompt, "return_token_strs": True}
+
+    def heavy_tokens(self) -> dict[str, Any]:
+        return {"tokens": [75] * 250_000}
+
     def optional(self) -> dict[str, Any] | None:
         return {} if self._chance.random() < 0.5 else None
 
@@ -519,19 +599,30 @@ BODIES: Mapping[str, Callable[[_Maker], dict[str, Any] | None]] = {
         _nothing,
     ),
 }
-_HEAVY = ("create_chat_completion", "create_completion", "create_response", "create_message", "add_items")
+#: What turns the body of an operation into one that is much work.
+HEAVY: Mapping[str, Callable[[_Maker], dict[str, Any]]] = {
+    "create_chat_completion": _Maker.heavy_chat,
+    "create_completion": _Maker.heavy_completion,
+    "create_response": _Maker.heavy_response,
+    "count_input_tokens": _Maker.heavy_response,
+    "compact_response": _Maker.heavy_response,
+    "create_conversation": _Maker.heavy_items,
+    "add_items": _Maker.heavy_items,
+    "create_message": _Maker.heavy_message,
+    "count_message_tokens": _Maker.heavy_message,
+    "create_embeddings": _Maker.heavy_inputs,
+    "classify": _Maker.heavy_inputs,
+    "rerank": _Maker.heavy_documents,
+    "score": _Maker.heavy_sides,
+    "tokenize": _Maker.heavy_prompt,
+    "detokenize": _Maker.heavy_tokens,
+}
+_OFTEN = ("create_chat_completion", "create_completion", "create_response", "create_message", "add_items")
 _RARE = (
-    "load_model",
-    "unload_model",
-    "openapi",
-    "metrics",
-    "version",
-    "status",
-    "live",
-    "ready",
-    "delete_conversation",
+    *("load_model", "unload_model", "openapi", "metrics", "version", "status", "live", "ready"),
+    *("delete_conversation", "delete_response"),
 )
-_WEIGHTED = [each for each in OPERATIONS for _ in range(8 if each.name in _HEAVY else 1 if each.name in _RARE else 3)]
+_WEIGHTED = [each for each in OPERATIONS for _ in range(8 if each.name in _OFTEN else 1 if each.name in _RARE else 3)]
 _CONTENT_TYPES = (
     *("text/plain", "application/json; charset=utf-16", "application/json;charset=latin-1", "application/xml", ""),
     *(
