@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.clients.service import Service, exchange, serving, steered, until
 from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
