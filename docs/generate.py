@@ -310,6 +310,10 @@ def _attribute_names(function: Callable[..., Any]) -> Iterable[str]:
     yield from re.findall(r'(?<!f)"([a-z_]+(?:\.[a-z_]+)+)":', source)
 
 
+#: Those of vLLM's engine that people write most.
+_ENGINE_ARGUMENTS = ("dtype", "enable-prefix-caching", "gpu-memory-utilization", "max-num-seqs", "tensor-parallel-size")
+
+
 def flags_of(server: str) -> str:
     """Return the table of the flags and variables of another *server*."""
     rows = [[f"`{theirs}`", f"`{ours}`; the other name works too"] for theirs, (ours, _) in ALIASES[server].items()]
@@ -318,7 +322,8 @@ def flags_of(server: str) -> str:
     ]
     rows += [[f"`{theirs}`", advice] for theirs, advice in REFUSED.get(server, {}).items()]
     if server == "vLLM's server":
-        rows.append([_list([f"--{name}" for name in sorted(ENGINE_ARGUMENTS)]), "a key of `model.json`"])
+        shown = [f"--{name}" for name in _ENGINE_ARGUMENTS if name in ENGINE_ARGUMENTS]
+        rows.append([f"{_list(shown)} and all other arguments of the engine", "Write it into `model.json`."])
     if server == "openai_trtllm":
         rows += [[f"`{variable}`", f"as `{flag}`"] for variable, flag in VARIABLES.items()]
     return "\n".join(_table(["There", "Here"], rows))
