@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from tests.conformance.calls import id_of, in_session_loop, inputs_of, steered
 from tests.proxy_fixture import changed, proxy_settings, serving
+from triton_openai import offload
 from triton_openai.parsers.answer_parser import AnswerParser
 
 pytestmark = in_session_loop
@@ -140,7 +141,7 @@ async def test_a_long_answer_is_read_in_a_thread(tooled, monkeypatch, size):
         return flush(parser)
 
     monkeypatch.setattr(AnswerParser, "flush", recording)
-    monkeypatch.setattr("triton_openai.api.chat.LONGEST_INLINE", 250)
+    monkeypatch.setattr(offload, "PARSE", offload.INLINE / 250)
     text = "x" * size + CALL
     message, finish = await message_of(tooled, "vllm_model", False, text, tools=[WEATHER], max_tokens=1000)
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from triton_openai import offload
 from triton_openai.adapters._common.base import Decoder
 from triton_openai.answer.stages import TokenNames
 from triton_openai.errors import InvalidRequest, UnsupportedParameter, UpstreamError, UpstreamTimeout
 from triton_openai.generation import IMPOSSIBLE, Alternative, Delta, Generation, Logits, TokenLogprob
 from triton_openai.models.served import ServedModel
-from triton_openai.offload import run as offloaded
 from triton_openai.prompts.tokenizer import Tokenizer
 from triton_openai.tasks import cancel
 from triton_openai.telemetry.observation import UPSTREAM
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from triton_openai.answer.run import Run
-
-#: More numbers than this are worked on in a thread. Measured: 0.2 ms for a row of 32,000 tokens and 20 alternatives,
-#: 1.4 ms for one of 128,000.
-INLINE_NUMBERS = 32_000
 
 
 def log_probabilities(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
@@ -156,7 +152,7 @@ class LogitsReader:
 async def _computed(logits: Logits, chosen: Sequence[int], count: int) -> tuple[TokenLogprob, ...]:
     """Do :func:`log_probabilities` without holding the event loop."""
     size = len(chosen) * logits.width
-    return await offloaded(log_probabilities, logits, chosen, count, size=size, threshold=INLINE_NUMBERS)
+    return await offload.run(log_probabilities, logits, chosen, count, cost=offload.LOGIT * size)
 
 
 # A prompt's scores may be hundreds of megabytes.

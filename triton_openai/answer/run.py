@@ -258,7 +258,8 @@ class Run:
         if prompt is None:
             prompt = generation.prompt_tokens
         if prompt is None and self._tokenizer is not None:
-            prompt = await self._tokenizer.count_async(generation.prompt, self.model.adapter.hints.adds_bos)
+            adds_bos = self.model.adapter.hints.adds_bos
+            prompt = await self._tokenizer.count_async(generation.prompt, adds_bos, refusable=False)
         limit = generation.sampling.max_tokens
         room = self.model.settings.max_model_len
         if room is not None and prompt is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Iterable, Mapping
 from decimal import Decimal
@@ -51,10 +50,6 @@ def tell_ignored(observation: Observation, names: Iterable[str]) -> None:
         observation.headers = {**observation.headers, IGNORED_HEADER: ", ".join(known)}
 
 
-# Bodies of more bytes are read in a thread: on the event loop it takes some 5 ms at most.
-_LONGEST_INLINE = 64 * 1024
-
-
 async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T:
     """Return the body as *kind*; *strict* refuses fields that *kind* does not know. Raises :class:`InvalidRequest`."""
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
@@ -66,12 +61,9 @@ async def read_json(request: web.Request, kind: type[_T], *, strict: bool) -> _T
     observation.body_size = len(body)
     ignored = observation.unknown_fields = []
     names = None if strict else ignored
-    if len(body) <= _LONGEST_INLINE:
-        parsed = read_within(body, kind, limits, names)
-    else:
-        # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
-        offload.json_decoder(kind)
-        parsed = await asyncio.to_thread(read_within, body, kind, limits, names)
+    # Made here: two threads that use a type for the first time at the same time can crash msgspec (0.22).
+    offload.json_decoder(kind)
+    parsed = await offload.run(read_within, body, kind, limits, names, cost=offload.json_cost(len(body)))
     if ignored:
         tell_ignored(observation, ignored)
     return parsed

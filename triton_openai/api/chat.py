@@ -37,13 +37,10 @@ from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.guided import ForcedCall, GuidedCalls, HeldCalls
 from triton_openai.parsers.tools.json_calls import Llama3Json
 from triton_openai.prompts.messages import Message
-from triton_openai.prompts.prompter import INLINE_WEIGHT, ITEM_WEIGHT, Prompter
+from triton_openai.prompts.prompter import Prompter
 from triton_openai.telemetry.observation import RENDER
 
 _encode = msgspec.json.Encoder().encode
-
-#: Whole answers of more characters than this are parsed in a thread: reading dense JSON takes up to 1 µs a character.
-LONGEST_INLINE = 10_000
 
 
 @accepting("prediction", "prompt_cache_options", "prompt_cache_retention")
@@ -289,7 +286,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         choices = rendered()
     else:
         size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
-        choices = await offload.run(rendered, size=size, threshold=LONGEST_INLINE)
+        choices = await offload.run(rendered, cost=offload.PARSE * size)
     usages = [run.progress.usage for run in runs]
     usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
     completion = ChatCompletion(
@@ -315,8 +312,7 @@ async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: Tool
         # The call wins, as in vLLM's server: a format is that of an answer in text.
         context = context.about(msgspec.structs.replace(body, response_format=None))
         # The schemas are walked, in Python.
-        size = offload.weigh(dict(plan.schemas), INLINE_WEIGHT, per_item=ITEM_WEIGHT)
-        forced = await offload.run(plan.guide, size=size, threshold=INLINE_WEIGHT)
+        forced = await offload.run(plan.guide, cost=offload.rendering_cost(dict(plan.schemas)))
     task = task_of(context, answer_id, defaults=model.default_parameters(prompter), n=body.n or 1, keeps_special=False)
     if plan.forced and "json_schema" not in model.adapter.capabilities.guides:
         raise UnsupportedParameter(

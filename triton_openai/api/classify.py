@@ -27,8 +27,6 @@ from triton_openai.prompts.truncation import Truncation
 from triton_openai.serving.connections import WholeResponse
 
 _encode = msgspec.json.Encoder().encode
-# Larger requests and answers, in characters or tokens and in numbers, are made and read in a thread.
-_INLINE_SIZE, _INLINE_VALUES = 64 * 1024, 4096
 
 Activation = Literal["softmax", "sigmoid", "none"]
 
@@ -87,7 +85,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         usage = embeddings.input_usage(tokens)
         return _encode(ClassificationList(id=job_id, created=now(), model=body.model, data=data, usage=usage))
 
-    content = await offload.run(answer, size=sum(map(len, result.values)), threshold=_INLINE_VALUES)
+    content = await offload.run(answer, cost=offload.NUMBER * sum(map(len, result.values)))
     return WholeResponse(body=content, content_type="application/json")
 
 
@@ -106,9 +104,9 @@ async def classify(
     tokenizer, adapter, size = (await model.prompter()).tokenizer, model.adapter, sum(map(len, taken))
     pad_id = None if tokenizer is None else tokenizer.special_id("pad_token")
     job = ClassificationJob(id=job_id, inputs=taken, pad_id=pad_id)
-    requests = await offload.run(lambda: adapter.encode_classes(job), size=size, threshold=_INLINE_SIZE)
+    requests = await offload.run(lambda: adapter.encode_classes(job), cost=offload.JSON * size)
     answers = await embeddings.answers_of(service, model, requests, timeout=timeout)
-    result = await offload.run(lambda: adapter.decode_classes(job, answers), size=len(taken), threshold=16)
+    result = await offload.run(lambda: adapter.decode_classes(job, answers), cost=offload.VECTOR * len(taken))
     return job, result
 
 

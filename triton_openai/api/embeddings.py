@@ -39,9 +39,6 @@ from triton_openai.triton.tensors import InferRequest, InferResponse
 _encode = msgspec.json.Encoder().encode
 # Requests of one call that are sent to Triton at the same time: enough to fill its batcher.
 _PARALLEL_REQUESTS = 16
-# Requests and answers of more bytes, or more vectors, are made and read in a thread.
-_INLINE_BYTES = 64 * 1024
-_INLINE_VECTORS = 16
 _LANGCHAIN = " (With LangChain's OpenAIEmbeddings, set check_embedding_ctx_length=False.)"
 
 
@@ -110,7 +107,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
         data = [_rendered(index, vector, as_text) for index, vector in enumerate(result.vectors)]
         return _encode(EmbeddingList(data=data, model=body.model, usage=input_usage(tokens)))
 
-    content = await offload.run(answer, size=sum(map(len, result.vectors)), threshold=_INLINE_BYTES)
+    content = await offload.run(answer, cost=offload.JSON * sum(map(len, result.vectors)))
     return WholeResponse(body=content, content_type="application/json")
 
 
@@ -222,11 +219,9 @@ async def embed(context: RequestContext[Any], job: EmbeddingJob) -> EmbeddingRes
     service, model, timeout = context.service, context.model, context.limits.total
     await check_sizes(model, job.inputs)
     adapter, size = model.adapter, sum(map(len, job.inputs))
-    requests = await offload.run(lambda: adapter.encode_embeddings(job), size=size, threshold=_INLINE_BYTES)
+    requests = await offload.run(lambda: adapter.encode_embeddings(job), cost=offload.JSON * size)
     answers = await answers_of(service, model, requests, timeout=timeout)
-    return await offload.run(
-        lambda: adapter.decode_embeddings(job, answers), size=len(job.inputs), threshold=_INLINE_VECTORS
-    )
+    return await offload.run(lambda: adapter.decode_embeddings(job, answers), cost=offload.VECTOR * len(job.inputs))
 
 
 async def count_inputs(
@@ -240,7 +235,7 @@ async def count_inputs(
     tokenizer = (await model.prompter()).tokenizer if texts else None
     if tokenizer is None:
         return None if texts else ids
-    return ids + await tokenizer.count_async(texts, True)
+    return ids + await tokenizer.count_async(texts, True, refusable=False)
 
 
 def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
@@ -251,9 +246,6 @@ def _rendered(index: int, vector: bytes, as_text: bool) -> Any:
     embedding = base64.b64encode(vector).decode("ascii") if as_text else values.tolist()
     return msgspec.Raw(_encode(Embedding(index=index, embedding=embedding)))
 
-
-# Products of numbers that are computed on the event loop: about a millisecond.
-_INLINE_PRODUCTS = 30_000
 
 Pairs = Sequence[tuple[str, str]]
 _Request = TypeVar("_Request", bound="ScoringRequest")
@@ -374,7 +366,7 @@ async def _compared(context: RequestContext[_Request], job_id: str, pairs: Pairs
     result = await embed(context, job)
     vectors = dict(zip(texts, result.vectors, strict=True))
     size = len(pairs) * len(result.vectors[0]) // 4
-    scores = await offload.run(lambda: _cosines(vectors, pairs), size=size, threshold=_INLINE_PRODUCTS)
+    scores = await offload.run(lambda: _cosines(vectors, pairs), cost=offload.PRODUCT * size)
     return ScoreResult(scores=scores, prompt_tokens=await count_inputs(context.model, texts, result.prompt_tokens))
 
 

@@ -40,8 +40,6 @@ _SEEDS = 2**31 - 256
 _MAX_RUNS = 2048
 # Runs that are prepared before other requests have their turn.
 _RUNS_IN_A_TURN = 16
-# Words that are tokenized on the event loop: some ten microseconds each.
-_INLINE_WORDS = 20
 # Tokens of a logit_bias that are sent as texts: to find a token's text takes some ten microseconds.
 _MOST_WORDS = 1024
 
@@ -225,7 +223,7 @@ async def _text_fields(
     biases = task.sampling.logit_bias if capabilities.bias_words else ()
     words: Sequence[tuple[str, float]] = ()
     if biases:
-        words = await offload.run(bias_words, tokenizer, biases, size=len(biases), threshold=_INLINE_WORDS)
+        words = await offload.run(bias_words, tokenizer, biases, cost=3 * offload.TEXT * len(biases))
     return {"prompt": prompt, "original_prompt": original, "prompt_echo": echo, "prompt_ids": ids, "bias_words": words}
 
 
@@ -238,6 +236,8 @@ async def _id_fields(
         # A chat template writes the special tokens itself. `prompt_of` removed those that the tokenizer adds.
         if truncation is not None and truncation.keeps_special:
             prompt = await cut_text(tokenizer, prompt, truncation, special=model.adapter.hints.adds_bos)
+        elif truncation is not None:
+            prompt = await tokenizer.part_async(prompt, truncation.tokens, truncation.side)
         ids = await tokenizer.encode_async(prompt, model.adapter.hints.adds_bos)
         if truncation is not None and len(ids) > truncation.tokens:
             ids = list(cut_ids(ids, truncation))
@@ -252,8 +252,8 @@ async def _id_fields(
     forms = [form for word in task.sampling.bad_words for form in (word, f" {word}")]
     bad_word_ids = await offload.run(
         lambda: tuple(dict.fromkeys(tuple(tokenizer.encode(form)) for form in forms)),
-        size=len(forms),
-        threshold=_INLINE_WORDS,
+        cost=offload.TEXT * len(forms) + offload.TOKENIZE * sum(map(len, forms)),
+        refusable=True,
     )
     vocabulary = Vocabulary(
         size=tokenizer.vocab_size, end_ids=tokenizer.eos_token_ids, pad_id=tokenizer.special_id("pad_token")

@@ -22,9 +22,6 @@ from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
 from triton_openai.prompts.tokenizer import Tokenizer
 
-# Tokens whose texts are made on the event loop: a microsecond or two each.
-_INLINE_TOKENS = 500
-
 
 class TokenizeRequest(ModelRequest, kw_only=True):
     """
@@ -85,7 +82,7 @@ async def tokenize(request: web.Request) -> web.Response:
     tokens = await tokenizer.encode_async(text, special)
     wanted = tokens if body.return_token_strs else ()
     strings = await offload.run(
-        lambda: [tokenizer.vocabulary_string(token) for token in wanted], size=len(wanted), threshold=_INLINE_TOKENS
+        lambda: [tokenizer.vocabulary_string(token) for token in wanted], cost=offload.TOKEN_STRING * len(wanted)
     )
     answer = TokenizeAnswer(
         count=len(tokens),

@@ -51,13 +51,6 @@ def read_builtin(name: str) -> str:
     return (files("triton_openai.templates") / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-#: Messages heavier than this are rendered in a thread. A character weighs 1, and each item (a message, and each of its
-#: fields) ITEM_WEIGHT: with the built-in templates, a message takes 3 to 24 µs, because it is an iteration of the
-#: template's loop, and a character 1 to 3 ns. So rendering on the event loop blocks it for about 1 ms. The thread
-#: shares the interpreter lock, but lets the event loop run every 5 ms.
-INLINE_WEIGHT = 100_000
-ITEM_WEIGHT = 500
-
 #: Variables that a client's ``chat_template_kwargs`` may not replace.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -199,9 +192,8 @@ class Prompter(msgspec.Struct, frozen=True, kw_only=True):
         """Do :meth:`render`, in a thread for long messages. Raises the same."""
         others = filter(None, (rendering.tools, rendering.documents, rendering.variables))
         # The cost of a client's own template is unknown, even for few messages.
-        if self.foreign or offload.weigh([messages, *others], INLINE_WEIGHT, per_item=ITEM_WEIGHT) > INLINE_WEIGHT:
-            return await asyncio.to_thread(self.render, messages, rendering, template)
-        return self.render(messages, rendering, template)
+        cost = offload.LONG if self.foreign else offload.rendering_cost(messages, *others)
+        return await offload.run(self.render, messages, rendering, template, cost=cost)
 
     def with_template(self, template: ChatTemplate) -> Prompter:
         """Return a copy with *template*, which came in a request, instead of the model's own ones."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -14,9 +15,16 @@ from triton_openai.generation import TokenPair
 from triton_openai.prompts.detokenizer import TokenPieces
 from triton_openai.prompts.tokenizer_files import TokenizerFiles, locate
 
-#: Texts longer than this are encoded in a thread. A byte-level BPE of 16,000 tokens takes 0.2 µs per character for
-#: short texts and 0.4 µs for long ones. So encoding blocks the event loop for about 1 ms at most.
-INLINE_CHARACTERS = 4_000
+#: Texts longer than this are encoded in a thread.
+INLINE_CHARACTERS = int((offload.INLINE - offload.TEXT) / offload.TOKENIZE)
+
+# How a part of a text is found in which the tokens are those of the whole text. It is so many characters long for each
+# token, twice as many as usual, and is cut between words. Behind the cut, some words are left before the tokens count:
+# at the start of a text, a tokenizer may add a space, and the next words are the same again.
+_CHARACTERS_PER_TOKEN = 8
+_SEARCHED = 4096
+_BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])[ \n](?=[^\W\d_])")
+_WORDS = 16
 
 #: More tokens than any model takes.
 MOST_TOKENS = 2 * 1024 * 1024
@@ -121,6 +129,35 @@ class Tokenizer:
         with _valid_unicode():
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
+    def part(self, text: str, count: int, side: Literal["left", "right"]) -> str:
+        """
+        Return the end of *text*, or with *side* "right" its start, that has the last, or first, *count* tokens as the
+        whole text has them; or the whole text, if such a part is not found quickly.
+        """
+        size = count * _CHARACTERS_PER_TOKEN
+        if len(text) <= size + 2 * _SEARCHED:
+            return text
+        # The tokens beyond this place are the same.
+        place = len(text) - size if side == "left" else size
+        searched = place - _SEARCHED if side == "left" else place
+        cuts = [match.start() for match in _BETWEEN_WORDS.finditer(text, searched, searched + _SEARCHED)]
+        if len(cuts) < _WORDS:
+            return text
+        start, end = (cuts[-_WORDS], len(text)) if side == "left" else (0, cuts[_WORDS - 1])
+        part = text[start:end]
+        tokens = self.tokens(part)
+        # A space may belong to no token.
+        places = (tokens.char_to_token(number) for number in range(place - start, len(part)))
+        before = next((token for token in places if token is not None), len(tokens))
+        return part if (len(tokens) - before if side == "left" else before) >= count else text
+
+    async def part_async(self, text: str, count: int, side: Literal["left", "right"]) -> str:
+        """Do :meth:`part` without holding the event loop for long. Raises as :meth:`encode_async`."""
+        size = min(len(text), count * _CHARACTERS_PER_TOKEN + _SEARCHED)
+        if size == len(text):
+            return text
+        return await offload.run(self.part, text, count, side, cost=offload.TOKEN_PLACES * size, refusable=True)
+
     def encode_cut(self, text: str, limit: int, side: Literal["left", "right"]) -> list[int]:
         """Return the ids of *text*, cut on a *side* so that they are *limit* at most with their special tokens."""
         tokens = self.tokens(text)
@@ -177,25 +214,38 @@ class Tokenizer:
         return made
 
     async def encode_pairs_async(self, pairs: Sequence[tuple[str, str]], limit: int | None = None) -> list[TokenPair]:
-        """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises the same."""
-        size = sum(len(query) + len(document) for query, document in pairs)
-        return await offload.run(self.encode_pairs, pairs, limit, size=size, threshold=INLINE_CHARACTERS)
+        """Do :meth:`encode_pairs` without holding the event loop for long texts. Raises as :meth:`encode_async` too."""
+        if limit is not None:
+            pairs = [(query, await self.part_async(document, limit, "right")) for query, document in pairs]
+        cost = tokenizing_cost(text for pair in pairs for text in pair)
+        return await offload.run(self.encode_pairs, pairs, limit, cost=cost, refusable=True)
 
     async def encode_async(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Do :meth:`encode` without holding the event loop for long texts. Raises the same."""
-        return await offload.run(self.encode, text, add_special_tokens, size=len(text), threshold=INLINE_CHARACTERS)
+        """
+        Do :meth:`encode` without holding the event loop for long texts.
+
+        Raises the same, and :class:`ServiceOverloaded` if too many long texts wait.
+        """
+        cost = offload.TEXT + offload.TOKENIZE * len(text)
+        return await offload.run(self.encode, text, add_special_tokens, cost=cost, refusable=True)
 
     async def decode_async(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Do :meth:`decode` without holding the event loop for many ids. Raises the same."""
-        return await offload.run(self.decode, ids, skip_special_tokens, size=len(ids), threshold=INLINE_CHARACTERS)
+        return await offload.run(self.decode, ids, skip_special_tokens, cost=offload.DETOKENIZE * len(ids))
 
-    async def count_async(self, text: str | Sequence[str], add_special_tokens: bool = False) -> int:
-        """Do :meth:`count` for one or several texts without holding the event loop. Raises the same."""
+    async def count_async(
+        self, text: str | Sequence[str], add_special_tokens: bool = False, *, refusable: bool = True
+    ) -> int:
+        """
+        Do :meth:`count` for one or several texts without holding the event loop.
+
+        Raises the same; if *refusable*, as before a model has worked, also :class:`ServiceOverloaded`.
+        """
         texts = (text,) if isinstance(text, str) else text
         return await offload.run(
             lambda: sum(self.count(text, add_special_tokens) for text in texts),
-            size=sum(map(len, texts)),
-            threshold=INLINE_CHARACTERS,
+            cost=tokenizing_cost(texts),
+            refusable=refusable,
         )
 
     def _find_eos(self, files: TokenizerFiles) -> tuple[int, ...]:
@@ -266,8 +316,9 @@ def _max_length(value: Any) -> int | None:
     return int(value) if 0 < value <= _LONGEST_CONTEXT else None
 
 
-# The fixed cost of counting one piece, in characters of a long text.
-_PIECE_COST = 20
+def tokenizing_cost(texts: Iterable[str]) -> float:
+    """Return about how many microseconds it takes to tokenize *texts*."""
+    return sum(offload.TEXT + offload.TOKENIZE * len(text) for text in texts)
 
 
 async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int = 0) -> int:
@@ -279,7 +330,6 @@ async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int
     Each piece is tokenized alone, because a step is one token or a few. A backend that decodes token by token shows
     each part of a split character as U+FFFD, which counts as one token, not as the three of its UTF-8 bytes.
     """
-    size = sum(map(len, pieces)) + _PIECE_COST * len(pieces)
 
     def count(piece: str, dropped: int = 0) -> int:
         shown = piece[: len(piece) - dropped]
@@ -288,6 +338,5 @@ async def count_pieces(tokenizer: Tokenizer, pieces: Sequence[str], dropped: int
 
     return await offload.run(
         lambda: sum(map(count, pieces[:-1])) + sum(count(piece, dropped) for piece in pieces[-1:]),
-        size=size,
-        threshold=INLINE_CHARACTERS,
+        cost=tokenizing_cost(pieces),
     )

@@ -15,7 +15,7 @@ import tokenizers
 
 from triton_openai import offload
 from triton_openai.errors import InvalidRequest, InvalidValue
-from triton_openai.prompts.tokenizer import INLINE_CHARACTERS, Tokenizer
+from triton_openai.prompts.tokenizer import Tokenizer
 
 _PARAM = "truncate_prompt_tokens"
 
@@ -71,7 +71,8 @@ async def cut_encoded(tokenizer: Tokenizer, text: str, truncation: Truncation) -
             ids = tokenizer.encode(text, True)
         return cut_ids(ids, truncation)
 
-    return await offload.run(cut, size=len(text), threshold=INLINE_CHARACTERS)
+    text = await tokenizer.part_async(text, truncation.tokens, truncation.side)
+    return await offload.run(cut, cost=offload.TOKEN_PLACES * len(text), refusable=True)
 
 
 async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, special: bool) -> str:
@@ -80,7 +81,9 @@ async def cut_text(tokenizer: Tokenizer, text: str, truncation: Truncation, *, s
 
     Raises :class:`InvalidRequest` if nothing is left.
     """
-    return await offload.run(_cut, tokenizer, text, truncation, special, size=len(text), threshold=INLINE_CHARACTERS)
+    text = await tokenizer.part_async(text, truncation.tokens, truncation.side)
+    cost = offload.TOKEN_PLACES * len(text)
+    return await offload.run(_cut, tokenizer, text, truncation, special, cost=cost, refusable=True)
 
 
 def _cut(tokenizer: Tokenizer, text: str, truncation: Truncation, special: bool) -> str:

@@ -92,7 +92,7 @@ async def _arrived(request: web.Request, limits: LimitSettings) -> bytes:
                 deadline.reschedule(began + allowed)
     except TimeoutError as error:
         raise RequestTimeout(f"The request's body did not arrive in time ({allowed:.0f} seconds).") from error
-    return await offload.run(b"".join, pieces, size=size, threshold=_LONGEST_JOINED)
+    return await offload.run(b"".join, pieces, cost=offload.JOIN * size)
 
 
 def _too_large(most: int) -> PayloadTooLarge:

@@ -25,6 +25,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from triton_openai import offload
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.tasks import cancel, spawn
 from triton_openai.triton.client import IndexEntry, Receiver, ResponseStream, ServerInfo
@@ -129,7 +130,8 @@ def serialize(message: Any) -> bytes:
 
 async def message_of(request: InferRequest) -> bytes:
     """Return the message of *request*, made in a thread if it is large."""
-    return await asyncio.to_thread(encode_large, request) if request.large else encode_request(request)
+    cost = request.cost
+    return await offload.run(encode_large if cost > offload.INLINE else encode_request, request, cost=cost)
 
 
 def decode_response(message: Any) -> BinaryResponse:
@@ -202,14 +204,14 @@ class GrpcStream(Call):
         self._layout = Layout(())
         self._head = b""
         self._encoding: asyncio.Task[None] | None = None
-        if request.large:
+        if request.cost > offload.INLINE:
             self._encoding = asyncio.create_task(self._start_large(start, request))
         else:
             start(self, encode_request(request), request.headers)
 
     async def _start_large(self, start: Start, request: InferRequest) -> None:
         try:
-            message = await asyncio.to_thread(encode_large, request)
+            message = await offload.run(encode_large, request, cost=request.cost)
         except Exception as error:  # noqa: BLE001 - the receiver handles every error
             self._end(error)
         else:

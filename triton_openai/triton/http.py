@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from triton_openai import offload
 from triton_openai.errors import UpstreamError, UpstreamTimeout
 from triton_openai.triton.client import IndexEntry, Receiver, ServerInfo
 from triton_openai.triton.connection import ConnectionSettings, Header
@@ -169,7 +170,7 @@ class HttpClient:
             fixed = f"Inference-Header-Content-Length: {json_length}\r\nContent-Type: application/octet-stream\r\n"
             return self._request("POST", path, body, request.headers, fixed)
 
-        made = await asyncio.to_thread(message) if request.large else message()
+        made = await offload.run(message, cost=request.cost)
         answer = await self._call(made, model=request.model, limited=False)
         content, length = b"".join(answer.parts), answer.json_length
         return parse_infer(content, int(length) if length.isdigit() else len(content), request.model)

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from triton_openai import offload
 from triton_openai.config.tls import PERHAPS_REFUSED, failure_reason
 from triton_openai.errors import ServiceError, UpstreamError
 from triton_openai.triton.client import Receiver
@@ -378,7 +379,8 @@ class HttpStream:
         self.json_length = b""
         self._parts: list[bytes] = []
         self._size = 0
-        if not request.large:
+        self._cost = request.cost
+        if self._cost <= offload.INLINE:
             self._message = message()
             connection = pool.idle()
             if connection is not None:
@@ -389,7 +391,7 @@ class HttpStream:
     async def _connect(self, *, again: bool = False) -> None:
         try:
             if not self._message:
-                self._message = await asyncio.to_thread(self._make)
+                self._message = await offload.run(self._make, cost=self._cost)
             # The first connection was stale, and other idle ones may be too.
             idle = None if again else self._pool.idle()
             self._send(idle or await self._pool.connect())

@@ -16,12 +16,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from triton_openai import offload
 from triton_openai.errors import UpstreamError
 
 # Rows in a request to a model that takes any number of them.
 _FREE_BATCH = 64
-# From this number of values on, a request is encoded in a thread.
-_LARGE = 1 << 20
 # numpy is not needed for this: arrays of these item codes have exactly the protocol's sizes on every platform we serve.
 _ARRAY_CODES = {
     "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q",
@@ -183,10 +182,15 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str] = {}
 
     @property
-    def large(self) -> bool:
-        """Whether to encode it would hold the event loop."""
-        sizes = [sum(map(len, one.values)) if one.datatype == "BYTES" else len(one.values) for one in self.inputs]
-        return sum(sizes) >= _LARGE
+    def cost(self) -> float:
+        """About how many microseconds it takes to encode it."""
+        cost = 0.0
+        for one in self.inputs:
+            if one.datatype == "BYTES":
+                cost += offload.JOIN * sum(map(len, one.values))
+            else:
+                cost += (offload.JOIN if isinstance(one.values, bytes) else offload.INTEGER) * len(one.values)
+        return cost
 
 
 class InferResponse(Protocol):

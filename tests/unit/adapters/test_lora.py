@@ -10,6 +10,7 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 
 from tests.cases import every_case
 from tests.unit.adapters.test_encode import TEXT, generation, specs
+from triton_openai import offload
 from triton_openai.adapters.trtllm import Trtllm
 from triton_openai.adapters.trtllm_ensemble import TrtllmEnsemble
 from triton_openai.errors import ConfigurationError
@@ -96,4 +97,4 @@ async def test_large_requests_are_the_same_messages(size):
     with patch("triton_openai.triton.grpc.encode_large", wraps=encode_large) as in_thread:
         assert message == encode_large(request) == await message_of(request)
     assert weights.data in ModelInferRequest.FromString(message).raw_input_contents
-    assert request.large == in_thread.called == (size >= 2**20)
+    assert (request.cost > offload.INLINE) == in_thread.called == (size >= 2**20)

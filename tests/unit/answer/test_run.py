@@ -6,7 +6,6 @@ import asyncio
 import threading
 from array import array
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
@@ -18,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import every_case
+from triton_openai import offload
 from triton_openai.adapters._common.base import Capabilities, Decoder, Hints
 from triton_openai.adapters._common.decoding import CumulativeText, TextDecoder
-from triton_openai.answer.logprobs import INLINE_NUMBERS
 from triton_openai.answer.run import Run
 from triton_openai.answer.time_limits import TimeLimits
 from triton_openai.config.tree import TritonSettings
@@ -331,7 +330,11 @@ class Scored:
         return ""
 
 
-@every_case("width", [10, INLINE_NUMBERS + 1])
+# Of so many logits, one row is read in a thread.
+WIDE = int(offload.INLINE / offload.LOGIT) + 1
+
+
+@every_case("width", [10, WIDE])
 async def test_log_probabilities_from_logits(width: int) -> None:
     """They come in order, also where they are made in a thread, and before the end; the backend waits meanwhile."""
     answer = Answer(decoder=Scored(width), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1), tokenizer=None)
@@ -349,14 +352,14 @@ async def test_log_probabilities_from_logits(width: int) -> None:
 async def test_left_while_logits_are_read() -> None:
     """Nothing is pushed any more, and no task is left behind."""
     before = asyncio.all_tasks()
-    held, executor = threading.Event(), ThreadPoolExecutor(1)
-    executor.submit(held.wait)
-    asyncio.get_running_loop().set_default_executor(executor)
-    answer = Answer(decoder=Scored(INLINE_NUMBERS + 1), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1))
+    held = threading.Event()
+    others = asyncio.gather(*(offload.run(held.wait, cost=offload.INLINE + 1) for _ in range(8)))
+    answer = Answer(decoder=Scored(WIDE), tokens=True, sampling=Sampling(max_tokens=9, logprobs=1))
     answer.engine.bring("1", "2")
     await asyncio.sleep(0)
     answer.run.close()
     held.set()
+    await others
     await answer.background.close()
     await asyncio.gather(*(asyncio.all_tasks() - before), return_exceptions=True)
 

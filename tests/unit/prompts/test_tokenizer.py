@@ -390,11 +390,12 @@ async def test_errors_come_back_from_the_thread(tmp_path: Path) -> None:
         await tokenizer.encode_async("\ud800" * (INLINE_CHARACTERS + 1))
 
 
-def test_weighing_counts_text_and_items() -> None:
-    """Strings count their characters, items what they are worth; numbers nothing; and it stops at the limit."""
-    value = [{"a": "xyz", "b": ["12", 3]}]
+def test_the_cost_of_rendering_is_that_of_text_and_items() -> None:
+    """Strings cost by their characters, items each the same, numbers nothing; and counting stops."""
+    value = [{"a": "x" * 100, "b": ["12", 3]}]
+    items, text = 5 * offload.RENDER_ITEM, 102 * offload.RENDER
 
-    assert offload.weigh(value, 1000) == 5
-    assert offload.weigh(value, 1000, per_item=10) == 55
-    assert offload.weigh(json.loads("[" * 900 + "]" * 900), 10**6, per_item=1) == 899
-    assert offload.weigh(["x" * 50] * 100, 60) == 100
+    assert offload.rendering_cost(value) == pytest.approx(items + text)
+    assert offload.rendering_cost(json.loads("[" * 90 + "]" * 90)) == 89 * offload.RENDER_ITEM
+    # The hundred items are too much, whatever is in them.
+    assert offload.rendering_cost(["x" * 10**6] * 1000) == 1000 * offload.RENDER_ITEM

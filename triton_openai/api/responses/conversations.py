@@ -15,7 +15,7 @@ from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.responses.handlers import Deleted, list_of, page_of
 from triton_openai.api.responses.reader import check_items, numbered
 from triton_openai.api.responses.sources import encode
-from triton_openai.api.responses.state import LONGEST_INLINE, STATE, Conversation, ResponseState
+from triton_openai.api.responses.state import STATE, Conversation, ResponseState
 from triton_openai.api.responses.types import Item, Metadata
 from triton_openai.api.service import key_of, now
 from triton_openai.errors import InvalidValue, ObjectNotFound
@@ -67,13 +67,13 @@ def _shown(conversation: Conversation) -> web.Response:
 
 async def _rows(request: web.Request, items: Sequence[Item]) -> Sequence[Row]:
     """Return *items* of a request as they are kept. Raises :class:`InvalidRequest`."""
-    check_items(items)
 
     def rows() -> Sequence[Row]:
+        check_items(items)
         own = numbered(items, token_hex(16), "items")
         return [Row("items", item["id"], encode(item, f"items[{number}]")) for number, item in enumerate(own)]
 
-    return await offload.run(rows, size=request[OBSERVATION].body_size or 0, threshold=LONGEST_INLINE)
+    return await offload.run(rows, cost=offload.json_cost(request[OBSERVATION].body_size or 0))
 
 
 async def create(request: web.Request) -> web.Response:

@@ -107,7 +107,10 @@ class Job:
         if not items:
             raise missing("input")
         strict = context.service.settings.api.strict_tools
-        reading = self.reading = read(body, items, strict_tools=strict, effort=effort)
+        reading = self.reading = await offload.run(
+            partial(read, body, items, strict_tools=strict, effort=effort),
+            cost=offload.rendering_cost(items, body.tools or ()),
+        )
         if found.check is not None:
             await self._check_texts(reading, found.check)
         agents.tell_left_out(context.observation, reading.tools.left_out)
@@ -120,7 +123,7 @@ class Job:
     async def _check_texts(self, reading: Reading, check: JsonCheck) -> None:
         """Go on with *check* over the JSON in texts, now that it is together."""
         try:
-            await offload.run(check_texts, reading.chat, check, size=1, threshold=0)
+            await offload.run(check_texts, reading.chat, check, cost=offload.LONG)
         except errors.InvalidRequest as error:
             reading.blame(error)
             raise errors.ContextLengthExceeded(error.message, param=error.param) from error

@@ -14,7 +14,7 @@ import msgspec
 from triton_openai import offload
 from triton_openai.api.bodies import MAX_MESSAGES, JsonCheck
 from triton_openai.api.responses.reader import numbered, reference
-from triton_openai.api.responses.state import LONGEST_INLINE, ResponseState, joined
+from triton_openai.api.responses.state import ResponseState, joined
 from triton_openai.api.responses.types import Item
 from triton_openai.config.tree import Settings
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, ObjectNotFound
@@ -63,7 +63,7 @@ async def gather(
     decoded: Sequence[Item] = ()
     if before:
         whole = joined(before)
-        decoded = await offload.run(_ITEMS.decode, whole, size=len(whole), threshold=LONGEST_INLINE)
+        decoded = await offload.run(_ITEMS.decode, whole, cost=offload.json_cost(len(whole)))
         known = {str(item.get("id")): data for item, data in zip(decoded, before, strict=True)}
     wanted = [(number, found) for number, item in enumerate(items) if (found := reference(item)) is not None]
     fetched = await _fetched(state, [each for each in wanted if each[1] not in known], owner, budget)
@@ -86,7 +86,7 @@ async def gather(
             check = budget.check([*before, *(row.data for row in rows)], param if before else "input")
         return Sources(decoded, resolved, rows, check)
 
-    sources = await offload.run(assembled, size=size + budget.size, threshold=LONGEST_INLINE)
+    sources = await offload.run(assembled, cost=offload.json_cost(size + budget.size))
     if param == "conversation":
         state.check_room(len(before), sum(map(len, before)), sources.rows)
     return sources

@@ -24,8 +24,6 @@ from triton_openai.telemetry.logging import warn
 _log = structlog.get_logger(__name__)
 # Whoever makes a response, or holds a conversation, says so again within this time, else it has ended.
 _LEASE = 15.0
-# Values of more bytes are read and written in a thread.
-LONGEST_INLINE = 64 * 1024
 _RUNNING = frozenset({"queued", "in_progress"})
 _KEY = re.compile(r"(resp|conv)_[0-9a-f]{32}")
 # A change that somebody else was faster with is tried so often.
@@ -136,7 +134,7 @@ class ResponseState:
         if entry is None:
             raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         output = await self.store().read([response_id], ["output"])
-        return await offload.run(_record, entry, output, size=entry.size, threshold=LONGEST_INLINE)
+        return await offload.run(_record, entry, output, cost=offload.json_cost(entry.size))
 
     async def keep(
         self, response: ResponseObject, owner: str, version: int, rows: Sequence[Row] = (), *, lease: float = 0.0
@@ -147,8 +145,7 @@ class ResponseState:
         Whoever makes it says so again within *lease* seconds. Returns whether it is kept.
         """
         head = msgspec.structs.replace(response, output=())
-        size = offload.weigh(head, LONGEST_INLINE, per_item=16)
-        encoded = await offload.run(msgspec.json.encode, head, size=size, threshold=LONGEST_INLINE)
+        encoded = await offload.run(msgspec.json.encode, head, cost=offload.rendering_cost(head))
         parent = response.previous_response_id if response.conversation is None else response.conversation["id"]
         held = (response.id if lease else "", lease)
         return await self.store().put(response.id, owner, encoded, version, rows=rows, parent=parent, lease=held)
