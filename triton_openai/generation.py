@@ -364,6 +364,11 @@ class Progress:
         return "".join(self.pieces)
 
     @property
+    def cut(self) -> bool:
+        """Whether the limit of tokens or a stop string ended it, wherever it was."""
+        return self.finish_reason is FinishReason.LENGTH or isinstance(self.stop_reason, str)
+
+    @property
     def usage_so_far(self) -> Usage | None:
         """The counts, if the backend sends them with every step."""
         if self.usage is not None or self.tokens is None or self.prompt_tokens is None:

@@ -17,6 +17,7 @@ from pydantic import SecretStr
 from tests import described
 from tests.clients.service import Service, steered, until
 from tests.clients.weather import CALL, SCHEMA, City, get_weather
+from triton_openai.api.agents import unsealed
 
 WEATHER: Any = {
     "type": "function",
@@ -270,8 +271,17 @@ def test_compaction(client: OpenAI) -> None:
     assert short.usage.output_tokens > 0
     after: list[Any] = [*(item.model_dump(warnings=False) for item in short.output), *again("two")]
     assert "two" == client.responses.create(model="vllm_model", input=after).output_text
-    with pytest.raises(openai.BadRequestError, match="no room for a summary"):
-        client.responses.compact(model="vllm_model", input=steered(text="so on ", repeat=5000))
+    # A model that rambles is cut, and what it wrote is kept.
+    cut: Any = client.responses.compact(model="vllm_model", input=steered(text="so on ", repeat=5000))
+    assert 100 < cut.usage.output_tokens <= 2048
+    message, compaction = cut.output
+    assert ("message", "compaction") == (message.type, compaction.type)
+    assert 100 < len((unsealed(compaction.encrypted_content) or "").split()) <= 2048
+    # Only an input that is too long is the client's mistake.
+    with pytest.raises(openai.BadRequestError, match="context"):
+        client.responses.compact(model="vllm_model", input="word " * 9000)
+    with pytest.raises(openai.InternalServerError, match="no summary"):
+        client.responses.compact(model="vllm_model", input=steered(text=""))
 
 
 def test_the_catalogue_of_codex(tooled: Service) -> None:

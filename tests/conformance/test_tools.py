@@ -18,8 +18,8 @@ from triton_openai.parsers.answer_parser import AnswerParser
 pytestmark = in_session_loop
 TEMPLATE = Path(__file__).parents[1] / "fixtures" / "tools.jinja"
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
-TIME = {"type": "function", "function": {"name": "get_time"}}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
 MODELS = (
     "ensemble", "ensemble_nonstreaming", "tensorrt_llm_bls", "tensorrt_llm", "tensorrt_llm_llmapi", "vllm_model",
@@ -136,9 +136,9 @@ async def test_a_long_answer_is_read_in_a_thread(tooled, monkeypatch, size):
     threads: list[int] = []
     flush = AnswerParser.flush
 
-    def recording(parser):
+    def recording(parser, **ended):
         threads.append(threading.get_ident())
-        return flush(parser)
+        return flush(parser, **ended)
 
     monkeypatch.setattr(AnswerParser, "flush", recording)
     monkeypatch.setattr(offload, "PARSE", offload.INLINE / 250)
@@ -325,3 +325,103 @@ async def test_reasoning_is_counted(tooled, stream):
     usage = answer.chunks[-1]["usage"] if stream else answer.json["usage"]
 
     assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
+
+
+FORCED: dict[str, tuple[Any, str]] = {
+    "required": (
+        "required",
+        '[{"name": "get_weather", "parameters": {"city": 1}}, {"name": "get_time", "parameters": {}}]',
+    ),
+    "named": ({"type": "function", "function": {"name": "get_weather"}}, '{"city": "Bonn"}'),
+}
+
+
+@pytest.mark.parametrize("mode", FORCED)
+async def test_a_forced_answer_cut_at_every_token(tooled, mode):
+    """In all APIs, streamed or not: no text, calls that begin those of the whole, and word of the cut."""
+    if tooled.transport != "http":
+        pytest.skip("what is cut is read alike")
+    choice, text = FORCED[mode]
+    prompt = steered(text=text)
+    whole: list[Any] | None = None
+    limit = 0
+    while whole is None:
+        limit += 1
+        assert limit < 100
+        calls, ended = await everywhere(tooled, choice, prompt, limit)
+        if not ended:
+            whole = calls
+    assert ["get_weather", "get_time"][: len(whole)] == [name for name, _ in whole]
+    seen = 0
+    for size in range(1, limit):
+        calls, _ = await everywhere(tooled, choice, prompt, size)
+        assert seen <= len(calls) <= len(whole)
+        seen = len(calls)
+        assert calls[:-1] == whole[: len(calls)][:-1]
+        for (name, arguments), (full_name, full) in zip(calls[-1:], whole[len(calls) - 1 :], strict=False):
+            assert name == full_name
+            assert full.startswith(arguments)
+
+
+async def everywhere(proxy: Any, choice: Any, prompt: str, limit: int) -> tuple[list[tuple[str, str]], bool]:
+    """Ask in all APIs, streamed or not; return the calls, alike in all of them, and whether they were cut."""
+    found = []
+    for stream in (False, True):
+        message, finish = await message_of(
+            proxy, "vllm_model", stream, tools=[WEATHER, TIME], tool_choice=choice, max_tokens=limit,
+            messages=[{"role": "user", "content": prompt}],
+        )  # fmt: skip
+        assert not message["content"]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        found.append((calls, finish == "length"))
+        found.append(await by_responses(proxy, choice, prompt, limit, stream))
+        found.append(await by_messages(proxy, choice, prompt, limit, stream, calls))
+    assert all(one == found[0] for one in found), found
+    return found[0]
+
+
+async def by_responses(proxy: Any, choice: Any, prompt: str, limit: int, stream: bool) -> tuple[Any, bool]:
+    """Return calls, and whether the response is incomplete."""
+    tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    chosen = choice if isinstance(choice, str) else {"type": "function", **choice["function"]}
+    fields = {"tools": tools, "tool_choice": chosen, "max_output_tokens": limit, "stream": stream, "store": False}
+    answer = await proxy.post("/v1/responses", {"model": "vllm_model", "input": prompt, **fields})
+    response = json.loads(answer.body.rpartition(b"data: ")[2])["response"] if stream else answer.json
+    *items, last = response["output"]
+    assert all(item["type"] == "function_call" and item["status"] == "completed" for item in items)
+    if last["type"] == "message":
+        # Without a call, an empty message shows that the answer has ended.
+        assert not items
+        assert "" == last["content"][0]["text"]
+        return [], response["status"] == "incomplete"
+    if last["status"] == "completed":
+        json.loads(last["arguments"])
+    return [(item["name"], item["arguments"]) for item in response["output"]], response["status"] == "incomplete"
+
+
+async def by_messages(
+    proxy: Any, choice: Any, prompt: str, limit: int, stream: bool, calls: list[tuple[str, str]]
+) -> tuple[Any, bool]:
+    """Return *calls* if the message has those, and whether it ends at the limit."""
+    tools = [{"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in (WEATHER, TIME)]
+    chosen = {"type": "any"} if isinstance(choice, str) else {"type": "tool", **choice["function"]}
+    messages = [{"role": "user", "content": prompt}]
+    body = {"model": "vllm_model", "max_tokens": limit, "messages": messages, "tools": tools, "tool_choice": chosen}
+    answer = await proxy.post("/v1/messages", {**body, "stream": stream})
+    if not stream:
+        message = answer.json
+        assert [name for name, _ in calls] == [block["name"] for block in message["content"]]
+        assert all(block["type"] == "tool_use" for block in message["content"])
+        return calls, message["stop_reason"] == "max_tokens"
+    names, texts, reason = [], [], None
+    for block in answer.body.decode().split("\n\n")[:-1]:
+        event = json.loads(block.partition("data: ")[2])
+        if event["type"] == "content_block_start":
+            assert "tool_use" == event["content_block"]["type"]
+            names.append(event["content_block"]["name"])
+            texts.append("")
+        elif event["type"] == "content_block_delta":
+            texts[-1] += event["delta"]["partial_json"]
+        elif event["type"] == "message_delta":
+            reason = event["delta"]["stop_reason"]
+    return list(zip(names, texts, strict=True)), reason == "max_tokens"

@@ -400,7 +400,7 @@ def chat_choice(body: ChatRequest, turn: Turn, fields: Sequence[str], index: int
         message = AnswerMessage(role="assistant", content=answer.text, refusal=None)
     else:
         events = [event for delta in answer.deltas for event in parser.feed(delta.text, delta.tokens)]
-        message = message_of([*events, *parser.flush()], turn.plan, fields)
+        message = message_of([*events, *parser.flush(cut=answer.run.progress.cut)], turn.plan, fields)
     return ChatChoice(
         index=index,
         message=message,
@@ -444,7 +444,7 @@ class ChatChunks(Chunks):
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the chunk with the finish reason."""
         parser, progress = self._parsers[choice], self._runs[choice].progress
-        delayed = b"" if parser.plain else self._events(choice, parser.flush(), Delta())
+        delayed = b"" if parser.plain else self._events(choice, parser.flush(cut=progress.cut), Delta())
         reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return delayed + self._head + end + self._ended(choice)

@@ -39,10 +39,11 @@ class AnswerParser:
             self.reasoning_tokens += tokens or 0
         return self._take(self._through_tools(events))
 
-    def flush(self) -> list[Event]:
-        """Return what was held back: the text has ended."""
+    def flush(self, *, cut: bool = False) -> list[Event]:
+        """Return what was held back: the text has ended, and was *cut* by its limit or a stop string."""
         events = self._through_tools(self._reasoning.flush() if self._reasoning is not None else [])
         if self._tools is not None:
+            self._tools.was_cut = cut
             events += self._tools.flush()
         events = self._take(events)
         self.cut = self._tools is not None and self._tools.unfinished and (self._parallel or self.calls < 2)

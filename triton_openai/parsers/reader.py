@@ -96,6 +96,8 @@ class Reader:
         self._at = 0
         self._ended = False
         self._kept: list[str] | None = None
+        #: Whether what the end of the text leaves of a marker, or of an attempt, is dropped.
+        self.drops_rest = False
         #: How many characters were copied or looked at so far, those looked at twice counted twice.
         self.examined = 0
 
@@ -127,8 +129,10 @@ class Reader:
         self.keep(already)
         try:
             result = yield from step
-        except (Malformed, Ended):
-            otherwise(self.release())
+        except (Malformed, Ended) as end:
+            rest = self.release()
+            if isinstance(end, Malformed) or not self.drops_rest:
+                otherwise(rest)
             return None
         self.release()
         return result
@@ -242,12 +246,13 @@ class Reader:
         Returns nothing at the end of the text.
         """
         while True:
-            start, end, marker = markers.search(self._text, self._at, ended=self._ended)
+            start, end, marker = markers.search(self._text, self._at, ended=self._ended and not self.drops_rest)
             self.examined += end - self._at
             if start > self._at:
                 sink(self.take(start - self._at))
             if marker:
                 return self.take(len(marker))
             if self._ended:
+                self.take(len(self.rest()))
                 return ""
             yield

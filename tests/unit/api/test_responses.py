@@ -169,6 +169,7 @@ class FakeRun:
     def __init__(self, reason: FinishReason | None = FinishReason.STOP) -> None:
         self.progress = self
         self.finish_reason = reason
+        self.cut = reason is FinishReason.LENGTH
         self.usage = Usage(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
 
 
@@ -184,7 +185,7 @@ class Scripted:
     def feed(self, text: str, tokens: int | None) -> list[Event]:
         return self._found.pop(0)
 
-    def flush(self) -> list[Event]:
+    def flush(self, *, cut: bool = False) -> list[Event]:
         return [event for events in self._found for event in events]
 
 
@@ -348,10 +349,13 @@ def test_log_probabilities() -> None:
 
 
 def test_inputs_of_custom_tools() -> None:
-    """What is no object with the text is passed on as the model wrote it."""
+    """What is no object with the text is passed on as the model wrote it; of one that was cut, the text so far is."""
     for arguments, text in (
         ('{"input":"a"}', "a"), ('{"patch":"a"}', "a"), ('{"a":"b","c":"d"}', '{"a":"b","c":"d"}'),
-        ('{"input":1}', '{"input":1}'), ("[1]", "[1]"), ("{", "{"), ("", ""),
+        ('{"input":1}', '{"input":1}'), ("[1]", "[1]"), ("", ""), ("{", ""), ('{"inp', ""), ('{"input":', ""),
+        ('{"input": "a b', "a b"), (r'{"input":"a\n\"', 'a\n"'), ('{"input":"a\\', "a"), (r'{"input":"a\u00', "a"),
+        ('{"input":"a"', "a"), (r'{"input":"\ud83d\ude00\ud83d\ud', "😀"), (r'{"input":"\ude00b', r'{"input":"\ude00b'),
+        ('{"input":"a","b', '{"input":"a","b'),
     ):  # fmt: skip
         call: list[Event] = [ToolCallStart(0, "c", "t"), ToolCallArguments(0, arguments)]
         events = rendered(renderer(Scripted(call), names={"t": ToolName("t", None, True)}), Delta("x"))

@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 
+from bench.parsers import CALLS
 from tests.cases import every_case
 from triton_openai.api.chat import make_parser, message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.reasoning import Hunyuan, Think
-from triton_openai.parsers.registry import Parsers
+from triton_openai.parsers.registry import TOOL_PARSERS, Parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.json_calls import Hermes, Llama3Json, Mistral
 from triton_openai.parsers.tools.pythonic import Pythonic
@@ -112,6 +113,58 @@ def test_a_forced_call_that_is_cut() -> None:
         parser.feed(text)
         parser.flush()
         assert parser.cut, text
+
+
+FORCED = {
+    "required": '[{"name": "f", "parameters": {"city": "Bonn"}}, {"name": "f", "parameters": {"a": "ö", "n": 12}}]',
+    "named": '{"city": "Bonn", "n": [1, {"a": "b\\n"}]}',
+    **{name: f"{begin}Bonn{end}" for name, (begin, end) in CALLS.items()},
+}
+
+
+@every_case("name", FORCED)
+def test_a_forced_answer_is_cut_anywhere(name: str) -> None:
+    """Up to the name there is nothing, then a call whose arguments begin those of the whole; there is never text."""
+    choice: ToolChoice = NamedTool(function=NamedFunction(name="f")) if name == "named" else "required"
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    wanted = plan_tools(tools=[{"type": "function", "function": function}], tool_choice=choice)
+    tools = TOOL_PARSERS.load(name) if name in CALLS else Hermes
+
+    def read(text: str, size: int) -> tuple[list[tuple[str, str]], AnswerParser]:
+        parser = make_parser(Parsers(tools=tools), wanted, "")
+        events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
+        message = message_of(events + parser.flush(cut=True), wanted, ())
+        assert not message.content, text
+        made = message.tool_calls or []
+        return [(call.function.name, call.function.arguments) for call in made], parser
+
+    text = FORCED[name]
+    whole, parser = read(text, len(text))
+    assert whole
+    assert not parser.cut
+    seen = [0]
+    for size in range(len(text)):
+        calls, parser = read(text[:size], 1)
+        assert calls == read(text[:size], 1000)[0]
+        seen.append(len(calls))
+        assert calls[:-1] == whole[: max(0, len(calls) - 1)]
+        for (called, arguments), (_, all_arguments) in zip(calls[-1:], whole[len(calls) - 1 :], strict=False):
+            assert "f" == called
+            assert all_arguments.startswith(arguments)
+            assert parser.cut or arguments == all_arguments, text[:size]
+    assert seen == sorted(seen)
+    assert seen[-1] == len(whole)
+
+
+def test_a_name_without_arguments_is_a_call() -> None:
+    """As soon as its quote is closed, or what ends it otherwise has come."""
+    wanted = plan_tools(tools=TOOLS, tool_choice="required")
+    cut = {'[{"name": "now': 0, '[{"name": "now"': 1, "<tool_call>now": 0, '<tool_call>{"name": "now",': 1}
+    for text, calls in cut.items():
+        parser = make_parser(Parsers(tools=Hermes), wanted, "")
+        parser.feed(text)
+        parser.flush(cut=True)
+        assert (calls, bool(calls)) == (parser.calls, parser.cut), text
 
 
 def test_a_third_partys_parser() -> None:

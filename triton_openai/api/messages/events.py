@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +23,8 @@ from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStar
 from triton_openai.telemetry.observation import OBSERVATION, Observation
 
 _encode = msgspec.json.Encoder().encode
+_MEMBER = re.compile(r'\s*[{,]\s*("(?:[^"\\]|\\.)*")\s*:\s*', re.DOTALL)
+_MEMBER_END = re.compile(r"\s*[,}]")
 
 
 def message_usage(progress: Progress) -> types.MessageUsage:
@@ -56,10 +60,23 @@ def _block_of(start: Event, text: str, *, omitted: bool) -> types.Block:
         return types.TextBlock(text)
     if not isinstance(start, ToolCallStart):
         return types.ThinkingBlock("", seal(text)) if omitted else types.ThinkingBlock(text, "")
+    return types.ToolUseBlock(start.id, start.name, _input_of(text))
+
+
+def _input_of(arguments: str) -> dict[str, Any]:
+    """Return the input of a call; of one that was cut, the members that are whole."""
     try:
-        return types.ToolUseBlock(start.id, start.name, msgspec.json.decode(text or "{}", type=dict[str, Any]))
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
-        return types.TextBlock(f"{start.name}({text}")
+        found: dict[str, Any] = {}
+    scan, at = json.JSONDecoder().raw_decode, 0
+    with suppress(ValueError, RecursionError):
+        while (member := _MEMBER.match(arguments, at)) is not None:
+            value, at = scan(arguments, member.end())
+            # A number may go on.
+            if _MEMBER_END.match(arguments, at):
+                found[json.loads(member[1])] = value
+    return found
 
 
 @dataclass
@@ -68,7 +85,7 @@ class MessageEvents(Renderer):
     The events of one stream, or, as :attr:`message`, what they make together for an answer as a *whole*.
 
     *parser* reads the text; for *limited* see :func:`stop_of`. With *omits_thinking*, thoughts are in the signatures of
-    their blocks. A call that was cut has no input: among the blocks it is a text.
+    their blocks.
     """
 
     message_id: str
@@ -119,7 +136,7 @@ class MessageEvents(Renderer):
 
     def last(self, choice: int) -> bytes:
         """Return what the parser held back, and the end of the last block."""
-        return self._render(self.parser.flush()) + self._close()
+        return self._render(self.parser.flush(cut=self.run.progress.cut)) + self._close()
 
     def closing(self) -> bytes:
         """Return why the message ended, and its end."""

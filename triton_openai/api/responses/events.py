@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -41,6 +42,12 @@ _KINDS: Mapping[type[types.OutputItem], _Kind] = {
     types.OutputCustomCall: _Kind("ctc", "custom_tool_call_input"),
 }
 _SUMMARY = _Kind("rs", "reasoning_summary_text", types.SummaryText, "reasoning_summary_part", "summary_index")
+# The beginning of an object with one text, whose last character may be cut in its escape.
+_BEGUN = re.compile(
+    r"""\s*(?:\{[^:]*(?::\s*(?:"((?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}|"""
+    r"""\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*)"""
+    r"""(?:\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u[\da-fA-F]{0,3})?)?))?|"\s*)?)?)?)?"""
+)
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
@@ -114,7 +121,7 @@ class ResponseEvents(Renderer):
 
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the end of the last item."""
-        events = self._parsed(self.parser.flush(), [])
+        events = self._parsed(self.parser.flush(cut=self.run is not None and self.run.progress.cut), [])
         if not self._output:
             # An empty answer is a message too.
             events += self._begin(types.OutputMessage)
@@ -288,10 +295,15 @@ class ResponseEvents(Renderer):
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text for a custom tool: the argument ``input``, or the only one, or else what the model wrote."""
+    """
+    Return the text for a custom tool: the argument ``input``, or the only one, or else what the model wrote.
+
+    Of arguments that were cut, it is the text up to there.
+    """
     try:
         given = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return arguments
+        begun = _BEGUN.fullmatch(arguments)
+        return arguments if begun is None else msgspec.json.decode(f'"{begun[1] or ""}"', type=str)
     text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
     return text if isinstance(text, str) else arguments

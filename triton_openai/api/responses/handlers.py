@@ -320,6 +320,8 @@ _SUMMARIZE = (
     "summary: what the user wants, what was found out, decided and done, the names, paths, numbers and texts that "
     "matter, and what is left to do. Write the summary and nothing else."
 )
+# Most tokens of a summary, thoughts included; less where the context is small, so that the next turn has room.
+_SUMMARY_TOKENS = 2048
 
 
 async def compact(request: web.Request) -> web.Response:
@@ -329,8 +331,12 @@ async def compact(request: web.Request) -> web.Response:
     items = input_items(given)
     if not items and given.previous_response_id is None:
         raise missing("input")
+    adapter, room = context.model.adapter, context.model.settings.max_model_len
+    limit = _SUMMARY_TOKENS if room is None else min(_SUMMARY_TOKENS, max(1, room // 4))
     body = types.ResponsesRequest(
         model=given.model,
+        max_output_tokens=limit,
+        temperature=0.0 if "temperature" in adapter.honoured else None,
         input=[*items, {"role": "user", "content": _SUMMARIZE}],
         instructions=given.instructions,
         previous_response_id=given.previous_response_id,
@@ -346,10 +352,8 @@ async def compact(request: web.Request) -> web.Response:
     summary = "".join(
         part.text for item in response.output if isinstance(item, types.OutputMessage) for part in item.content
     )
-    if response.status != "completed":
-        raise errors.ContextLengthExceeded("There is no room for a summary of the conversation.", param="input")
     if not summary or response.usage is None:
-        raise errors.UpstreamError("The model wrote no summary of the conversation.")
+        raise errors.UpstreamError(f"The model wrote no summary of the conversation in {limit} tokens.")
     own = [msgspec.json.decode(row.data, type=types.Item) for row in job.sources.rows[:-1]]
     kept = [item for item in [*job.sources.before, *own] if item.get("role") == "user"]
     compaction = {"type": "compaction", "id": f"cmp_{token_hex(16)}", "encrypted_content": agents.seal(summary)}

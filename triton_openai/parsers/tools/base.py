@@ -33,6 +33,9 @@ class ToolParser(TextParser):
     Base of the classes that the entry-point group ``triton_openai.tool_parsers`` takes.
     """
 
+    #: Whether the limit of tokens, or a stop string, ended the text; known before the flush.
+    was_cut = False
+
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
         """Begin an answer to a request with *tools*; *new_id* makes the ids of its calls."""
         self.tools: Tools = tools or {}
@@ -52,6 +55,9 @@ class ToolParser(TextParser):
         """Whether a call has begun and not ended: after the flush, whether the text ended in the middle of one."""
         return False
 
+    def drop_rest(self) -> None:
+        """Make no text of what the end, with the next flush, leaves of a call. By default it is ignored."""
+
 
 class CallGrammar(Grammar, ToolParser):
     """
@@ -59,12 +65,15 @@ class CallGrammar(Grammar, ToolParser):
 
     What a call begins with is kept until the call's name and the beginning of its arguments are known. If that never
     happens, it becomes content, exactly as the model wrote it. After that point nothing can be taken back: the
-    arguments of a malformed call end where the fault is, and the rest is content.
+    arguments of a malformed call end where the fault is, and the rest is content. After :meth:`drop_rest`, the end
+    makes a call without arguments of one whose name is known, and nothing of less.
     """
 
     # Stream state
     _is_after_call = False
     _in_call = False
+    # The name of the call that is read, once it is known to be whole, and its id if it has one
+    _named: tuple[str, str | None] | None = None
 
     def __init__(self, tools: Tools | None = None, *, new_id: NewId | None = None) -> None:
         ToolParser.__init__(self, tools, new_id=new_id)
@@ -73,6 +82,9 @@ class CallGrammar(Grammar, ToolParser):
     @property
     def unfinished(self) -> bool:
         return self._in_call
+
+    def drop_rest(self) -> None:
+        self._reader.drops_rest = True
 
     def _attempt(self, block: Step[_Result], already: str) -> Step[_Result | None]:
         """Read a *block* that began with the text *already*. What turns out not to be a call becomes content."""
@@ -87,14 +99,17 @@ class CallGrammar(Grammar, ToolParser):
         except Ended:
             # Separators and the beginning of a closing marker after a complete call are no text.
             rest = self._reader.release()
-            if not self._is_after_call:
+            if not (self._is_after_call or self._reader.drops_rest):
                 self._output.content(rest)
+            elif self._named is not None and self._named[0] in self.tools:
+                self._start_call(*self._named)
         return None
 
     def _before_call(self, already: str = "") -> None:
         """Keep *already*, and what is read from here on, in case that it is no call and becomes content."""
         self._reader.keep(already)
         self._is_after_call = False
+        self._named = None
 
     def _start_call(self, name: str, id: str | None = None) -> None:
         """Announce a call: it will not be taken back. Raises :class:`Malformed` for what cannot be a call."""
@@ -102,6 +117,7 @@ class CallGrammar(Grammar, ToolParser):
             raise Malformed
         self._reader.release()
         self._in_call = True
+        self._named = None
         self._output.start(id or self._new_id(), name)
 
     def _end_call(self) -> None:
@@ -117,6 +133,7 @@ class CallGrammar(Grammar, ToolParser):
 
     def _json_call(self, name: str, id: str | None = None) -> Step[None]:
         """Read white space, and a call's arguments as a JSON object. Raises :class:`Malformed` or :class:`Ended`."""
+        self._named = name, id
         yield from self._reader.space()
         if (yield from self._reader.next()) != "{":
             raise Malformed
@@ -127,8 +144,11 @@ class CallGrammar(Grammar, ToolParser):
     def _name(self) -> Step[str]:
         """Read a function's name. Raises :class:`Malformed` where there is none."""
         name = yield from self._reader.collect(NAME, LONGEST_NAME)
+        # At the end of the text, it may be a part of a name.
+        yield from self._reader.next()
         if not name:
             raise Malformed
+        self._named = name, None
         return name
 
 

@@ -38,10 +38,8 @@ class ForcedCall(CallGrammar):
     def _text(self) -> Step[None]:
         yield from self._reader.space()
         if (yield from self._reader.peek()) == "{":
-            self._output.start(self._new_id(), self._function)
-            yield from self._reader.run(_REST, self._output.arguments)
-        else:
-            yield from self._reader.run(_REST, self._output.content)
+            yield from self._attempt(self._json_call(self._function), "")
+        yield from self._reader.run(_REST, self._output.content)
 
 
 class HeldCalls(ToolParser):
@@ -66,6 +64,9 @@ class HeldCalls(ToolParser):
         return self._pass_on(self._held.feed(text))
 
     def flush(self) -> list[Event]:
+        if self.was_cut:
+            self._held.drop_rest()
+            self._own.drop_rest()
         return self._pass_on(self._held.flush()) + self._own.flush()
 
     def _pass_on(self, events: list[Event]) -> list[Event]:

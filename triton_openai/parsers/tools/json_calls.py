@@ -52,6 +52,7 @@ class JsonCalls(ListedCalls):
             yield from reader.space()
             if key in self.name_keys and name is None:
                 name = yield from json_text.decoded_string(reader)
+                self._named = name, None
                 if early:
                     begin()("".join(early))
             elif key in _ARGUMENTS and not started and not early:

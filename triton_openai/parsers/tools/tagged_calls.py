@@ -43,6 +43,7 @@ class TaggedCalls(MarkedCalls):
     def _key(self, characters: re.Pattern[str]) -> Step[str]:
         """Read a parameter's name, made of *characters*."""
         key = (yield from self._reader.collect(characters, _LONGEST_KEY)).strip()
+        yield from self._reader.next()
         if not key:
             raise Malformed
         return key
