@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
 from pydantic import BaseModel, ValidationError
 
 Json = dict[str, Any]
+
+
+class _Cancelled(BaseModel):
+    """What OpenAI's package does not know as an event of a stream."""
+
+    type: Literal["response.cancelled"]
+    sequence_number: int
+    response: Response
+
+
 _EVENTS: Mapping[str, type[BaseModel]] = {
-    get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])
+    get_args(kind.model_fields["type"].annotation)[0]: kind
+    for kind in (*get_args(get_args(ResponseStreamEvent)[0]), _Cancelled)
 }
 _OBJECTS: Mapping[str, type[BaseModel]] = {"response": Response, "response.compaction": CompactedResponse}
 # What Open Responses and Codex CLI have on top, by the type of the object; a function's name is in OpenAI's document.

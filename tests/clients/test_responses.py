@@ -214,15 +214,44 @@ def test_background(client: OpenAI) -> None:
 
     live = client.responses.create(model="vllm_model", input=slow, background=True, stream=True)
     kinds = [event.type for event in live]
-    assert ("response.created", "response.completed") == (kinds[0], kinds[-1])
+    assert ["response.created", "response.queued", "response.in_progress"] == kinds[:3]
+    assert "response.completed" == kinds[-1]
+    # The helper reads such a stream too.
+    with client.responses.stream(model="vllm_model", input=slow, background=True) as stream:
+        assert "one two three four" == stream.get_final_response().output_text
 
-    endless = client.responses.create(model="vllm_model", input=steered(text="x", hang_at=1), background=True)
-    assert "cancelled" == client.responses.cancel(endless.id).status
-    assert "cancelled" == client.responses.retrieve(endless.id).status
+    order = steered(text="x y z", hang_at=2)
+    created: Any = client.responses.create(model="vllm_model", input=order, background=True, stream=True)
+    begun = next(event for event in created if event.type == "response.output_text.delta")
+    endless = begun.item_id.replace("msg_", "resp_")[:37]
+    cancelled: Any = client.responses.cancel(endless)
+    last: Any = list(created)[-1]
+    again: Any = list(client.responses.retrieve(endless, stream=True))[-1]
+    for found in (cancelled, client.responses.retrieve(endless)):
+        assert ("cancelled", "x") == (found.status, found.output_text.split()[0])
+    # OpenAI's package does not know this event.
+    for event in (last, again):
+        assert ("response.cancelled", "cancelled") == (event.type, event.response["status"])
+    assert last.sequence_number == again.sequence_number
 
-    failed = client.responses.create(model="vllm_model", input="word " * 3000, background=True)
-    ended = until(lambda: (each := client.responses.retrieve(failed.id)).status == "failed" and each)
-    assert ended.error.code == "context_length_exceeded"
+
+def test_wrong_requests_in_the_background(client: OpenAI) -> None:
+    """They are refused at once, as in the foreground, and leave no response behind."""
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"input": "word " * 3000}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),
+        ({"input": [{"type": "unheard_of"}]}, "input[0].type"),
+        ({"input": "x", "previous_response_id": "resp_0"}, "previous_response_id"),
+        ({"input": "x", "model": "text_embedding"}, "model"),
+        ({"input": "x", "metadata": {"k" * 65: "v"}}, "metadata"),
+    ]
+    for fields, param in wrong:
+        for background in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.responses.create(**{"model": "vllm_model", **fields}, background=background)
+            assert str(caught.value.param).startswith(param), fields
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="vllm_model", input="x", conversation="conv_0", background=True)
 
 
 def test_conversations(client: OpenAI) -> None:

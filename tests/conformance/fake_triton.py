@@ -44,8 +44,9 @@ class FakeTriton:
     Serves *models* (name to config), and streams *responses*. Those in *waiting* are not ready, for the reason that
     stands there; ``loading`` is the state of that name.
 
-    Its list of models is answered while *may_list* is set. Each of the next *failing* requests to a model ends with
-    *failure*. It tells its *version* where it has one.
+    Its list of models is answered while *may_list* is set, and what follows the first response of a stream while
+    *may_go_on* is. Each of the next *failing* requests to a model ends with *failure*. It tells its *version* where it
+    has one.
     """
 
     def __init__(self, *configs: dict[str, Any]) -> None:
@@ -58,6 +59,8 @@ class FakeTriton:
         self.index_calls = 0
         self.may_list = asyncio.Event()
         self.may_list.set()
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
         self.asked: list[tuple[str, dict[str, Any]]] = []
         app = web.Application()
         app.router.add_get("/v2", self._info)
@@ -112,5 +115,6 @@ class FakeTriton:
         await response.prepare(request)
         for values in self.responses:
             await response.write(b"data: " + json.dumps({"model_name": "m", **values}).encode() + b"\n\n")
+            await self.may_go_on.wait()
         await response.write_eof()
         return response

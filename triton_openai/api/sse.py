@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from time import monotonic
 from typing import Any
 
@@ -374,51 +374,56 @@ async def _fail(event_stream: EventStream, observation: Observation, error: Serv
             raise
 
 
-class EventLog:
-    """Events that are kept, so that clients can read them later and more than once, by their places."""
+def event_count(events: bytes) -> int:
+    """Return how many whole *events* there are."""
+    return events.count(_END)
 
-    def __init__(self, events: bytes = b"", *, over: bool = False) -> None:
-        self._events: list[bytes] = []
-        self._over = over
-        self._news = asyncio.Event()
-        self.add(events)
 
-    def add(self, events: bytes) -> None:
-        """Add whole *events*."""
-        self._events += [each + _END for each in events.split(_END)[:-1]]
-        self._wake()
+def event_data(events: bytes) -> Iterator[bytes]:
+    """Yield the JSON of each of whole *events*, which have names."""
+    for each in events.split(_END)[:-1]:
+        yield each.partition(b"\n" + _FIELD)[2]
 
-    def end(self) -> None:
-        """Let the readers end: nothing follows."""
-        self._over = True
-        self._wake()
 
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+def without_events(events: bytes, number: int) -> bytes:
+    """Return whole *events* without the first *number* of them."""
+    place = 0
+    for _ in range(number):
+        found = events.find(_END, place)
+        if found < 0:
+            return b""
+        place = found + len(_END)
+    return events[place:]
 
-    def __bytes__(self) -> bytes:
-        """Return all events."""
-        return b"".join(self._events)
 
-    async def send(self, request: web.Request, *, after: int) -> web.StreamResponse:
-        """Stream the events that follow number *after*, and those to come, to the client."""
-        heartbeat = service_of(request).settings.server.heartbeat_interval
-        response = web.StreamResponse(headers=_HEADERS)
-        await response.prepare(request)
-        place = after + 1
-        while True:
-            if place < len(self._events):
-                await response.write(b"".join(self._events[place:]))
-                place = len(self._events)
-            elif self._over:
+class EventSource(ABC):
+    """Where events come from that are sent later, and more than once."""
+
+    @abstractmethod
+    async def next(self, seconds: float) -> bytes | None:
+        """Return further events, nothing if there are none for *seconds*, ``None`` at the end."""
+
+    @abstractmethod
+    def stop(self, reason: ServiceError) -> None:
+        """Let the end come soon, because this process stops."""
+
+
+async def send_events(request: web.Request, source: EventSource) -> web.StreamResponse:
+    """Stream what comes from *source* to the client, which learns at once that it will."""
+    heartbeat = service_of(request).settings.server.heartbeat_interval
+    response = web.StreamResponse(headers=_HEADERS)
+    await response.prepare(request)
+    while True:
+        try:
+            found = await source.next(heartbeat)
+            if found is None:
                 break
-            else:
-                try:
-                    async with asyncio.timeout(heartbeat):
-                        await self._news.wait()
-                except TimeoutError:
-                    # An event would have a number of its own.
-                    await response.write(_HEARTBEAT)
-        await response.write_eof()
-        return response
+            # An event would have a number of its own.
+            await response.write(found or _HEARTBEAT)
+        except asyncio.CancelledError:
+            reason = request.app[DRAINING].reason()
+            if reason is None:
+                raise
+            source.stop(reason)
+    await response.write_eof()
+    return response

@@ -284,6 +284,14 @@ class ResponsesSettings(_Group, frozen=True):
     ] = 48 * 1024 * 1024
     max_conversation_items: Annotated[Count, Meta(le=4096), _file_only("Most items of a conversation.")] = 4096
 
+    max_background: Annotated[
+        Count,
+        _file_only(
+            "Most responses that are made or wait in the background, divided among the workers; others get a 503.",
+            live=True,
+        ),
+    ] = 1000
+
     @property
     def max_age_seconds(self) -> float:
         """The same in seconds."""

@@ -83,9 +83,7 @@ class Admission:
         queue is full or the process cannot follow, and when the wait was too long; and :class:`ModelUnloading` where
         the model is being unloaded.
         """
-        self._model_draining.check(model)
-        if self._lag() > _MAX_LOOP_LAG:
-            raise ServiceOverloaded("The service is overloaded.", retry_after=1)
+        self.check(model)
         task = asyncio.current_task()
         if self._total() < self._limit and self._has_room(model):
             # No request waits for this model: each one that ends admits those that have room.
@@ -94,16 +92,23 @@ class Admission:
             await self._wait(model, task, observation, patience)
         return task
 
+    def check(self, model: str) -> None:
+        """Raise what :meth:`enter` would raise at once."""
+        self._model_draining.check(model)
+        if self._lag() > _MAX_LOOP_LAG:
+            raise ServiceOverloaded("The service is overloaded.", retry_after=1)
+        full = self._total() >= self._limit or not self._has_room(model)
+        if full and len(self._queue) >= self._queue_limit:
+            raise ServiceOverloaded(
+                "Too many requests are running and waiting already.", retry_after=self._settings.queue_timeout
+            )
+
     def leave(self, model: str, task: _Task) -> None:
         """Count the request of *task*, which was admitted for *model*, out."""
         self._model_draining.leave(model, task)
         self._admit()
 
     async def _wait(self, model: str, task: _Task, observation: Observation, patience: float | None) -> None:
-        if len(self._queue) >= self._queue_limit:
-            raise ServiceOverloaded(
-                "Too many requests are running and waiting already.", retry_after=self._settings.queue_timeout
-            )
         seconds = min(self._settings.queue_timeout, math.inf if patience is None else patience)
         turn = asyncio.get_running_loop().create_future()
         self._queue[turn] = model, task

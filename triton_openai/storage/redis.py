@@ -87,8 +87,9 @@ if op == 'put' then
   grow(owner, grown)
   return append(owner, 11, math.huge, math.huge)
 elseif op == 'append' then
-  if field('owner') ~= ARGV[5] then return 0 end
-  return append(ARGV[5], 8, tonumber(ARGV[6]), tonumber(ARGV[7]))
+  if field('owner') ~= ARGV[5] or (ARGV[8] ~= '' and field('holder') ~= ARGV[8]) then return 0 end
+  if ARGV[8] ~= '' then lease(ARGV[8], tonumber(ARGV[9])) end
+  return append(ARGV[5], 10, tonumber(ARGV[6]), tonumber(ARGV[7]))
 elseif op == 'claim' then
   local holder, seconds = ARGV[5], tonumber(ARGV[6])
   local held = field('holder')
@@ -202,10 +203,12 @@ class RedisStore(Store):
         return bool(await self._call("put", key, owner, version, head, parent or "", *held, *chain(*rows)))
 
     async def append(
-        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None
-    ) -> bool:
+        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None,
+        lease: tuple[str, float] | None = None,
+    ) -> bool:  # fmt: skip
         self._charge(owner, rows)
-        return bool(await self._call("append", key, owner, most_rows or "inf", most_size or "inf", *chain(*rows)))
+        most = (most_rows or "inf", most_size or "inf")
+        return bool(await self._call("append", key, owner, *most, *(lease or ("", 0)), *chain(*rows)))
 
     async def claim(self, key: str, holder: str, seconds: float, *, renew: bool = False) -> bool:
         return bool(await self._call("claim", key, holder, seconds, int(renew)))

@@ -135,9 +135,17 @@ class SqlStore(Store):
 
     @_operation(write=True)
     def append(
-        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None
-    ) -> Steps[bool]:
+        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None,
+        lease: tuple[str, float] | None = None,
+    ) -> Steps[bool]:  # fmt: skip
         self._charge(owner, rows)
+        if lease is not None:
+            held = yield (
+                "UPDATE triton_openai_entry SET until = $3 WHERE key = $1 AND holder = $2 RETURNING key",
+                *(key, lease[0], time.time() + lease[1]),
+            )
+            if not held:
+                return False
         return (yield from _append(key, owner, rows, most_rows or _LAST, most_size or _LAST))
 
     @_operation(write=True)

@@ -133,11 +133,13 @@ class Store(ABC):
 
     @abstractmethod
     async def append(
-        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None
-    ) -> bool:
+        self, key: str, owner: str, rows: Sequence[Row], *, most_rows: int | None = None, most_size: int | None = None,
+        lease: tuple[str, float] | None = None,
+    ) -> bool:  # fmt: skip
         """
         Add *rows*, except those whose ids the entry has; return whether there is such an entry.
 
+        With a *lease*, there is none unless that holder has it, who then has it for so many seconds.
         Raises :class:`EntryFull` if it would have more rows or bytes than allowed.
         """
 

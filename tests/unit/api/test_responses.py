@@ -15,7 +15,7 @@ from tests.cases import every_case
 from tests.described import check
 from triton_openai.api.agents import seal
 from triton_openai.api.bodies import read_within
-from triton_openai.api.responses.events import ResponseEvents
+from triton_openai.api.responses.events import ResponseEvents, replayed, terminal_events
 from triton_openai.api.responses.reader import Reading, ToolName, input_items, read
 from triton_openai.api.responses.types import ResponseObject, ResponsesRequest
 from triton_openai.config.tree import LimitSettings
@@ -414,15 +414,65 @@ async def test_the_end_is_kept_first() -> None:
     for works in (True, False):
         stream = renderer()
         stream.response.store = True
-        kept: list[bytes] = []
+        kept: list[str] = []
 
-        async def keep(last: bytes, kept: list[bytes] = kept, works: bool = works, stream: Any = stream) -> bool:
-            kept.append(last)
+        async def keep(kept: list[str] = kept, works: bool = works, stream: Any = stream) -> None:
+            kept.append(stream.response.status)
             stream.response.store = works
-            return works
 
         stream.keep = keep
         sent = stream.opening() + stream.piece(0, Delta("a")) + stream.last(0)
         last = await stream.ended(None)
-        assert works is (kept == [last])
+        assert ["completed"] == kept
         assert works is events_of(sent + last)[-1]["response"]["store"]
+
+
+def test_a_response_that_waits() -> None:
+    """It is created and queued before it is in progress; cancelled, it keeps what it has."""
+    stream = renderer(names={"t": ToolName("t", None, True)})
+    events = events_of(stream.queued() + stream.opening() + stream.piece(0, Delta("a")) + stream.piece(0, Delta("b")))
+    assert [
+        ("created", "queued"), ("queued", "queued"), ("in_progress", "in_progress")
+    ] == [(each["type"].removeprefix("response."), each["response"]["status"]) for each in events[:3]]  # fmt: skip
+    events = events_of(stream.cancelled() + terminal_events(stream.response, 10))
+    assert [*MESSAGE, "cancelled"] == [each["type"].removeprefix("response.") for each in events]
+    (item,) = events[-1]["response"]["output"]
+    assert ("ab", "incomplete") == (item["content"][0]["text"], item["status"])
+    # Before its turn there is nothing.
+    stream = renderer()
+    events = events_of(stream.queued() + stream.cancelled() + terminal_events(stream.response, 2))
+    assert ["response.created", "response.queued", "response.cancelled"] == [each["type"] for each in events]
+
+
+@given(_EVENTS, st.integers(0), st.booleans())
+def test_output_from_events(found: list[Any], place: int, summarizes: bool) -> None:
+    """The first events of any answer give the output as far as they go, and all of them the whole output."""
+    script: list[Event] = []
+    for number, each in enumerate(found):
+        if isinstance(each, tuple):
+            script += [ToolCallStart(number, f"c{number}", each[0]), ToolCallArguments(number, each[1])]
+        else:
+            script.append(each)
+    names = {"t": ToolName("t", "n"), "u": ToolName("u", None, True)}
+    stream = renderer(Scripted(*[[each] for each in script]), names=names)
+    stream.response.reasoning = {"summary": "auto"} if summarizes else {}
+    stream.__post_init__()
+    pieces = b"".join([stream.opening(), *[stream.piece(0, Delta("x")) for _ in script], stream.last(0)])
+    events = [each + b"\n\n" for each in pieces.split(b"\n\n")[:-1]]
+
+    def shown(items: Any) -> list[dict[str, Any]]:
+        return list(json.loads(msgspec.json.encode(items)))
+
+    output = shown(stream.response.output)
+    assert output == shown(replayed(pieces))
+    begun = shown(replayed(b"".join(events[: place % len(events)])))
+    for item, whole in zip(begun, output, strict=False):
+        assert item["id"] == whole["id"]
+        assert item["status"] == "incomplete" or item == whole
+        texts = [
+            "".join(part["text"] for part in (*each.get("content", ()), *each.get("summary", ())))
+            + each.get("arguments", "")
+            + each.get("input", "")
+            for each in (item, whole)
+        ]
+        assert texts[1].startswith(texts[0])

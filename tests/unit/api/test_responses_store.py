@@ -19,7 +19,7 @@ from tests.proxy_fixture import Answer, Proxy, serving
 from tests.store_fixture import Server
 from triton_openai.api.responses.sources import gather
 from triton_openai.api.responses.state import STATE, Conversation, ResponseState, output_rows
-from triton_openai.api.responses.types import OutputMessage, OutputText, ResponseObject
+from triton_openai.api.responses.types import INTERRUPTED, OutputMessage, OutputText, ResponseObject
 from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
 from triton_openai.errors import ConversationBusy, InvalidRequest, ObjectNotFound
 from triton_openai.storage import open_store
@@ -89,11 +89,9 @@ async def test_what_a_response_goes_on_from(state: ResponseState) -> None:
 
 
 async def test_a_maker_that_is_gone(state: ResponseState) -> None:
-    """A response whose process has ended is incomplete."""
+    """A response whose process has ended has failed."""
     response = (await state.record(await keep(state, 1, status="in_progress"), "me")).response
-    assert "incomplete" == response.status
-    assert response.incomplete_details is not None
-    assert "interrupted" == response.incomplete_details.reason
+    assert ("failed", INTERRUPTED) == (response.status, response.error)
 
 
 async def test_one_response_at_a_time_in_a_conversation(state: ResponseState) -> None:

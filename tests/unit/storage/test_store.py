@@ -109,7 +109,8 @@ async def test_the_bounds_of_an_entry(stores: tuple[Store, Store]) -> None:
     """What would exceed one is not added, not in part either; what is there already takes no room."""
     first, second = stores
     await first.put("k", "me", b"", 0, rows=PAIR)
-    for bounds in ({"most_rows": 3}, {"most_size": 9}):
+    each: tuple[dict[str, Any], ...] = ({"most_rows": 3}, {"most_size": 9})
+    for bounds in each:
         with pytest.raises(EntryFull):
             await second.append("k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], **bounds)
         assert await second.append("k", "me", [*PAIR, PAIR[0]], **bounds)
@@ -118,6 +119,22 @@ async def test_the_bounds_of_an_entry(stores: tuple[Store, Store]) -> None:
         "k", "me", [Row("list", "x", b"1234"), Row("list", "y", b"123")], most_rows=4, most_size=10
     )
     assert {"me": 10} == await first.owners()
+
+
+async def test_rows_of_the_holder(stores: tuple[Store, Store]) -> None:
+    """Who adds rows under a lease has it for longer; who has lost it adds nothing."""
+    first, second = stores
+    assert not await first.append("k", "me", PAIR, lease=("one", 100))
+    await first.put("k", "me", b"head", 0, lease=("one", 1))
+    assert await first.append("k", "me", PAIR[:1], lease=("one", 100))
+    assert await first.append("k", "me", (), lease=("one", 200))
+    found = await second.get("k")
+    assert found is not None
+    assert 190 < found.until - time.time() < 210
+    assert await second.put("k", "me", b"other", 1, lease=("", 0))
+    for holder in ("one", "two"):
+        assert not await first.append("k", "me", PAIR[1:], lease=(holder, 100))
+    assert ["a"] == [row.id for row in (await page(second, "k")).rows]
 
 
 async def test_leases(stores: tuple[Store, Store]) -> None:

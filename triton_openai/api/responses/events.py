@@ -15,7 +15,7 @@ from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
 from triton_openai.api.responses import types
 from triton_openai.api.responses.reader import ToolName
 from triton_openai.api.service import now
-from triton_openai.api.sse import Renderer, event
+from triton_openai.api.sse import Renderer, event, event_data
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
@@ -59,29 +59,28 @@ _CODES: Mapping[type[ServiceError], str] = {
 @dataclass
 class ResponseEvents(Renderer):
     """
-    The events of one response, which has one *run*; without it, the response can only fail.
+    The events of one response, which has one *run*.
 
-    *response* grows with the answer: it is whole once :meth:`closing` or :meth:`failed` was called. *parser* reads the
-    text. *names* says how the client calls its tools. *sealed* is whether reasoning items have their
+    *response* grows with the answer: it is whole once :meth:`concluded` or :meth:`cancelled` was called. *parser* reads
+    the text. *names* says how the client calls its tools. *sealed* is whether reasoning items have their
     ``encrypted_content``.
     """
 
     response: types.ResponseObject
-    run: Run | None
+    run: Run
     parser: AnswerParser
     _: KW_ONLY
     names: Mapping[str, ToolName]
     sealed: bool
-    #: Keeps the response with its last events, before these are sent; returns whether it could.
-    keep: Callable[[bytes], Awaitable[bool]] | None = None
+    #: Keeps the response before its last event is sent.
+    keep: Callable[[], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
         self._output: list[types.OutputItem] = []
         self.response.output = self._output
-        self._opened = False
+        self._opened = self._queued = False
         # The opening events have the first numbers, though they may be rendered after the first text.
         self._next = 2
-        self._last_size = 0
         # The item that is open: its texts, log probabilities, and what stands round a piece of text in its events.
         self._item: types.OutputItem | None = None
         summarizes = self.response.reasoning.get("summary") is not None
@@ -91,24 +90,35 @@ class ResponseEvents(Renderer):
         self._logprobs: list[ContentLogprob] = []
         self._head = self._middle = self._tail = b""
 
+    def queued(self) -> bytes:
+        """Return the first events of a response that waits for its turn in the background; the opening follows."""
+        self._queued = True
+        return self._begun("response.created", 0) + self._begun("response.queued", 1)
+
     def opening(self) -> bytes:
         """Return the events that open the response, once."""
         if self._opened:
             return b""
         self._opened = True
-        shown = self._in_progress()
-        return b"".join(
-            event(name, b'{"type":"%b","sequence_number":%d,"response":%b}' % (name.encode(), number, shown))
-            for number, name in enumerate(("response.created", "response.in_progress"))
-        )
+        if self._queued:
+            self.response.status = "in_progress"
+            self._next = 3
+            return self._begun("response.in_progress", 2)
+        return self._begun("response.created", 0) + self._begun("response.in_progress", 1)
 
     def keep_alive(self) -> bytes:
         """Return the opening events, then an event that changes nothing: comments do not reset clients' timers."""
-        return self.opening() or self._event("response.in_progress", response=msgspec.Raw(self._in_progress()))
+        if events := self.opening():
+            return events
+        self._next += 1
+        return self._begun("response.in_progress", self._next - 1)
 
-    def _in_progress(self) -> bytes:
-        """Return the response as it began; the other events tell of the rest."""
-        return _encode(msgspec.structs.replace(self.response, status="in_progress", error=None, output=()))
+    def _begun(self, name: str, number: int) -> bytes:
+        """Return an event with the response as it began; the other events tell of the rest."""
+        status: types.ResponseStatus = "queued" if self._queued and not self._opened else "in_progress"
+        return response_event(
+            name, number, response=msgspec.structs.replace(self.response, status=status, error=None, output=())
+        )
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if self.parser.plain and type(self._item) is types.OutputMessage and not delta.logprobs:
@@ -125,48 +135,50 @@ class ResponseEvents(Renderer):
         if not self._output:
             # An empty answer is a message too.
             events += self._begin(types.OutputMessage)
-        cut = self.run is not None and self.run.progress.finish_reason is FinishReason.LENGTH
+        cut = self.run.progress.finish_reason is FinishReason.LENGTH
         if isinstance(self._item, types.OutputFunctionCall | types.OutputCustomCall):
             cut = self.parser.cut
         return events + self._close("incomplete" if cut else "completed")
 
     def closing(self) -> bytes:
         """Return the event with the whole response."""
-        response, run = self.response, self.run
-        assert run is not None
-        response.status = "completed"
-        if run.progress.finish_reason is FinishReason.LENGTH:
-            response.status, response.incomplete_details = "incomplete", types.IncompleteDetails("max_output_tokens")
-        else:
-            response.completed_at = now()
-        response.usage = self._usage(run)
-        return self._ended()
+        self.concluded(None)
+        return terminal_events(self.response, self._next)
 
     def failed(self, error: ServiceError) -> bytes:
         """Return the end of the open item, and the events that tell of *error*."""
-        unknown = "server_is_overloaded" if error.status == 503 else "server_error"
-        code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), unknown)
-        self.response.status, self.response.error = "failed", types.ResponseFailure(code, error.message)
-        events = self.opening() + self._close("incomplete")
-        # Some clients read only the one, some only the other.
-        return events + self._event("error", code=code, message=error.message, param=error.param) + self._ended()
+        return self.concluded(error) + terminal_events(self.response, self._next, error.param)
 
     async def ended(self, error: ServiceError | None) -> bytes:
         """Return the last events, once the response that they tell of is kept."""
-        events = self.closing() if error is None else self.failed(error)
-        if self.keep is not None and not await self.keep(events):
-            # The response says so now.
-            self._next -= 1
-            events = events[: -self._last_size] + self._ended()
-        return events
+        events = self.concluded(error)
+        if self.keep is not None:
+            # The response says whether it could be.
+            await self.keep()
+        return events + terminal_events(self.response, self._next, None if error is None else error.param)
 
-    def _ended(self) -> bytes:
-        last = self._event(f"response.{self.response.status}", response=self.response)
-        self._last_size = len(last)
-        return last
+    def concluded(self, error: ServiceError | None) -> bytes:
+        """Give the response its end, by *error* if there is one; return the events before those that tell of it."""
+        response = self.response
+        if error is not None:
+            events = self.opening() + self._close("incomplete")
+            response.status, response.error = "failed", _failure(error)
+            return events
+        response.status = "completed"
+        if self.run.progress.finish_reason is FinishReason.LENGTH:
+            response.status, response.incomplete_details = "incomplete", types.IncompleteDetails("max_output_tokens")
+        else:
+            response.completed_at = now()
+        response.usage = self._usage()
+        return b""
 
-    def _usage(self, run: Run) -> types.ResponseUsage:
-        usage = run.progress.usage or run.progress.usage_estimate
+    def cancelled(self) -> bytes:
+        """Make the response a cancelled one, which keeps what it has; return the end of the open item."""
+        self.response.status = "cancelled"
+        return self._close("incomplete")
+
+    def _usage(self) -> types.ResponseUsage:
+        usage = self.run.progress.usage or self.run.progress.usage_estimate
         return types.ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=types.InputTokensDetails(cached_tokens=usage.cached_tokens or 0),
@@ -178,9 +190,8 @@ class ResponseEvents(Renderer):
         )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        number = self._next
         self._next += 1
-        return event(kind, _encode(types.ResponseEvent(type=kind, sequence_number=number, **fields)))
+        return response_event(kind, self._next - 1, **fields)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """Return an event about the open item."""
@@ -268,21 +279,17 @@ class ResponseEvents(Renderer):
         text, logprobs = "".join(self._texts), self._logprobs
         self._texts, self._logprobs = [], []
         item.status = status
+        if isinstance(item, types.OutputCustomCall):
+            text = _custom_input(text)
+        _fill(item, text, logprobs, summarizes=kind is _SUMMARY)
         if isinstance(item, types.OutputMessage):
-            item.content = (types.OutputText(text=text, logprobs=logprobs),)
             rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
         elif isinstance(item, types.OutputReasoning):
-            if kind is _SUMMARY:
-                item.summary = (types.SummaryText(text=text),)
-            else:
-                item.content = (types.ReasoningText(text=text),)
             item.encrypted_content = seal(text) if self.sealed else None
             rendered += self._item_event(f"{kind.text}.done", **{kind.numbered: 0}, text=text)
         elif isinstance(item, types.OutputFunctionCall):
-            item.arguments = text
             rendered += self._item_event("function_call_arguments.done", name=item.name, arguments=text)
         else:
-            item.input = _custom_input(text)
             rendered += self._item_event("custom_tool_call_input.delta", delta=item.input)
             rendered += self._item_event("custom_tool_call_input.done", input=item.input)
         if isinstance(item, types.OutputMessage):
@@ -292,6 +299,81 @@ class ResponseEvents(Renderer):
         rendered += self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
         self._item = None
         return rendered
+
+
+def _failure(error: ServiceError) -> types.ResponseFailure:
+    if error.code == "service_stopping":
+        # As if the process had been killed.
+        return types.INTERRUPTED
+    unknown = "server_is_overloaded" if error.status == 503 else "server_error"
+    return types.ResponseFailure(
+        next((code for kind, code in _CODES.items() if isinstance(error, kind)), unknown), error.message
+    )
+
+
+def terminal_events(response: types.ResponseObject, number: int, param: str | None = None) -> bytes:
+    """
+    Return what every stream of *response* ends with, from event *number* on; *param* is what a failure blames.
+
+    For a cancelled response that is ``response.cancelled``, which OpenAI names for webhooks only.
+    """
+    rendered, failure = b"", response.error
+    if failure is not None:
+        # Some clients read only the one, some only the other.
+        rendered = response_event("error", number, code=failure.code, message=failure.message, param=param)
+        number += 1
+    return rendered + response_event(f"response.{response.status}", number, response=response)
+
+
+def response_event(kind: str, number: int, **fields: Any) -> bytes:
+    """Return the event of *kind* with the sequence number *number*."""
+    return event(kind, _encode(types.ResponseEvent(type=kind, sequence_number=number, **fields)))
+
+
+class _Told(msgspec.Struct):
+    """What an event tells of the output: an item that begins or ends, or more of the last one."""
+
+    type: str
+    item: types.OutputItem | None = None
+    output_index: int = 0
+    delta: str = ""
+    logprobs: Sequence[ContentLogprob] = ()
+
+
+_told = msgspec.json.Decoder(_Told)
+
+
+def replayed(events: bytes) -> list[types.OutputItem]:
+    """Return the output that whole *events* tell of, as far as they go; an item that they do not end is incomplete."""
+    output: list[types.OutputItem] = []
+    deltas: list[_Told] = []
+    for data in event_data(events):
+        told = _told.decode(data)
+        if told.item is not None:
+            output[told.output_index :] = [told.item]
+            deltas = []
+        elif told.delta:
+            deltas.append(told)
+    if output and output[-1].status == "in_progress":
+        output[-1].status = "incomplete"
+        logprobs = [entry for told in deltas for entry in told.logprobs]
+        summarizes = bool(deltas) and deltas[0].type.startswith(f"response.{_SUMMARY.text}.")
+        _fill(output[-1], "".join([told.delta for told in deltas]), logprobs, summarizes=summarizes)
+    return output
+
+
+def _fill(item: types.OutputItem, text: str, logprobs: Sequence[ContentLogprob], *, summarizes: bool) -> None:
+    """Give *item* its whole *text*."""
+    if isinstance(item, types.OutputMessage):
+        item.content = (types.OutputText(text=text, logprobs=logprobs),)
+    elif isinstance(item, types.OutputReasoning) and summarizes:
+        item.summary = (types.SummaryText(text=text),)
+    elif isinstance(item, types.OutputReasoning):
+        item.content = (types.ReasoningText(text=text),)
+    elif isinstance(item, types.OutputFunctionCall):
+        item.arguments = text
+    else:
+        item.input = text
 
 
 def _custom_input(arguments: str) -> str:

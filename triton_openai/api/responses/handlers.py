@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import structlog
@@ -22,32 +22,27 @@ from triton_openai.api import agents, chat
 from triton_openai.api.agents import known_effort
 from triton_openai.api.bodies import JsonCheck, check_texts, json_response, missing, tell_ignored
 from triton_openai.api.responses import types
-from triton_openai.api.responses.events import ResponseEvents
+from triton_openai.api.responses.background import LEASE_SECONDS, EventLog
+from triton_openai.api.responses.events import ResponseEvents, terminal_events
 from triton_openai.api.responses.reader import Reading, input_items, read
+from triton_openai.api.responses.resume import ResumedEvents
 from triton_openai.api.responses.sources import Sources, gather
-from triton_openai.api.responses.state import (
-    LEASE_SECONDS,
-    RENEW_SECONDS,
-    STATE,
-    Live,
-    Record,
-    ResponseState,
-    every,
-    output_rows,
-)
+from triton_openai.api.responses.state import STATE, Live, Record, ResponseState, output_rows
 from triton_openai.api.service import RequestContext, begin, key_of, now
-from triton_openai.api.sse import EventLog, stream
+from triton_openai.api.sse import send_events, stream
+from triton_openai.config.worker import WORKER
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
-from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.serving.middleware import Observed
 from triton_openai.serving.request_body import LIMITS
 from triton_openai.storage.store import Row
-from triton_openai.telemetry.observation import OBSERVERS
+from triton_openai.telemetry.observation import OBSERVERS, Observation
 
 _log = structlog.get_logger(__name__)
 
 
+# The seconds between attempts to keep a response that was made in the background.
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
 # What a response repeats of its request.
 _REPEATED = (
     "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "parallel_tool_calls",
@@ -128,15 +123,13 @@ class Job:
             reading.blame(error)
             raise errors.ContextLengthExceeded(error.message, param=error.param) from error
 
-    def events(self, turn: chat.Turn | None) -> ResponseEvents:
-        """Return what renders the response; without a *turn*, it has failed before it began."""
-        response, run, parser = self.response, None, AnswerParser(None, None)
-        response.status = "in_progress"
-        if turn is not None:
-            (run,), (parser,) = turn.runs, turn.parsers
-            for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
-                if (value := getattr(turn.task.sampling, name)) is not None:
-                    setattr(response, name, value)
+    def events(self, turn: chat.Turn) -> ResponseEvents:
+        """Return what renders the response, which is the answer of *turn*."""
+        response = self.response
+        (run,), (parser,) = turn.runs, turn.parsers
+        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+            if (value := getattr(turn.task.sampling, name)) is not None:
+                setattr(response, name, value)
         names = {} if self.reading is None else self.reading.tools.names
         sealed = "reasoning.encrypted_content" in (self.body.include or ())
         return ResponseEvents(response, run, parser, names=names, sealed=sealed, keep=self.keep)
@@ -149,36 +142,46 @@ class Job:
         """
         kept = self.response
         if not kept.background:
-            kept = msgspec.structs.replace(
-                kept, status="incomplete", incomplete_details=types.IncompleteDetails("interrupted"), output=()
-            )
+            kept = msgspec.structs.replace(kept, status="failed", error=types.INTERRUPTED, output=())
         await self._put(kept, self.sources.rows, lease=LEASE_SECONDS if kept.background else 0.0)
 
-    async def renew(self) -> None:
-        """Say that this process still makes the response."""
-        await self.state.store().claim(self.id, self.id, LEASE_SECONDS, renew=True)
-
-    async def keep(self, last: bytes = b"") -> bool:
-        """Keep the response and its *last* events; return whether that worked. If not, the response says so."""
+    async def keep(self) -> None:
+        """Keep the response, which has ended. If that does not work, it says so."""
         response = self.response
         rows = [*self.sources.rows, *output_rows(response)]
-        kept = True
         if self.conversation is not None and response.status in ("completed", "incomplete"):
             try:
                 await self.state.extend(self.conversation, self.owner, rows)
             except (errors.StoreUnavailable, errors.ObjectNotFound, errors.ConversationFull) as error:
                 self.state.not_kept(error, self.id)
-                response.conversation, kept = None, False
-        if self.stored:
-            # Those in the background are read again after their end.
-            if self.log is not None:
-                rows.append(Row("events", "all", bytes(self.log) + last))
+                response.conversation = None
+        if self.log is not None:
+            await self.log.close()
+            await self._keep_at_last(rows, self.log)
+        elif self.stored:
             try:
                 await self._put(response, rows)
             except errors.StoreUnavailable as error:
                 self.state.not_kept(error, self.id)
-                response.store, response.conversation, kept = False, None, False
-        return kept
+                response.store, response.conversation = False, None
+
+    async def _keep_at_last(self, rows: Sequence[Row], log: EventLog) -> None:
+        """Keep a response of the background, of which a waiting client has nothing, if not at once then soon."""
+        for pause in (*_PAUSES, None):
+            try:
+                if not await self._put(self.response, [*rows, *log.rows()]):
+                    # Somebody has ended it before, or this was kept, and the store could not say so.
+                    self.response = (await self.state.record(self.id, self.owner)).response
+                return
+            except errors.ObjectNotFound:
+                self.response.status = "cancelled"
+                return
+            except errors.StoreUnavailable as error:
+                self.state.not_kept(error, self.id)
+                if pause is None:
+                    self.response.store, self.response.conversation = False, None
+                else:
+                    await asyncio.sleep(pause)
 
     async def _put(self, response: types.ResponseObject, rows: Sequence[Row], *, lease: float = 0.0) -> bool:
         kept = await self.state.keep(response, self.owner, self.version, rows, lease=lease)
@@ -202,18 +205,7 @@ async def handle(request: web.Request) -> web.StreamResponse:
                 with suppress(errors.StoreUnavailable):
                     await job.announce()
             return await asked.admitted(partial(_answer, job=job), param="messages")
-    if not job.stored:
-        raise errors.InvalidValue("'background' needs the response to be stored.", "background")
-    job.response.status = "queued"
-    await job.announce()
-    job.log = EventLog()
-    # The key is charged when the response has ended, not with this request.
-    ticket = request.pop(TICKET, None)
-    task = asyncio.create_task(_in_background(context, job, job.log, ticket))
-    state.live[job.id] = Live(job.response, job.log, task)
-    if body.stream:
-        return await job.log.send(request, after=-1)
-    return json_response(job.response)
+    return await _begin_in_background(context, job)
 
 
 @asynccontextmanager
@@ -261,44 +253,90 @@ async def _turn_of(context: RequestContext[chat.ChatRequest], job: Job) -> chat.
             turns *= 2
 
 
-async def _in_background(
-    context: RequestContext[types.ResponsesRequest], job: Job, log: EventLog, ticket: Ticket | None
-) -> None:
-    """Make the response of *job*, whatever becomes of the client."""
-    app = context.request.app
+async def _begin_in_background(context: RequestContext[types.ResponsesRequest], job: Job) -> web.StreamResponse:
+    """
+    Answer with the response of *job*, and make it in the background.
+
+    Whatever can be wrong with the request is found out before. Raises :class:`ServiceError`.
+    """
+    request, state = context.request, job.state
+    if not job.stored:
+        raise errors.InvalidValue("'background' needs the response to be stored.", "background")
+    most = context.service.settings.responses.max_background
+    if len(state.live) >= request.app[WORKER].share(most):
+        raise errors.ServiceOverloaded("Too many responses are being made in the background already.", retry_after=10)
+    context.service.admission.check(context.model.triton_model)
     observation = msgspec.structs.replace(
         context.observation, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
     )
-    context = replace(context, observation=observation)
+    async with AsyncExitStack() as stack:
+        asked = await stack.enter_async_context(_chat(replace(context, observation=observation), job))
+        turn = await asked.answered(partial(_turn_of, job=job), param="messages")
+        events = job.events(turn)
+        job.response.status = "queued"
+        await job.announce()
+        # The key is charged when the response has ended, not with this request.
+        ticket = request.pop(TICKET, None)
+        log = job.log = EventLog(state.store(), job.id, job.owner)
+        log.add(events.queued())
+        work = _in_background(asked, job, turn, events, log, stack.pop_all())
+        task = asyncio.create_task(_charged(work, observation, ticket))
+        state.live[job.id] = Live(job.response, log, task)
+        record = Record(job.response, job.version)
+    if job.body.stream:
+        return await send_events(request, ResumedEvents(state, record, job.owner, -1))
+    return json_response(job.response)
+
+
+async def _charged(work: Coroutine[Any, Any, None], observation: Observation, ticket: Ticket | None) -> None:
+    """Do the *work* of a request that *observation* tells of; then its *ticket* is charged."""
+    try:
+        await work
+    finally:
+        if ticket is not None:
+            ticket.close(tokens_charged(observation, served=observation.error is None, cut_short=False))
+
+
+async def _in_background(
+    context: RequestContext[chat.ChatRequest],
+    job: Job,
+    prepared: chat.Turn,
+    events: ResponseEvents,
+    log: EventLog,
+    held: AsyncExitStack,
+) -> None:
+    """Make the response of *job* from its *prepared* turn, whatever becomes of the client; then *held* is closed."""
+    app, observation = context.request.app, context.observation
     failure: errors.ServiceError | None = None
-    events: ResponseEvents | None = None
+    turns = [prepared]
 
     async def answer(context: RequestContext[chat.ChatRequest]) -> None:
-        nonlocal events
-        turn = await _turn_of(context, job)
-        rendering = events = job.events(turn)
-        log.add(rendering.opening())
+        # If the model's engine does not take it, the text-level model gets another turn.
+        turn = turns.pop() if turns else await _turn_of(context, job)
+        (events.run,), (events.parser,) = turn.runs, turn.parsers
+        log.add(events.opening())
 
         def push(choice: int, deltas: Sequence[Delta]) -> None:
-            log.add(b"".join([rendering.piece(choice, delta) for delta in deltas]))
+            log.check_room()
+            log.add(b"".join([events.piece(choice, delta) for delta in deltas]))
 
         await collect(turn.runs, timeout=context.limits.total, push=push)
-        log.add(rendering.last(0))
+        log.add(events.last(0))
 
     with Observed(app, observation):
         app[OBSERVERS].identified(observation)
+        log.start(cast("asyncio.Task[None]", asyncio.current_task()).cancel)
         try:
             try:
-                async with _chat(context, job) as asked:
-                    async with every(RENEW_SECONDS, job.renew):
-                        await asked.admitted(answer, param="messages")
-                    if events is not None:
-                        log.add(await events.ended(None))
+                async with held:
+                    await context.admitted(answer, param="messages")
+                    log.add(events.concluded(None))
+                    await job.keep()
             except asyncio.CancelledError:
                 failure = app[DRAINING].reason()
                 if failure is None:
                     # Somebody has cancelled it.
-                    job.response.status = "cancelled"
+                    log.add(events.cancelled())
                     await job.keep()
             except errors.ServiceError as error:
                 failure = error
@@ -307,12 +345,12 @@ async def _in_background(
                 failure = errors.ServiceError("The service failed to answer the request.")
             if failure is not None:
                 observation.error = failure
-                log.add(await (events or job.events(None)).ended(failure))
+                log.add(events.concluded(failure))
+                await job.keep()
         finally:
-            log.end()
+            await log.close()
+            log.end(terminal_events(job.response, log.count, None if failure is None else failure.param))
             job.state.live.pop(job.id, None)
-            if ticket is not None:
-                ticket.close(tokens_charged(observation, served=failure is None, cut_short=False))
 
 
 _SUMMARIZE = (
@@ -403,15 +441,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
         after = int(request.query.get("starting_after", "-1"))
     except ValueError as error:
         raise errors.InvalidValue("'starting_after' must be the number of an event.", "starting_after") from error
-    log = None if live is None else live.log
-    while log is None:
-        # Another process makes it.
-        if not record.running:
-            log = EventLog(b"".join(await state.store().read([record.response.id], ["events"])), over=True)
-        else:
-            await asyncio.sleep(1)
-            _, record = await _found(request)
-    return await log.send(request, after=max(-1, after))
+    return await send_events(request, ResumedEvents(state, record, key_of(request).name, after))
 
 
 async def _found(request: web.Request) -> tuple[ResponseState, Record]:
@@ -431,7 +461,7 @@ async def delete(request: web.Request) -> web.Response:
     """Delete a response that was stored; one that is being made is cancelled."""
     state, record = await _found(request)
     await state.store().delete(record.response.id)
-    state.stop(record.response.id)
+    await state.stop(record.response.id)
     return json_response(Deleted(id=record.response.id, object="response"))
 
 
@@ -446,10 +476,10 @@ async def cancel(request: web.Request) -> web.Response:
             )
         if not record.running:
             return json_response(response)
-        response.status = "cancelled"
-        if await state.keep(response, key_of(request).name, record.version):
-            state.stop(response.id)
-            return json_response(response)
+        if not await state.stop(response.id):
+            # Its maker, in another process, can store nothing more. What it has stored is the output.
+            response.status = "cancelled"
+            await state.keep(response, key_of(request).name, record.version)
 
 
 async def list_input(request: web.Request) -> web.Response:

@@ -15,15 +15,14 @@ import structlog
 from aiohttp import web
 
 from triton_openai import errors, offload
-from triton_openai.api.responses.types import IncompleteDetails, OutputItem, ResponseObject, ResponseStatus
-from triton_openai.api.sse import EventLog
+from triton_openai.api.responses.background import EVENTS, LEASE_SECONDS, RENEW_SECONDS, EventLog
+from triton_openai.api.responses.events import replayed
+from triton_openai.api.responses.types import INTERRUPTED, OutputItem, ResponseObject, ResponseStatus
 from triton_openai.config.tree import ResponsesSettings
 from triton_openai.storage.store import Entry, EntryFull, Link, Row, Store
 from triton_openai.telemetry.logging import warn
 
 _log = structlog.get_logger(__name__)
-# Whoever makes a response, or holds a conversation, says so again within this time, else it has ended.
-_LEASE = 15.0
 _RUNNING = frozenset({"queued", "in_progress"})
 _KEY = re.compile(r"(resp|conv)_[0-9a-f]{32}")
 # A change that somebody else was faster with is tried so often.
@@ -60,9 +59,6 @@ _CONVERSATION = offload.json_decoder(Conversation)
 def _record(entry: Entry, output: Sequence[bytes]) -> Record:
     response = _RESPONSE.decode(entry.head)
     response.output = _OUTPUT.decode(joined(output))
-    if response.status in _RUNNING and entry.until < time.time():
-        # Its maker is gone.
-        response.status, response.incomplete_details = "incomplete", IncompleteDetails("interrupted")
     return Record(response, entry.version)
 
 
@@ -134,7 +130,22 @@ class ResponseState:
         if entry is None:
             raise errors.ObjectNotFound(f"There is no response '{response_id[:100]}'.", param="response_id")
         output = await self.store().read([response_id], ["output"])
-        return await offload.run(_record, entry, output, cost=offload.json_cost(entry.size))
+        record = await offload.run(_record, entry, output, cost=offload.json_cost(entry.size))
+        lost = record.running and entry.until < time.time()
+        if lost:
+            record.response.status, record.response.error = "failed", INTERRUPTED
+        if lost or (record.response.status == "cancelled" and not output):
+            await self._settle(record, owner, changed=lost)
+        return record
+
+    async def _settle(self, record: Record, owner: str, *, changed: bool) -> None:
+        """Give a response, which its maker has not ended, the output that its events tell of."""
+        response = record.response
+        events = b"".join(await self.store().read([response.id], [EVENTS]))
+        response.output = await offload.run(replayed, events, cost=offload.json_cost(len(events)))
+        if changed or response.output:
+            # If somebody else is faster, he does the same.
+            record.version += await self.keep(response, owner, record.version, output_rows(response))
 
     async def keep(
         self, response: ResponseObject, owner: str, version: int, rows: Sequence[Row] = (), *, lease: float = 0.0
@@ -225,10 +236,10 @@ class ResponseState:
         store = self.store()
 
         async def renew() -> None:
-            await store.claim(conversation_id, response_id, _LEASE, renew=True)
+            await store.claim(conversation_id, response_id, LEASE_SECONDS, renew=True)
 
         await self.conversation(conversation_id, owner)
-        if not await store.claim(conversation_id, response_id, _LEASE):
+        if not await store.claim(conversation_id, response_id, LEASE_SECONDS):
             raise errors.ConversationBusy("Another response is being made in this conversation.", param="conversation")
         try:
             async with every(RENEW_SECONDS, renew):
@@ -240,11 +251,14 @@ class ResponseState:
                 # Then the lease ends by itself.
                 warn(_log, "a conversation is not released", error, conversation=conversation_id)
 
-    def stop(self, response_id: str) -> None:
-        """Stop making a response in the background, if this process makes it."""
-        live = self.live.pop(response_id, None)
+    async def stop(self, response_id: str) -> bool:
+        """Stop making a response in the background, and wait until that is kept; false if this process makes none."""
+        live = self.live.get(response_id)
         if live is not None:
-            live.task.cancel()
+            if not live.task.cancelling():
+                live.task.cancel()
+            await asyncio.wait({live.task})
+        return live is not None
 
     async def close(self) -> None:
         """Disconnect from the store."""
@@ -272,7 +286,4 @@ async def every(seconds: float, work: Callable[[], Any]) -> AsyncIterator[None]:
         await asyncio.wait([task])
 
 
-#: For how long whoever makes a response says that he does, and how often he says so.
-LEASE_SECONDS = _LEASE
-RENEW_SECONDS = _LEASE / 3
 STATE: web.AppKey[ResponseState] = web.AppKey("responses", ResponseState)

@@ -222,10 +222,14 @@ class ResponseFailure(msgspec.Struct):
     message: str
 
 
-class IncompleteDetails(msgspec.Struct):
-    """Why a response is incomplete; ``interrupted`` is ours, for a service that ended in the middle of it."""
+#: Why a response failed whose maker was stopped or killed.
+INTERRUPTED = ResponseFailure("server_error", "The service stopped before the response was complete.")
 
-    reason: Literal["max_output_tokens", "interrupted"]
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"]
 
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
