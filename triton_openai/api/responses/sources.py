@@ -62,8 +62,7 @@ async def gather(
     known: dict[str, bytes] = {}
     decoded: Sequence[Item] = ()
     if before:
-        whole = joined(before)
-        decoded = await offload.run(_ITEMS.decode, whole, cost=offload.json_cost(len(whole)))
+        decoded = await offload.run(budget.decoded, before, param, cost=offload.json_cost(budget.size))
         known = {str(item.get("id")): data for item, data in zip(decoded, before, strict=True)}
     wanted = [(number, found) for number, item in enumerate(items) if (found := reference(item)) is not None]
     fetched = await _fetched(state, [each for each in wanted if each[1] not in known], owner, budget)
@@ -135,24 +134,34 @@ class _Budget:
         self._count += count
         self.size += size
         if self._count > MAX_MESSAGES:
-            raise _too_long(f"more than {MAX_MESSAGES} items", param)
+            raise _too_long(f"There are more than {MAX_MESSAGES} items.", param)
         most = self._settings.server.max_body_size
         if self.size > most:
-            raise _too_long(f"more than {most} bytes (server.max_body_size)", param)
+            raise _too_long(f"There are more than {most} bytes (server.max_body_size).", param)
+
+    def decoded(self, items: Sequence[bytes], param: str) -> Sequence[Item]:
+        """Check *items* as a body, and read them."""
+        whole = joined(items)
+        self._check(whole, param)
+        decoded: Sequence[Item] = _ITEMS.decode(whole)
+        return decoded
 
     def check(self, items: Sequence[bytes], param: str) -> JsonCheck | None:
         """Check all *items* together as a body; return what counts the JSON in their texts."""
+        most = self._settings.server.max_body_size
+        if sum(map(len, items)) > most:
+            raise _too_long(f"There are more than {most} bytes (server.max_body_size).", param)
+        return self._check(joined(items), param)
+
+    def _check(self, whole: bytes, param: str) -> JsonCheck | None:
         check = JsonCheck(self._settings.limits)
-        size = sum(map(len, items))
-        if size > self._settings.server.max_body_size:
-            raise _too_long(f"{size} bytes, more than a body may have (server.max_body_size)", param)
         try:
-            return None if check.check(joined(items)) else check
+            return None if check.check(whole) else check
         except InvalidRequest as error:
-            raise _too_long("more than a body may have", param, error.message) from error
+            raise _too_long(error.message, param) from error
 
 
-def _too_long(what: str, param: str, said: str = "") -> ContextLengthExceeded:
+def _too_long(what: str, param: str) -> ContextLengthExceeded:
     return ContextLengthExceeded(
-        f"The input with what it goes on from and refers to has {what}. {said}".strip(), param=param
+        f"The input, with what it goes on from and refers to, is larger than a request may be. {what}", param=param
     )
