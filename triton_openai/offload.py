@@ -73,11 +73,11 @@ async def run(function: Callable[[*_Args], _T], *arguments: *_Args, cost: float,
     """
     if cost <= INLINE:
         return function(*arguments)
-    future = _lane(cost > LONG).submit(partial(copy_context().run, function, *arguments), cost, refusable)
+    future = lane(cost > LONG).submit(partial(copy_context().run, function, *arguments), cost, refusable)
     return await asyncio.wrap_future(future)
 
 
-class _Lane:
+class Lane:
     """Threads for work of one kind: *long* work is done one by one, and its memory goes back to the system."""
 
     def __init__(self, *, long: bool) -> None:
@@ -90,7 +90,7 @@ class _Lane:
     def submit(self, function: Callable[[], _T], cost: float, refusable: bool) -> Future[_T]:
         """Return the future of a call. Raises :class:`ServiceOverloaded`."""
         with self._lock:
-            if refusable and self._long and self._cost > 0 and self._cost + cost > _MOST_LONG_WORK:
+            if refusable and self._long and self._cost > INLINE and self._cost + cost > _MOST_LONG_WORK:
                 raise ServiceOverloaded(
                     "Too many long texts wait to be tokenized.", retry_after=math.ceil(self._cost / 1_000_000)
                 )
@@ -105,8 +105,9 @@ class _Lane:
 
 
 @cache
-def _lane(long: bool) -> _Lane:
-    return _Lane(long=long)
+def lane(long: bool) -> Lane:
+    """Return the threads for *long* work, or for the rest."""
+    return Lane(long=long)
 
 
 def _frugal(function: Callable[[], _T]) -> _T:

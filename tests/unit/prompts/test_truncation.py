@@ -3,19 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+import tokenizers
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
+from triton_openai.demo.make_tokenizer import corpus
 from triton_openai.errors import InvalidRequest
 from triton_openai.prompts.tokenizer import Tokenizer
+from triton_openai.prompts.tokenizer_files import TokenizerFiles
 from triton_openai.prompts.truncation import Truncation, cut_encoded, cut_ids, cut_text
 
 TOKENIZER = Tokenizer.load(str(files("triton_openai.demo").joinpath("tokenizer")))
 SIDES = ("left", "right")
+
+
+@cache
+def trained(kind: str) -> Tokenizer:
+    """Return a tokenizer of a *kind*, with the special tokens and the spaces that such ones have."""
+    if kind == "byte-level":
+        return TOKENIZER
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "wordpiece":
+        backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+        backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+        trainer: Any = trainers.WordPieceTrainer(vocab_size=2000, special_tokens=special, show_progress=False)
+    elif kind == "unigram":
+        backend = tokenizers.Tokenizer(models.Unigram())
+        backend.normalizer, backend.pre_tokenizer = normalizers.NFKC(), pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=1000, special_tokens=special, unk_token="<unk>", show_progress=False
+        )
+    else:
+        # As Llama's: a text is one word, in which spaces are letters.
+        backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Strip(), normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = trainers.BpeTrainer(vocab_size=1500, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(corpus(), trainer)
+    if kind == "one word":
+        backend.pre_tokenizer = None
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    empty: Any = {}
+    named = dict.fromkeys(
+        ("config", "special_tokens_map", "generation_config", "model_config", "chat_templates"), empty
+    )
+    return Tokenizer(backend, TokenizerFiles(tokenizer_json=Path(), **named))
+
+
+# What tokenizers treat differently: words, spaces, lines, digits, marks, letters that are several bytes, a run of one.
+PIECES = st.sampled_from(
+    ["the", " quick", " Fox", " 12345", "\n\n", "  ", " ", "\n", ".", ", ", "_", "é", "e\u0301", "中文", " 中", "🙂", "<s>",
+     "</s> ", "a" * 30, "\u2581", "-- ", "don't "]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "one word", "unigram", "wordpiece"])
+@given(
+    pieces=st.lists(PIECES, min_size=40, max_size=60),
+    words=st.lists(PIECES, min_size=1, max_size=40),
+    tokens=st.integers(1, 60),
+    side=st.sampled_from(SIDES),
+    shift=st.integers(0, 9),
+)
+@settings(max_examples=20)
+def test_a_part_of_a_text_has_the_tokens_that_are_kept(
+    kind: str, pieces: list[str], words: list[str], tokens: int, side: Any, shift: int
+) -> None:
+    """Whatever is cut off far away from them, and however the tokenizer treats the start of a text."""
+    tokenizer = trained(kind)
+    # The same text again and again, with words in between; where the cut is found moves with the shift.
+    once = "".join(pieces) + "".join(words) + "x" * shift + " and so it goes on and on. "
+    text = once * (14_000 // len(once))
+    part = tokenizer.part(text, tokens, side)
+
+    assert text.endswith(part) if side == "left" else text.startswith(part)
+    whole = tokenizer.encode(text, True)
+    assert len(part) < len(text)
+    for keeps_special in (True, False):
+        if keeps_special:
+            found, expected = (tokenizer.encode_cut(each, tokens + 2, side) for each in (part, text))
+        else:
+            cut = Truncation(tokens=tokens, side=side)
+            found, expected = cut_ids(tokenizer.encode(part, True), cut), cut_ids(whole, cut)
+        assert list(expected) == list(found)
+
+
+async def test_only_what_can_be_kept_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four megabytes it is a few thousand characters; where no words show a place to cut, it is all of it."""
+    read: list[int] = []
+    tokens = Tokenizer.tokens
+
+    def counting(self: Tokenizer, text: str) -> tokenizers.Encoding:
+        read.append(len(text))
+        return tokens(self, text)
+
+    monkeypatch.setattr(Tokenizer, "tokens", counting)
+    text = "the quick brown fox jumps over the lazy dog. " * 90_000
+    for side in SIDES:
+        assert 100 == TOKENIZER.count(await kept(text, 100, side))
+        assert 100 == len(await cut_encoded(TOKENIZER, text, Truncation(tokens=100, side=side)))  # type: ignore[arg-type]
+    pair = await TOKENIZER.encode_pairs_async([("a query", text)], 100)
+    assert 100 == len(pair[0].ids)
+    assert sum(read) < 60_000
+
+    read.clear()
+    assert 100 == TOKENIZER.count(await kept("a" * 30_000, 100))
+    assert read[0] == 30_000
 
 
 async def kept(text: str, tokens: int, side: str = "left", *, special: bool = False) -> str:
