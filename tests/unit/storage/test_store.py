@@ -230,7 +230,6 @@ async def test_a_store_that_hangs(
 ) -> None:
     """After the first call that waits, none does until the store answers; what was given up is not done later."""
     server: Server = request.getfixturevalue(kind)
-    monkeypatch.setattr(Store, "timeout", 0.2)
     monkeypatch.setattr(Store, "probe_seconds", 0.01)
     store = opened(server.url())
     await store.put("k", "me", b"head", 0)
@@ -243,10 +242,12 @@ async def test_a_store_that_hangs(
         server.freeze()
     try:
         with capture_logs() as logs:
-            for _ in range(20):
-                with pytest.raises(StoreUnavailable) as refused:
-                    await store.append("k", "me", PAIR)
-                assert refused.value.retry_after
+            with monkeypatch.context() as patch:
+                patch.setattr(Store, "timeout", 0.2)
+                for _ in range(20):
+                    with pytest.raises(StoreUnavailable) as refused:
+                        await store.append("k", "me", PAIR)
+                    assert refused.value.retry_after
             assert not store.available
             if writer is None:
                 server.thaw()
