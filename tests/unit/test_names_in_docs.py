@@ -45,6 +45,7 @@ _KUBERNETES = {
     *("--create-namespace", "--namespace", "--set", "--values", "--from-file", "--from-literal", "--wait", "--timeout"),
 }
 FOREIGN = {
+    "docs/guides/clients.md": {"--key", "--no-deps", "--schema"},
     "docs/guides/deployment.md": {*_DOCKER, "--format", "--include", "--network", "--strict", "--variant"},
     "docs/guides/kubernetes.md": _KUBERNETES,
     "docs/guides/kubernetes-gateway.md": {*_KUBERNETES, "--refresh-metrics-interval"},
