@@ -129,16 +129,14 @@ async def test_best_of_returns_the_likeliest(proxy):
     assert answer.json["choices"][0]["logprobs"] is None
 
 
-async def test_best_of_1_asks_for_nothing(proxy):
-    """It is the default, which some clients send beside n."""
-    answer = await ask(proxy, "completions", "ensemble_legacy", steered(text="one"), best_of=1, n=2, max_tokens=9)
-
-    assert ["one", "one"] == [choice["text"] for choice in answer.json["choices"]]
-
-
 @pytest.mark.parametrize(
     "fields, param",
-    [({"best_of": 2, "n": 3}, "best_of"), ({"best_of": 2, "stream": True}, "best_of"), ({"n": 0}, "n")],
+    [
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 0}, "n"),
+    ],
 )
 async def test_contradictions_are_refused(proxy, fields, param):
     """Fewer candidates than choices, and candidates of a stream, are refused by name."""

@@ -14,20 +14,8 @@ SECRETS = ("Traceback", "/opt/", "/models/", ".py", "0x7f", "\n", "request id", 
 GENERIC = "The model failed to answer the request."
 
 
-def refused_by(
-    model: str, reason: str | None, *, refusal: str | None = None, begun: bool = False
-) -> tuple[int, str, str]:
-    """
-    Return status, code and message of a failure whose text is *reason* (``None``: one that must not be shown).
-
-    *refusal* is what is left of it where it is the reason of a refusal, and *begun* whether a part of the answer came
-    before it.
-    """
-    if model == "vllm_model" and not begun:
-        # It passes on the texts of ValueErrors only, which are about the request; what has begun was accepted.
-        reason = reason or refusal
-        what = f"The model refused the request: {reason}" if reason else "The model refused the request."
-        return 400, "invalid_request", what
+def failed_by(model: str, reason: str | None) -> tuple[int, str, str]:
+    """Return status, code and message of a failure whose text is *reason* (``None``: one that must not be shown)."""
     if model in BLS or reason is None:
         return 502, "upstream_error", GENERIC
     return 502, "upstream_error", f"The model failed: {reason}"
@@ -35,28 +23,49 @@ def refused_by(
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
-    "text, shown, refusal",
+    "text, shown",
     [
-        ("out of luck", "out of luck", None),
-        ("cannot open /opt/tritonserver/models/x/1/model.py", None, "cannot open …"),
-        ("/opt/tritonserver/models/x", None, None),
-        ("<_io.BytesIO object at 0x7f00deadbeef>", None, "<_io.BytesIO object at …>"),
-        ("first line\nTraceback (most recent call last):\n  File \"x.py\", line 3", None, "first line"),
-        ("first line\nsecond line", None, "first line second line"),
-        ("ünïcode 😀 \"quoted\" {json}", "ünïcode 😀 \"quoted\" {json}", None),
+        ("out of luck", "out of luck"),
+        ("cannot open /opt/tritonserver/models/x/1/model.py", None),
+        ("/opt/tritonserver/models/x", None),
+        ("<_io.BytesIO object at 0x7f00deadbeef>", None),
+        ("first line\nTraceback (most recent call last):\n  File \"x.py\", line 3", None),
+        ("first line\nsecond line", None),
+        ("ünïcode 😀 \"quoted\" {json}", "ünïcode 😀 \"quoted\" {json}"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("model", MODELS)
-async def test_a_failure_before_the_first_token(proxy, model, text, shown, refusal, streamed):
-    """Nothing has been sent yet, so the error is a JSON body with its own status, and gives nothing away."""
+async def test_a_failure_before_the_first_token(proxy, model, text, shown, streamed):
+    """
+    Nothing has been sent yet, so the error is a JSON body with its own status, and gives nothing away. What is not about
+    the request has a status that clients try again.
+    """
     prompt = steered(text="one", fail_at=0, error=text)
     answer = await ask(proxy, "chat", model, prompt, max_tokens=9, stream=streamed)
 
-    status, code, message = refused_by(model, shown, refusal=refusal)
+    status, code, message = failed_by(model, shown)
     assert (status, "application/json") == (answer.status, answer.headers["Content-Type"].partition(";")[0])
     assert {"message", "type", "param", "code"} == set(answer.error)
     assert (code, message) == (answer.error["code"], answer.error["message"])
     assert not [secret for secret in SECRETS if secret in answer.error["message"]]
+    assert "x-should-retry" not in answer.headers
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("Requested sample logprobs of 50, which is greater than max allowed: 20", None),
+        ("The schema in /opt/x.json\nis not supported\n", "The schema in … is not supported"),
+    ],
+)
+async def test_vllm_refuses_the_request(proxy, text, shown, streamed):
+    """What it says of the request is the client's mistake."""
+    prompt = steered(text="one", fail_at=0, error=text)
+    answer = await ask(proxy, "chat", "vllm_model", prompt, max_tokens=9, stream=streamed)
+
+    assert (400, "invalid_request") == (answer.status, answer.error["code"])
+    assert f"The model refused the request: {shown or text}" == answer.error["message"]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -115,7 +124,7 @@ async def test_a_failure_in_the_stream(proxy, model, endpoint):
     *chunks, last = answer.events
     assert chunks
     assert "one two".startswith(text_of(endpoint, answer))
-    _, code, message = refused_by(model, "out of luck", begun=True)
+    _, code, message = failed_by(model, "out of luck")
     error = json.loads(last)
     assert ["error"] == list(error)
     assert (code, message) == (error["error"]["code"], error["error"]["message"])
@@ -128,7 +137,7 @@ async def test_a_failure_in_the_middle_of_a_whole_answer(proxy, model):
     prompt = steered(text="one two three", fail_at=2, error="out of luck")
     answer = await ask(proxy, "chat", model, prompt, max_tokens=9)
 
-    status, code, message = refused_by(model, "out of luck", begun=True)
+    status, code, message = failed_by(model, "out of luck")
     assert (status, code, message) == (answer.status, answer.error["code"], answer.error["message"])
 
 

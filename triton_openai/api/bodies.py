@@ -83,7 +83,6 @@ _NORMALIZABLE = re.compile(r"got `float`|^Object contains unknown field `")
 # Unknown fields of a request that are logged.
 _MOST_UNKNOWN = 16
 _NUMBER = re.compile(rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_NUMBERS = re.compile(rb"[\[\],\s\d.eE+-]{1,4096}")
 # Of the largest integers that a backend takes.
 _DIGITS = 20
 
@@ -117,15 +116,16 @@ def _normalized(body: bytes, kind: type[msgspec.Struct], ignored: list[str] | No
     """
     Return *body* without the fields that *kind* does not know, and with whole numbers such as 4.0 written as integers.
 
-    Such numbers are integers in JSON Schema and not in msgspec. Only fields that are a number or a short array of
-    numbers are searched. Raises :class:`InvalidRequest` for an unknown field if there is no *ignored*.
+    Such numbers are integers in JSON Schema and not in msgspec. Those in a list, such as token ids, stay as they are.
+    Raises :class:`InvalidRequest` for an unknown field if there is no *ignored*.
     """
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     known = kind.__struct_encode_fields__
     normalized = {}
     for name, raw in fields.items():
         if name in known:
-            normalized[name] = msgspec.Raw(_NUMBER.sub(_integer, bytes(raw))) if _NUMBERS.fullmatch(raw) else raw
+            number = _NUMBER.fullmatch(raw)
+            normalized[name] = raw if number is None else msgspec.Raw(_integer(number))
         elif ignored is None:
             raise InvalidRequest(f"Unknown parameter: '{name[:100]}'.", param=name[:100], code="unknown_parameter")
         elif bytes(raw) != b"null" and len(ignored) < _MOST_UNKNOWN:

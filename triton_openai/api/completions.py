@@ -126,8 +126,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
 async def _task(context: RequestContext[CompletionRequest]) -> Task:
     body, model = context.body, context.model
     n = body.n or 1
-    # 1 is the default.
-    best_of = n if body.best_of in (None, 1) else body.best_of
+    best_of = n if body.best_of is None else body.best_of
     if best_of < n:
         raise InvalidValue("'best_of' must not be less than 'n'.", "best_of")
     if best_of > n and body.stream:

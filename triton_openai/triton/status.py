@@ -27,8 +27,21 @@ _PLACE = re.compile(r" ?\(/[\w.-]+/[^()\s]*\)|\[\d\d:\d\d:\d\d\] /[^\s:]+:\d+:? 
 _PRIVATE = re.compile(
     r"\w+://[^\s'\"<>]+|(['\"])/[^'\"]*/[^'\"]*\1|(?<![\w.])/[\w.-]+/[\w./-]+(?::\d+)?|0x[0-9a-fA-F]{4,}"
 )
-# TensorRT-LLM's LLM API model puts this before every error. Rules recognise those that are the request's fault.
-_WRAPPING = "Error generating request:"
+# TensorRT-LLM's LLM API model and the vLLM backend put this before every error. Rules recognise those that are the
+# request's fault.
+_WRAPPING = re.compile(r".*Error generating (?:request|stream):", re.DOTALL)
+# What vLLM speaks of when it refuses a request: parameters, prompts, grammars and files; and when its engine fails.
+_OF_REQUESTS = (
+    r"(?i:\b(?:temperature|seed|top_[pk]|min_p|n must|(?:max|min)_tokens|best_of|(?:prompt_)?logprobs|logit_bias"
+    r"|\w+_penalty|stop (?:cannot|strings?)|stop_token_ids|bad_words|allowed_token_ids|detokenize|priority|prompts?"
+    r"|\w*token[ _]ids?|out.of.vocab\w*|(?:structured|guided)\w*|grammars?|regex\w*|schemas?|choices?|images?|videos?"
+    r"|audios?|multi-?modal\w*|sampling_?params?|logits.processors?|matryoshka|incorrect padding|base64"
+    r"|exclude_input_in_output)\b)"
+)
+_OF_ENGINES = (
+    r"CUDA|cuBLAS|cuDNN|NCCL|HIP error|out of memory|No space left|device-side|KV cache|Engine[A-Z]|[Bb]ackground loop"
+    r"|[Tt]imed out|[Cc]onnection (?:refused|reset|closed)|[Bb]roken pipe|object (?:has no|is not)|index out of range"
+)
 _LONGEST_TEXT = 4000
 _MAX_REASON = 500
 
@@ -140,7 +153,8 @@ RULES = (
     ),
     _rule(
         errors.InvalidRequest, "The model's backend refused the sampling parameters.",
-        r"'NoneType' object has no attribute|Unexpected keyword argument|Failed to process the request",
+        r"'NoneType' object has no attribute 'lora_name'|Unexpected keyword argument"
+        r"|Failed to process the request\(s\) for model '[^']*', message: JSONDecodeError",
     ),
     # Pillow, in several backends.
     _rule(
@@ -159,8 +173,8 @@ RULES = (
     _rule(
         errors.RequestRefused, "{said}",
         r"Model [^\n]* does not support '(?:generate|embed)' request",
-        # The backend passes on the text of a ValueError (the request's fault) and drops the text of everything else.
-        r"Error generating stream: ?(?P<reason>.*\S.*)",
+        r"\A(?:in ensemble '[^']*', )*(?:\[request id: [^\]]*\] ?)?Error generating stream: ?"
+        rf"(?!.{{0,4000}}(?:{_OF_ENGINES}))(?P<reason>.{{0,4000}}{_OF_REQUESTS}.{{0,4000}})",
         # The BLS and Python models, whose texts stand inside tracebacks.
         r"max_tokens must be a single value > 0",
         r"An error occurred when processing the input values for request id [^,]*, the error was '(?P<reason>[^']*)'",
@@ -195,7 +209,7 @@ def classify(text: str, model: str, status: str = "") -> ServiceError:
     if by_status is not None:
         return by_status.error(by_status.message, detail=text, **by_status.options)
     # A text that no rule knows is shown to clients only if nothing has to be removed from it.
-    said = text.rpartition(_WRAPPING)[2]
+    said = text[wrapping.end() :] if (wrapping := _WRAPPING.match(text)) else text
     private = "\n" in said.strip() or _STACK.search(said) or _PRIVATE.search(said)
     return model_failed(None if private else public_reason(said), detail=text)
 

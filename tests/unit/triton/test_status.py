@@ -134,6 +134,17 @@ TEXTS: list[tuple[str, type[ServiceError], str]] = [
      "1 validation error for StructuredOutputsParams Value error, The JSON schema is not supported"),
     (f"{STREAM}Requested sample logprobs of 50, which is greater than max allowed: 20", RequestRefused, "max allowed: 20"),
     (f"{STREAM}cannot identify image file <_io.BytesIO object at 0x7f1d3c0a1b20>", InvalidRequest, "cannot read an image"),
+    # What is not about the request, or might not be: clients try again.
+    (f"{STREAM}CUDA out of memory. Tried to allocate 2.00 GiB for the prompt.", UpstreamError, "failed: CUDA out of memory"),
+    (f"{STREAM}list index out of range", UpstreamError, "failed: list index out of range"),
+    (f"{STREAM}out of luck", UpstreamError, "failed: out of luck"),
+    (f"in ensemble 'e', [request id: a] {STREAM}too many values to unpack (expected 2)", UpstreamError, "failed: too many values"),
+    (f"{STREAM}'NoneType' object has no attribute 'prompt_token_ids'", UpstreamError, "has no attribute"),
+    ("Failed to process the request(s) for model 'text_0_0', message: RuntimeError: no prompt in cache", UpstreamError, "no prompt in cache"),
+    (f"{STREAM}temperature must be non-negative, got -1.0.", RequestRefused, "got -1.0"),
+    (f"{STREAM}token_id(s) [99999] in logit_bias contain out-of-vocab token ids. Vocabulary size: 512", RequestRefused, "99999"),
+    (f"{STREAM}At most 1 image(s) may be provided in one prompt.", RequestRefused, "At most 1 image"),
+    (f"in ensemble 'e', [request id: a] {STREAM}min_tokens must be less than or equal to max_tokens=5, got 6.", RequestRefused, "got 6"),
     (f"{STREAM}Incorrect padding", RequestRefused, "Incorrect padding"),
     (f"{STREAM}Model m does not support 'generate' request", RequestRefused, "does not support 'generate' request"),
     (f"{STREAM}Model m does not support 'embed' request", RequestRefused, "does not support 'embed' request"),
@@ -245,9 +256,10 @@ def test_a_long_name_of_a_model_is_cut():
 @every_case("size", [10_000, 100_000])
 def test_a_huge_text_is_no_work(size):
     """Patterns stay linear: a long text with many beginnings of a match is classified at once."""
-    text = "prompt (length 1) " * (size // 18) + "in ensemble '" * 10
+    for piece in ("prompt (length 1) ", STREAM, f"{STREAM}prompt "):
+        text = piece * (size // len(piece)) + "in ensemble '" * 10
 
-    assert isinstance(classify(text, "m"), ServiceError)
+        assert isinstance(classify(text, "m"), ServiceError)
 
 
 @every_case("text, line", LINES)

@@ -351,7 +351,7 @@ async def test_no_response_at_all(triton):
     [
         ("Request for unknown model: 'team/m' is not found", ModelNotFound),
         ("[request id: id-1] Prompt length (5) exceeds maximum input length (4).", ContextLengthExceeded),
-        ("Error generating stream: no", RequestRefused),
+        ("Error generating stream: no prompt", RequestRefused),
         ("Error generating stream: ", UpstreamError),
         ("something", UpstreamError),
     ],
@@ -708,10 +708,10 @@ async def test_an_event_that_is_no_json(http, data):
         (plain(b'{"error":"unknown"}', b"501 Not Implemented"), NotImplementedUpstream),
         (plain(b'{"error":"unknown"}', b"500 Internal Server Error"), UpstreamError),
         # An error under a good status, as a body or as the first event.
-        (plain(b'{"error":"Error generating stream: no"}'), RequestRefused),
+        (plain(b'{"error":"Error generating stream: no prompt"}'), RequestRefused),
         (
             HEAD.replace(b"200 OK", b"400 Bad Request")
-            + chunk(b'data: {"error":"Error generating stream: no"}\n\n')
+            + chunk(b'data: {"error":"Error generating stream: no prompt"}\n\n')
             + LAST,
             RequestRefused,
         ),
@@ -987,7 +987,7 @@ async def test_an_error_is_the_end(grpc_server):
 @pytest.mark.parametrize(
     "code, details, kind",
     [
-        (grpc.StatusCode.INTERNAL, "Error generating stream: no", RequestRefused),
+        (grpc.StatusCode.INTERNAL, "Error generating stream: no prompt", RequestRefused),
         (grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'm' is not found", ModelNotFound),
         (
             grpc.StatusCode.UNAVAILABLE,
