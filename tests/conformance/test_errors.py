@@ -37,8 +37,8 @@ def failed_by(model: str, reason: str | None) -> tuple[int, str, str]:
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_failure_before_the_first_token(proxy, model, text, shown, streamed):
     """
-    Nothing has been sent yet, so the error is a JSON body with its own status, and gives nothing away. What is not about
-    the request has a status that clients try again.
+    Nothing has been sent yet, so the error is a JSON body with its own status, and gives nothing away. What is not
+    about the request has a status that clients try again.
     """
     prompt = steered(text="one", fail_at=0, error=text)
     answer = await ask(proxy, "chat", model, prompt, max_tokens=9, stream=streamed)
@@ -139,6 +139,17 @@ async def test_a_failure_in_the_middle_of_a_whole_answer(proxy, model):
 
     status, code, message = failed_by(model, "out of luck")
     assert (status, code, message) == (answer.status, answer.error["code"], answer.error["message"])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_one_prompt_of_several_is_too_long_for_the_backend(proxy, place):
+    """A stream does not begin before every prompt is accepted: the error has its own status, whichever prompt it is."""
+    text = "The decoder prompt (length 3000) is longer than the maximum model length of 2048."
+    prompts = [steered(text="one two", delay_ms=10)]
+    prompts.insert(place, steered(text="one", fail_at=0, error=text, first_delay_ms=100))
+    answer = await proxy.post("/v1/completions", {"model": "vllm_model", "prompt": prompts, "stream": True})
+
+    assert (400, "context_length_exceeded", "prompt") == (answer.status, answer.error["code"], answer.error["param"])
 
 
 async def test_one_prompt_of_several_fails(proxy):

@@ -166,6 +166,7 @@ class EventStream:
     task, which waits in :meth:`run` until a run ends or the client reads too slowly. The status line is written with
     the first text, or after *heartbeat* seconds; until then an error becomes a JSON answer with its own status. While
     nothing else is sent, what keeps the connection alive goes out every *heartbeat* seconds. A slow client pauses runs.
+    Of several prompts, no answer begins before the model has accepted those that it has, for as long.
     """
 
     def __init__(self, request: web.Request, runs: Sequence[Run], renderer: Renderer, *, heartbeat: float) -> None:
@@ -185,6 +186,7 @@ class EventStream:
         self._chunked = request.version >= HttpVersion11
         # Events from before the status line, and whether new ones are written at once
         self._pending: list[bytes] = []
+        self._waits = any(run.generation.prompt != runs[0].generation.prompt for run in runs)
         self._flowing = False
         self._paused = False
         self._heartbeat = heartbeat
@@ -208,8 +210,14 @@ class EventStream:
         """
         group, renderer = self._group, self._renderer
         await group.start()
+        unanswered = [run for run in group.runs if run.progress.sent is not None] if self._waits else []
+        ended: list[int] = []
         while group.unfinished:
-            ended = await group.wait()
+            ended += await group.wait()
+            unanswered = [run for run in unanswered if not (run.progress.steps or run.over)]
+            self._waits = bool(unanswered) and monotonic() < self._last + self._heartbeat
+            if self._waits:
+                continue
             if group.unfinished and not self._flowing:
                 await self._send_head()
             events = b"" if self._flowing else self._first_events(answered=bool(ended))
@@ -217,6 +225,7 @@ class EventStream:
             if not group.unfinished:
                 await self._finish(events + await renderer.ended(None))
                 return
+            ended = []
             if events:
                 self._write(events)
             if self._transport is not None and self._transport.is_closing():
@@ -243,7 +252,7 @@ class EventStream:
     @property
     def begun(self) -> bool:
         """Whether the answer has begun, so that an error can only be an event."""
-        return self.response.prepared or bool(self._pending)
+        return self.response.prepared or (bool(self._pending) and not self._waits)
 
     async def _send_head(self) -> None:
         """Write the status line."""

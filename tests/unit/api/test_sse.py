@@ -51,7 +51,7 @@ class ScriptedRun:
         self.cause_of_silence = ""
         self.changed = asyncio.Event()
         self.generation = self.model = self
-        self.token_ids, self.name = False, "m"
+        self.token_ids, self.name, self.prompt = False, "m", ""
 
     def start(self, number: int, push: Push, tell: Callable[[int], None]) -> None:
         self.push, self.tell = partial(push, number), partial(tell, number)
