@@ -117,7 +117,9 @@ def create_app(
         # First, so that it ends last: when everything else has ended, so have all spans.
         app.cleanup_ctx.append(send_spans)
     app.cleanup_ctx.extend([_run_service, guard.run])
-    app[EXPOSITION] = Exposition(metrics, lambda: _state(models, worker), settings.metrics, settings.triton_metrics_url)
+    app[EXPOSITION] = Exposition(
+        metrics, lambda: _state(models, worker, app[STATE]), settings.metrics, settings.triton_metrics_url
+    )
     add_routes(app)
     add_middleware(app, reports_load=settings.metrics.vllm_names)
     if settings.server.page:
@@ -152,8 +154,8 @@ def _traces(
     return tracing, send
 
 
-def _state(models: Models, worker: Worker) -> State:
-    """Return the state of *models* for the metrics."""
+def _state(models: Models, worker: Worker, responses: ResponseState) -> State:
+    """Return the state of *models* and of what is kept of *responses* for the metrics."""
     snapshot = models.catalog.snapshot
     # What Triton's index says of a model that was unloaded, and of one that was never loaded (seen with 24.10).
     unloaded = sum(reason in ("unloaded", "") for reason in snapshot.waiting.values())
@@ -176,6 +178,7 @@ def _state(models: Models, worker: Worker) -> State:
     return State(
         workers=worker.count,
         triton_up=snapshot.reachable,
+        store_up=responses.available,
         triton_models={
             "ready": len(snapshot.configs),
             "not_ready": len(snapshot.waiting) - unloaded,

@@ -48,7 +48,10 @@ TRITON_METRICS_UP = Instrument(
     "triton_openai_triton_metrics_up", (),
     "Whether Triton's own metrics could be read for this response; only with --relay-triton-metrics.",
 )  # fmt: skip
-LOOKED_UP = (BUILD, WORKERS, UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP)
+STORE_UP = Instrument(
+    "triton_openai_store_up", (), "Whether the store of responses answers, as far as this process knows."
+)
+LOOKED_UP = (BUILD, WORKERS, UP, STORE_UP, TRITON_MODELS, SERVED, MODEL, CHAT, TRITON_METRICS_UP)
 
 #: vLLM's names: the metric that each shows, and which of its series.
 RENAMED: Mapping[str, tuple[Instrument, Mapping[str, str]]] = {
@@ -120,10 +123,11 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """What this process knows of Triton: the number of its models by state, and the names that are served."""
+    """What this process knows of Triton, the number of its models by state and the served names, and of the store."""
 
     workers: int
     triton_up: bool
+    store_up: bool = True
     triton_models: Mapping[str, int]
     served: Sequence[ServedName]
 
@@ -142,6 +146,7 @@ def _state_metrics(state: State) -> list[Metric]:
         _gauge(BUILD, {(__version__,): 1}),
         _gauge(WORKERS, {(): state.workers}),
         _gauge(UP, {(): state.triton_up}),
+        _gauge(STORE_UP, {(): state.store_up}),
         _gauge(TRITON_MODELS, {(name,): number for name, number in state.triton_models.items()}),
         _gauge(SERVED, {(): len(served)}),
         _gauge(MODEL, {(one.name, one.triton_model, one.adapter): 1 for one in served}),

@@ -231,6 +231,7 @@ async def test_a_store_that_hangs(redis: Server, monkeypatch: pytest.MonkeyPatch
                 gone = await proxy.get(f"/v1/responses/{made['id']}")
             assert (503, "store_unavailable") == (gone.status, gone.error["code"])
             assert "Retry-After" in gone.headers
+            assert b"triton_openai_store_up 0.0" in (await proxy.get("/metrics")).body
         finally:
             redis.thaw()
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]

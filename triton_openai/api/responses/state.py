@@ -101,6 +101,11 @@ class ResponseState:
         """Whether anything is kept."""
         return self._store is not None
 
+    @property
+    def available(self) -> bool:
+        """Whether the store answers, as far as is known, or there is none."""
+        return self._store is None or self._store.available
+
     def store(self, param: str | None = None) -> Store:
         """Return the store. Raises :class:`UnsupportedParameter` if there is none."""
         if self._store is None:
@@ -116,7 +121,7 @@ class ResponseState:
 
     def not_kept(self, error: errors.ServiceError, response_id: str) -> None:
         """Log that a response is not kept; that a store does not answer is logged once."""
-        if self._store is None or self._store.available:
+        if self.available:
             warn(_log, "response is not kept", error, response=response_id)
 
     async def _entry(self, prefix: str, key: str, owner: str) -> Entry | None:
