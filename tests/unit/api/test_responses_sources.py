@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import example, given, settings
@@ -237,3 +238,42 @@ async def test_a_store_that_hangs(redis: Server, monkeypatch: pytest.MonkeyPatch
     warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
     warnings.remove("request refused")
     assert ["the store of responses does not answer: responses are not kept until it does"] == warnings
+
+
+@pytest.mark.parametrize("kind", ["file", "postgresql", "redis"])
+async def test_ids_that_nothing_has(kind: str, request: pytest.FixtureRequest) -> None:
+    """Whatever a client calls an item, a response or a conversation, no store stumbles over it."""
+    server: Server = request.getfixturevalue(kind)
+    async with service(server.url()) as proxy:
+        conversation = (await proxy.post("/v1/conversations", {})).json["id"]
+        for wrong in (
+            "\0",
+            "a\0b",
+            "\ud7ff\uffff",
+            "x" * 5000,
+            "'; --",
+            "%00",
+            "é",
+            ":",
+            "msg_" + "\0" * 32,
+            "resp_%s",
+        ):
+            quoted = quote(wrong, safe="")
+            for path in (
+                f"conversations/{conversation}/items/{quoted}",
+                f"conversations/conv_{quoted}",
+                f"responses/resp_{quoted}",
+                f"conversations/conv_{quoted}/items",
+            ):
+                assert 404 == (await proxy.get(f"/v1/{path}")).status, path
+            async with proxy.client.delete(f"/v1/conversations/{conversation}/items/{quoted}") as deleted:
+                assert 404 == deleted.status
+            page = await proxy.get(f"/v1/conversations/{conversation}/items?after={quoted}")
+            assert (400, "after") == (page.status, page.json["error"]["param"])
+            for field, more in (("previous_response_id", "resp_"), ("conversation", "conv_")):
+                answer = await proxy.post("/v1/responses", {"model": "m", "input": "x", field: more + wrong})
+                assert answer.status in (400, 404), answer.body
+            answer = await proxy.post(
+                "/v1/responses", {"model": "m", "input": [{"type": "item_reference", "id": wrong}]}
+            )
+            assert (404, "input[0].id") == (answer.status, answer.json["error"]["param"])

@@ -13,7 +13,7 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.api.bodies import json_response, read_json
 from triton_openai.api.responses.handlers import Deleted, list_of, page_of
-from triton_openai.api.responses.reader import check_items, numbered
+from triton_openai.api.responses.reader import check_items, is_id, numbered
 from triton_openai.api.responses.sources import encode
 from triton_openai.api.responses.state import STATE, Conversation, ResponseState
 from triton_openai.api.responses.types import Item, Metadata
@@ -140,7 +140,7 @@ async def retrieve_item(request: web.Request) -> web.Response:
     state, conversation_id, owner = _state(request)
     await state.conversation(conversation_id, owner)
     place = Place(conversation_id, request.match_info["item"])
-    found = await state.store().fetch(owner, [place])
+    found = await state.store().fetch(owner, [place] if is_id(place.id) else [])
     if place not in found:
         raise _unknown(place.id)
     return web.Response(body=found[place], content_type="application/json")
@@ -151,6 +151,6 @@ async def delete_item(request: web.Request) -> web.Response:
     state, conversation_id, owner = _state(request)
     conversation, _ = await state.conversation(conversation_id, owner)
     item_id = request.match_info["item"]
-    if not await state.store().delete_row(conversation_id, item_id):
+    if not is_id(item_id) or not await state.store().delete_row(conversation_id, item_id):
         raise _unknown(item_id)
     return _shown(conversation)

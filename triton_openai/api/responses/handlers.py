@@ -24,7 +24,7 @@ from triton_openai.api.bodies import JsonCheck, check_texts, json_response, miss
 from triton_openai.api.responses import types
 from triton_openai.api.responses.background import LEASE_SECONDS, EventLog
 from triton_openai.api.responses.events import ResponseEvents, terminal_events
-from triton_openai.api.responses.reader import Reading, input_items, read
+from triton_openai.api.responses.reader import Reading, input_items, is_id, read
 from triton_openai.api.responses.resume import ResumedEvents
 from triton_openai.api.responses.sources import Sources, gather
 from triton_openai.api.responses.state import STATE, Live, Record, ResponseState, output_rows
@@ -509,6 +509,8 @@ async def page_of(request: web.Request, key: str, name: str) -> ItemList:
         raise errors.InvalidValue("'order' must be 'asc' or 'desc'.", "order")
     limit, most = agents.page_limit(request.query, 100), request.app[LIMITS].max_text_size
     store = request.app[STATE].store()
+    if after is not None and not is_id(after):
+        raise agents.unknown_place("after")
     page = await store.page(key, name, after=after, limit=limit, most_size=most, reverse=order == "desc")
     if page is None:
         raise agents.unknown_place("after")

@@ -381,6 +381,11 @@ _PREFIXES: Mapping[str, str] = {
 _LONGEST_ID = 512
 
 
+def is_id(text: object) -> bool:
+    """Return whether an item can have the id *text*."""
+    return isinstance(text, str) and len(text) <= _LONGEST_ID and text.isprintable()
+
+
 def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[str] = ()) -> list[Item]:
     """
     Return *items*, which stand at *place*, in the form in which they are kept: with a type, parts for content, an id.
@@ -393,7 +398,7 @@ def numbered(items: Iterable[Item], suffix: str, place: str, taken: Collection[s
     for number, item in enumerate(items):
         kind = item.get("type") or "message"
         item_id = item.get("id") or ""
-        if not isinstance(item_id, str) or len(item_id) > _LONGEST_ID or not item_id.isprintable():
+        if not is_id(item_id):
             raise InvalidValue(
                 f"'{place}[{number}].id' must be a text of at most {_LONGEST_ID} characters.", f"{place}[{number}].id"
             )

@@ -13,7 +13,7 @@ import msgspec
 
 from triton_openai import offload
 from triton_openai.api.bodies import MAX_MESSAGES, JsonCheck
-from triton_openai.api.responses.reader import numbered, reference
+from triton_openai.api.responses.reader import is_id, numbered, reference
 from triton_openai.api.responses.state import ResponseState, joined
 from triton_openai.api.responses.types import Item
 from triton_openai.config.tree import Settings
@@ -108,7 +108,7 @@ async def _fetched(
     if not places:
         return {}
     store = state.store() if state.keeps else None
-    sizes = {} if store is None else await store.sizes(owner, {*places.values()})
+    sizes = {} if store is None else await store.sizes(owner, [each for each in places.values() if is_id(each.id)])
     for number, item_id in wanted:
         if places[item_id] not in sizes:
             raise ObjectNotFound(f"There is no item '{item_id[:100]}'.", param=f"input[{number}].id")
