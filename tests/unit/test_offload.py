@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -86,8 +87,7 @@ async def test_memory_goes_back() -> None:
     """What long work has used, the process does not keep."""
 
     def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
     def work() -> int:
         # Too small for mappings of their own, and more than Python's allocator takes.

@@ -15,6 +15,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
+from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import Renderer
 from triton_openai.api.tokenize import tokenizer_of
@@ -121,4 +122,4 @@ async def render(renderer: Renderer, run: Run, *, timeout: float | None) -> None
             renderer.piece(0, delta)
         renderer.last(0)
 
-    await offload.run(rendered, cost=offload.PARSE * len(answer.text))
+    await offload.run(rendered, cost=rendering_cost([answer], offload.PARSE))

@@ -18,9 +18,17 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, json_response
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES
 from triton_openai.api.generate import Task, runs_of, task_of
-from triton_openai.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs
+from triton_openai.api.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    chat_logprobs,
+    cost_of,
+    in_pieces,
+    prompt_logprobs,
+    rendering_cost,
+)
 from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, refusing
 from triton_openai.api.prompts import images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, now
@@ -38,6 +46,7 @@ from triton_openai.parsers.tools.guided import ForcedCall, GuidedCalls, HeldCall
 from triton_openai.parsers.tools.json_calls import Llama3Json
 from triton_openai.prompts.messages import Message
 from triton_openai.prompts.prompter import Prompter
+from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.observation import RENDER
 
 _encode = msgspec.json.Encoder().encode
@@ -279,28 +288,28 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
         return await stream(context, runs, ChatChunks(context, turn, fields))
     answers = await collect(runs, timeout=context.limits.total)
 
-    def rendered() -> list[ChatChoice]:
-        return [chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers)]
+    def rendered() -> bytes:
+        choices = in_pieces(chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
+        usages = [run.progress.usage for run in runs]
+        # Known once the answers are parsed.
+        usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
+        scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
+        completion = ChatCompletion(
+            id=task.id,
+            object="chat.completion",
+            created=now(),
+            model=body.model,
+            choices=choices,
+            usage=usage or msgspec.UNSET,
+            system_fingerprint=model.fingerprint,
+            prompt_logprobs=msgspec.UNSET if scores is None else scores,
+            prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
+        )
+        return _encode(completion)
 
-    if turn.parsers[0].plain:
-        choices = rendered()
-    else:
-        size = sum(len(delta.text) for answer in answers for delta in answer.deltas)
-        choices = await offload.run(rendered, cost=offload.PARSE * size)
-    usages = [run.progress.usage for run in runs]
-    usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
-    completion = ChatCompletion(
-        id=task.id,
-        object="chat.completion",
-        created=now(),
-        model=body.model,
-        choices=choices,
-        usage=usage or msgspec.UNSET,
-        system_fingerprint=model.fingerprint,
-        prompt_logprobs=msgspec.UNSET if body.prompt_logprobs is None else prompt_logprobs(runs[0].prompt_logprobs),
-        prompt_token_ids=(runs[0].generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
-    )
-    return json_response(completion)
+    cost = rendering_cost(answers, offload.RENDER if turn.parsers[0].plain else offload.PARSE)
+    cost += cost_of(len(runs[0].prompt_logprobs), body.prompt_logprobs)
+    return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
 
 
 async def _task(context: RequestContext[ChatRequest], answer_id: str, plan: ToolPlan, prompter: Prompter) -> Task:
@@ -404,7 +413,7 @@ def chat_choice(body: ChatRequest, turn: Turn, fields: Sequence[str], index: int
     return ChatChoice(
         index=index,
         message=message,
-        logprobs=chat_logprobs(answer.logprobs) if body.logprobs else None,
+        logprobs=ChatLogprobs(in_pieces(chat_logprobs(answer.logprobs).content)) if body.logprobs else None,
         finish_reason=finish_reason(answer.run.progress, parser, turn.plan),
         stop_reason=answer.run.progress.stop_reason,
         token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,

@@ -7,23 +7,27 @@ Source of the wire format: OpenAI's ``text_completion`` object (openai-openapi 2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import json_response, missing
+from triton_openai.api.bodies import missing
 from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
     completion_logprobs,
+    cost_of,
+    in_pieces,
     joined,
     narrowed,
     prompt_logprobs,
+    rendering_cost,
 )
 from triton_openai.api.parameters import SamplingRequest
 from triton_openai.api.prompts import filled, prompts_of
@@ -32,6 +36,7 @@ from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, FinishReason
+from triton_openai.serving.connections import WholeResponse
 from triton_openai.telemetry.observation import RENDER
 
 _encode = msgspec.json.Encoder().encode
@@ -108,19 +113,28 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
         else:
             given = await prompts_of(model, body.prompt, special=special)
     runs = await runs_of(context, given, task)
+    prompts, n = runs[:: task.n], body.n or 1
     if body.stream:
-        return await stream(context, runs, CompletionChunks(context, task, runs))
+        echoes = await offload.run(_echoes, body, prompts, cost=_echo_cost(task, prompts))
+        return await stream(context, runs, CompletionChunks(context, task, runs, echoes))
     answers = await collect(runs, timeout=context.limits.total)
-    completion = Completion(
-        id=task.id,
-        object="text_completion",
-        created=now(),
-        model=body.model,
-        choices=[_choice(body, index, answer) for index, answer in enumerate(_best(answers, n=body.n or 1, of=task.n))],
-        usage=usage_of([run.progress.usage for run in runs], n=task.n) or msgspec.UNSET,
-        system_fingerprint=model.fingerprint,
-    )
-    return json_response(completion)
+
+    def rendered() -> bytes:
+        echoes = _echoes(body, prompts)
+        best = _best(answers, n=n, of=task.n)
+        completion = Completion(
+            id=task.id,
+            object="text_completion",
+            created=now(),
+            model=body.model,
+            choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
+            usage=usage_of([run.progress.usage for run in runs], n=task.n) or msgspec.UNSET,
+            system_fingerprint=model.fingerprint,
+        )
+        return _encode(completion)
+
+    cost = _echo_cost(task, prompts) + rendering_cost(answers)
+    return WholeResponse(body=await offload.run(rendered, cost=cost), content_type="application/json")
 
 
 async def _task(context: RequestContext[CompletionRequest]) -> Task:
@@ -166,32 +180,53 @@ def _likelihood(answer: Collected) -> float:
     return found
 
 
-def _echoed(body: CompletionRequest, run: Run) -> tuple[str, CompletionLogprobs | None]:
-    """Return what ``echo`` puts before an answer: the prompt, and the log probabilities of its tokens if wanted."""
-    if not body.echo:
-        return "", None
-    logprobs = None
-    if body.logprobs is not None:
-        logprobs, _ = completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)
-    return run.generation.shown_prompt, logprobs
+class _Echo(NamedTuple):
+    """What all answers to a prompt have of it: its text with ``echo``, and its tokens' log probabilities."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_logprobs: Any
 
 
-def _choice(body: CompletionRequest, index: int, answer: Collected) -> CompletionChoice:
+def _echoes(body: CompletionRequest, runs: Sequence[Run]) -> list[_Echo]:
+    """Return what the answers have of their prompts, of which each has one of *runs*."""
+    return [_echo(body, run) for run in runs]
+
+
+def _echo(body: CompletionRequest, run: Run) -> _Echo:
+    logprobs: CompletionLogprobs | None = None
+    scores: Any = msgspec.UNSET
+    if body.echo and body.logprobs is not None:
+        logprobs = _in_pieces(completion_logprobs(narrowed(run.prompt_logprobs, body.logprobs), offset=0)[0])
+    if body.prompt_logprobs is not None:
+        entries = prompt_logprobs(narrowed(run.prompt_logprobs, body.prompt_logprobs))
+        scores = msgspec.Raw(_encode(in_pieces(entries)))
+    return _Echo(run.generation.shown_prompt if body.echo else "", logprobs, scores)
+
+
+def _in_pieces(logprobs: CompletionLogprobs) -> CompletionLogprobs:
+    return msgspec.structs.replace(logprobs, top_logprobs=in_pieces(logprobs.top_logprobs))
+
+
+def _echo_cost(task: Task, runs: Sequence[Run]) -> float:
+    """Return about how many microseconds :func:`_echoes` takes for *runs*."""
+    scoring = task.prompt_scoring
+    return 0.0 if scoring is None else cost_of(sum(len(run.prompt_logprobs) for run in runs), scoring.count)
+
+
+def _choice(body: CompletionRequest, echo: _Echo, index: int, answer: Collected) -> CompletionChoice:
     """Return a choice of the whole answer."""
-    run = answer.run
-    before, logprobs = _echoed(body, run)
+    run, logprobs = answer.run, echo.logprobs
     if body.logprobs is not None:
-        found, _ = completion_logprobs(answer.logprobs, offset=len(before))
+        found = _in_pieces(completion_logprobs(answer.logprobs, offset=len(echo.text))[0])
         logprobs = found if logprobs is None else joined(logprobs, found)
     return CompletionChoice(
-        text=before + answer.text,
+        text=echo.text + answer.text,
         index=index,
         logprobs=logprobs,
         finish_reason=run.progress.finish_reason,
         stop_reason=run.progress.stop_reason,
-        prompt_logprobs=msgspec.UNSET
-        if body.prompt_logprobs is None
-        else prompt_logprobs(narrowed(run.prompt_logprobs, body.prompt_logprobs)),
+        prompt_logprobs=echo.prompt_logprobs,
         prompt_token_ids=(run.generation.prompt_ids or ()) if body.return_token_ids else msgspec.UNSET,
         token_ids=answer.token_ids if body.return_token_ids else msgspec.UNSET,
     )
@@ -200,8 +235,12 @@ def _choice(body: CompletionRequest, index: int, answer: Collected) -> Completio
 class CompletionChunks(Chunks):
     """The chunks of one stream."""
 
-    def __init__(self, context: RequestContext[CompletionRequest], task: Task, runs: Sequence[Run]) -> None:
+    def __init__(
+        self, context: RequestContext[CompletionRequest], task: Task, runs: Sequence[Run], echoes: Sequence[_Echo]
+    ) -> None:
         super().__init__("text_completion", context, task, runs)
+        # That of each prompt in JSON: the text, and the log probabilities.
+        self._echoes = [(_encode(echo.text), _encode(echo.logprobs)) for echo in echoes]
         self._text = self._head + b'{"text":'
         self._body = context.body
         self._text_tails = [
@@ -215,10 +254,10 @@ class CompletionChunks(Chunks):
         if not self._body.echo and not self._ids:
             return b""
         run = self._runs[choice]
-        text, logprobs = _echoed(self._body, run)
+        text, logprobs = self._echoes[choice // self._n]
         ids = b',"prompt_token_ids":%b,"token_ids":[]' % _encode(run.generation.prompt_ids) if self._ids else b""
-        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, _encode(logprobs), ids)
-        return self._text + _encode(text) + tail + self._tail
+        tail = b',"index":%d,"logprobs":%b,"finish_reason":null%b}' % (choice, logprobs, ids)
+        return self._text + text + tail + self._tail
 
     def piece(self, choice: int, delta: Delta) -> bytes:
         if not delta.logprobs and not self._continuous and not self._ids:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import add
+from typing import Any
 
 import msgspec
 from msgspec.structs import astuple
 
+from triton_openai import offload
+from triton_openai.answer.fan_out import Collected
 from triton_openai.errors import UpstreamError
 from triton_openai.generation import IMPOSSIBLE, TokenLogprob
 
@@ -55,6 +58,27 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = Sequence[dict[str, PromptLogprob] | None]
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def cost_of(count: int, alternatives: int | None) -> float:
+    """Return about how many microseconds it takes to render *count* tokens with so many *alternatives* each."""
+    return offload.LOGPROB * count * (1 + (alternatives or 0))
+
+
+def rendering_cost(answers: Sequence[Collected], per_character: float = offload.RENDER) -> float:
+    """Return about how many microseconds it takes to render *answers*, with so many for each character."""
+    alternatives = answers[0].run.generation.sampling.logprobs if answers else None
+    deltas = [delta for answer in answers for delta in answer.deltas]
+    tokens = sum(len(delta.logprobs) for delta in deltas)
+    return per_character * sum(len(delta.text) for delta in deltas) + cost_of(tokens, alternatives)
+
+
+def in_pieces(values: Iterable[Any]) -> list[Any]:
+    """Return each of *values* in JSON: to encode many at once would hold the interpreter, and so the event loop."""
+    return [msgspec.Raw(_encode(value)) for value in values]
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> ChatLogprobs:

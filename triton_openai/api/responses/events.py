@@ -11,7 +11,7 @@ import msgspec
 
 from triton_openai.answer.run import Run
 from triton_openai.api.agents import seal
-from triton_openai.api.logprobs import ContentLogprob, chat_logprobs
+from triton_openai.api.logprobs import ContentLogprob, chat_logprobs, in_pieces
 from triton_openai.api.responses import types
 from triton_openai.api.responses.reader import ToolName
 from triton_openai.api.service import now
@@ -123,7 +123,7 @@ class ResponseEvents(Renderer):
     def piece(self, choice: int, delta: Delta) -> bytes:
         if self.parser.plain and type(self._item) is types.OutputMessage and not delta.logprobs:
             return self._text(delta.text)
-        entries = chat_logprobs(delta.logprobs).content if delta.logprobs else []
+        entries = in_pieces(chat_logprobs(delta.logprobs).content) if delta.logprobs else []
         events = self.parser.feed(delta.text, delta.tokens)
         if len(events) == 1 and type(events[0]) is Content and type(self._item) is types.OutputMessage and not entries:
             return self._text(events[0].text)
