@@ -54,6 +54,8 @@ _FRAME_SIZE = 16_384
 WINDOW = 256 * 1024
 _HALF_WINDOW = WINDOW // 2
 _MAX_HEADERS = 64 * 1024
+# Frames of one header block after its first: each copies what came before.
+_MAX_CONTINUATIONS = 16
 # The longest message that protobuf reads.
 _MAX_MESSAGE = _UINT31
 # How often a call is sent that the server has certainly not begun.
@@ -219,6 +221,7 @@ class Connection(asyncio.Protocol):
         # The received part of a frame, and of a header block with its stream and flags.
         self._rest = b""
         self._block: tuple[int, int, bytes] | None = None
+        self._continuations = 0
         self._unacknowledged = 0
         # Sending
         self._max_frame = _FRAME_SIZE
@@ -341,11 +344,13 @@ class Connection(asyncio.Protocol):
             flags |= first_flags
             payload = block + payload
             self._block = None
+            self._continuations += 1
         else:
             payload = _unpadded(flags, payload)
             if flags & WITH_PRIORITY:
                 payload = payload[5:]
-        if len(payload) > _MAX_HEADERS:
+            self._continuations = 0
+        if len(payload) > _MAX_HEADERS or self._continuations > _MAX_CONTINUATIONS:
             raise ValueError("the server sent too many headers")
         if flags & END_HEADERS:
             fields = _decoded(payload)

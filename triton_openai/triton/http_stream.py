@@ -35,6 +35,9 @@ from triton_openai.triton.tensors import InferRequest, InferResponse, JsonOutput
 
 # The most that is read of an error that does not come from Triton.
 MAX_ERROR_BYTES = 256 * 1024
+# The most that is read of an answer's head, or between two pieces of its body, and of an event.
+MAX_HEAD_BYTES = 64 * 1024
+MAX_EVENT_BYTES = 64 * 1024 * 1024
 # Idle connections are closed well before the server or a load balancer would do it.
 IDLE_SECONDS = 30.0
 MAX_IDLE = 512
@@ -113,6 +116,10 @@ def _unreadable(data: bytes) -> UpstreamError:
     )
 
 
+def _too_long(what: str) -> UpstreamError:
+    return UpstreamError("Triton sent an answer that cannot be read.", detail=f"Its {what} is too long.")
+
+
 class Connection(asyncio.Protocol):
     """One HTTP/1.1 connection that carries one stream, or one call, at a time."""
 
@@ -129,6 +136,8 @@ class Connection(asyncio.Protocol):
         #: Called by llhttp with each piece of a body.
         self.on_body = self._parts.append
         self._complete = self._reusable = False
+        # Received since the last piece of a body
+        self._bare = 0
         # Whether it has served a request before.
         self._used = self._encrypted = False
 
@@ -154,7 +163,15 @@ class Connection(asyncio.Protocol):
         if parts:
             body = b"".join(parts)
             parts.clear()
+            self._bare = 0
             stream.feed(body)
+        else:
+            self._bare += len(data)
+            if self._bare > MAX_HEAD_BYTES:
+                self._stream = None
+                stream.lose(_too_long("head"))
+                self.close()
+                return
         if self._complete and self._stream is stream:
             stream.finish()
         elif broken:
@@ -206,7 +223,7 @@ class Connection(asyncio.Protocol):
             self._parser = httptools.HttpResponseParser(self)
             self._parse = self._parser.feed_data
         self._stream = stream
-        self._complete = False
+        self._complete, self._bare = False, 0
         self._sent = monotonic()
         self._transport.write(message)
 
@@ -314,6 +331,7 @@ class HttpCall:
         self.events = False
         self.json_length = b""
         self.parts: list[bytes] = []
+        self._size = 0
         # Whether the answer is complete; if not, the connection was stale.
         self._ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -337,6 +355,9 @@ class HttpCall:
 
     def feed(self, data: bytes) -> None:
         self.parts.append(data)
+        self._size += len(data)
+        if self.status >= 300 and self._size > MAX_ERROR_BYTES:
+            self.lose(_too_long("error"))
 
     def finish(self) -> None:
         if not self._ended.done():
@@ -434,9 +455,13 @@ class HttpStream:
             # The beginning of an event arrived before.
             if EVENT_END not in data and not (data.startswith(b"\n") and parts[-1].endswith(b"\n")):
                 parts.append(data)
+                self._size += len(data)
+                if self._size > MAX_EVENT_BYTES:
+                    self._end(_too_long("event"))
                 return
             data = b"".join((*parts, data))
             parts.clear()
+            self._size = 0
         *events, rest = data.split(EVENT_END)
         if rest:
             parts.append(rest)

@@ -417,6 +417,7 @@ async def test_a_call_that_fails_to_take_its_messages(wire):
         (frame(HEADERS, 0, 1, OPEN) + frame(DATA, 0, 1, b""), "header block"),
         (frame(HEADERS, 0, 1, OPEN) + frame(CONTINUATION, 0, 3, b""), "header block"),
         (frame(HEADERS, 0, 1, b"") + frame(CONTINUATION, 0, 1, bytes(16_384)) * 5, "too many headers"),
+        (frame(HEADERS, 0, 1, b"") + frame(CONTINUATION, 0, 1) * 17, "too many headers"),
         (frame(HEADERS, END_HEADERS, 1, b"\x82" * 2000), "cannot be read"),
         (frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff"), "cannot be read"),
         # It refers to a table, which it was not allowed.

@@ -767,6 +767,38 @@ async def test_an_error_body_without_end(http, monkeypatch):
     assert "nono" in str(error)
 
 
+@pytest.mark.parametrize(
+    "raw, what",
+    [
+        (b"HTTP/1.1 200 OK\r\nX: %b\r\nContent-Length: 0\r\n\r\n" % bytes(b"a" * 2**20), "head"),
+        (b"HTTP/1.1 200 %b\r\nContent-Length: 0\r\n\r\n" % bytes(b"a" * 2**20), "head"),
+        (b"HTTP/1.1 200 OK\r\n" + b"A: b\r\n" * 100_000 + b"Content-Length: 0\r\n\r\n", "head"),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 20_000, "head"),
+        (HEAD + b"0\r\n" + b"A: b\r\n" * 100_000 + b"\r\n", "head"),
+        (HEAD + b"5;%b\r\nhello\r\n0\r\n\r\n" % bytes(b"a" * 2**20), "head"),
+        (HEAD + chunk(b"data: " + b"a" * 70_000) * 20 + b"0\r\n\r\n", "event"),
+    ],
+    ids=["line", "status", "lines", "interim", "trailers", "extension", "event"],
+)
+async def test_an_answer_is_not_read_without_end(http, monkeypatch, raw, what):
+    """Whoever answers in Triton's place cannot fill the memory with what is no answer yet."""
+    monkeypatch.setattr(http_stream, "MAX_EVENT_BYTES", 2**20)
+    http.raw = raw
+    found, error = await asyncio.wait_for(outcome(http.client), 10)
+
+    assert ([], UpstreamError, f"Its {what} is too long.") == (found, type(error), error and error.detail)
+    if what == "head":
+        with pytest.raises(UpstreamError, match="cannot be read"):
+            await asyncio.wait_for(http.client.server_info(), 10)
+
+
+async def test_an_error_of_a_call_without_end(http):
+    """As much of it is read as an error can need."""
+    http.raw = plain(b"no" * 200_000, b"500 Internal Server Error")
+    with pytest.raises(UpstreamError, match="cannot be read"):
+        await asyncio.wait_for(http.client.server_info(), 10)
+
+
 async def test_a_stale_connection_is_replaced(http):
     """A kept connection that the server has closed costs nobody anything: the request goes over a new one."""
     http.reply = Reply(texts=["one"])
