@@ -35,10 +35,25 @@ def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
             with pytest.raises(NotFoundError):
                 other.responses.retrieve(made.id)
             slow = same.responses.create(
-                model="vllm_model", input=steered(text="two", hang_at=1), background=True, previous_response_id=made.id
+                model="vllm_model",
+                input=steered(text="two three", hang_at=1),
+                background=True,
+                previous_response_id=made.id,
             )
-            assert mine.responses.retrieve(slow.id).status in ("queued", "in_progress")
-            assert "cancelled" == mine.responses.cancel(slow.id).status
+            # What the one makes, the other shows as it comes; and what it cancels keeps what was shown.
+            far: Any = mine.responses.retrieve(slow.id, stream=True)
+            shown = next(event for event in far if event.type == "response.output_text.delta")
+            assert "in_progress" == mine.responses.retrieve(slow.id).status
+            cancelled = mine.responses.cancel(slow.id)
+            assert ("cancelled", shown.delta) == (cancelled.status, cancelled.output_text)
+            assert "response.cancelled" == list(far)[-1].type
+            assert cancelled == same.responses.retrieve(slow.id)
+            killed = same.responses.create(
+                model="vllm_model", input=steered(text="one two", hang_at=1), background=True, stream=True
+            )
+            word = next(event for event in killed if event.type == "response.output_text.delta")
+            far = mine.responses.retrieve(f"resp_{word.item_id[4:36]}", stream=True)
+            assert word == next(event for event in far if event.type == "response.output_text.delta")
             stream: Any = same.responses.create(
                 model="vllm_model", input=steered(text="x", hang_at=1), previous_response_id=made.id, stream=True
             )
@@ -62,5 +77,9 @@ def test_two_services_and_a_kill(own: Own, tmp_path: Path) -> None:
         resource.prlimit(first.process.pid, resource.RLIMIT_FSIZE, limits)
         again = mine.responses.create(model="vllm_model", input=long)
         assert "full" == mine.responses.retrieve(again.id).output_text
+        # The maker's lease is over by now, or soon.
+        *_, last = far
+        assert ("response.failed", word.delta) == (last.type, last.response.output_text)
+        assert last.response.error == left.error
         mine.close()
         assert [] == first.complaints()

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from tests.conformance.fake_triton import FakeTriton, config_of
 from tests.proxy_fixture import Answer, Proxy, serving
+from triton_openai.api.responses import handlers
+from triton_openai.api.responses.background import EVENTS, EventLog
+from triton_openai.api.responses.events import response_event
+from triton_openai.api.responses.resume import ResumedEvents
+from triton_openai.api.responses.state import STATE, Live, Record, ResponseState
+from triton_openai.api.responses.types import ResponseObject
 from triton_openai.config.tree import ModelDefaults, ResponsesSettings, ServerSettings, Settings, TritonSettings
+from triton_openai.errors import StoreUnavailable
 from triton_openai.models.draining import DRAINING
+from triton_openai.storage import open_store
+from triton_openai.storage.sqlite import SqliteStore
+from triton_openai.storage.store import Page, Store
 
 # Of a model that does not repeat the prompt.
 INPUTS = tuple(f"{name}? {kind} 1" for name, kind in (
@@ -81,6 +94,17 @@ class Stream:
         return events_of(await asyncio.wait_for(self.response.read(), 30))
 
 
+def made_by(proxy: Proxy) -> Stream:
+    """Return the stream of a new response in the background."""
+    return Stream(proxy, "POST", "/v1/responses", {**REQUEST, "stream": True})
+
+
+async def rows_of(store: Store, key: str, least: int) -> None:
+    """Wait until there are at least so many rows of events."""
+    while len(await store.read([key], [EVENTS])) < least:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+
+
 async def resumed(proxy: Proxy, made: str, after: int | None = None) -> list[dict[str, Any]]:
     """Return all events of a response, or those after one."""
     query = "" if after is None else f"&starting_after={after}"
@@ -107,7 +131,7 @@ async def test_a_stream_and_its_resumption() -> None:
     async with (
         held() as triton,
         service(triton) as proxy,
-        Stream(proxy, "POST", "/v1/responses", {**REQUEST, "stream": True}) as stream,
+        made_by(proxy) as stream,
     ):
         made = (await stream.until("created"))["response"]
         assert "queued" == made["status"]
@@ -127,7 +151,7 @@ async def test_the_end_of_what_is_in_progress(how: str) -> None:
     async with (
         held() as triton,
         service(triton) as proxy,
-        Stream(proxy, "POST", "/v1/responses", {**REQUEST, "stream": True}) as stream,
+        made_by(proxy) as stream,
     ):
         made = (await stream.until("created"))["response"]["id"]
         await stream.until("output_text.delta")
@@ -154,7 +178,7 @@ async def test_the_end_of_what_waits() -> None:
     async with (
         held() as triton,
         service(triton, max_running_requests=1) as proxy,
-        Stream(proxy, "POST", "/v1/responses", {**REQUEST, "stream": True}) as first,
+        made_by(proxy) as first,
     ):
         await first.until("output_text.delta")
         made = (await proxy.post("/v1/responses", REQUEST)).json["id"]
@@ -198,3 +222,207 @@ async def test_a_conversation_is_held_from_the_start() -> None:
             await stream.until("completed")
         items = (await proxy.get(f"/v1/conversations/{conversation}/items")).json["data"]
         assert ["assistant", "user"] == [item["role"] for item in items]
+
+
+@asynccontextmanager
+async def two(triton: FakeTriton, folder: Path, **server: Any) -> AsyncIterator[tuple[Proxy, Proxy]]:
+    """Run two services on one file, which know nothing else of each other."""
+    store = f"sqlite:{folder / 'state'}"
+    async with service(triton, store, **server) as first, service(triton, store, **server) as second:
+        yield first, second
+
+
+async def test_reading_what_another_process_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head and the events so far come at once, the rest as it is made, and nothing is read from the store twice."""
+    page, rows = SqliteStore.page, Counter[str]()
+
+    async def counted(store: SqliteStore, *given: Any, **options: Any) -> Page | None:
+        found = await page(store, *given, **options)
+        rows.update(row.id for row in (() if found is None else found.rows))
+        return found
+
+    monkeypatch.setattr(SqliteStore, "page", counted)
+    async with held() as triton, two(triton, tmp_path, heartbeat_interval=0.1) as (maker, other):
+        made = (await maker.post("/v1/responses", REQUEST)).json["id"]
+        async with Stream(other, "GET", f"/v1/responses/{made}?stream=true") as stream:
+            assert "queued" == (await stream.until("created"))["response"]["status"]
+            await stream.until("output_text.delta")
+            assert b": keep-alive\n\n" == await asyncio.wait_for(stream.response.content.readuntil(b"\n\n"), 30)
+            assert "in_progress" == (await other.get(f"/v1/responses/{made}")).json["status"]
+            triton.may_go_on.set()
+            last = (await stream.rest())[-1]
+        assert ("response.completed", {1}) == (last["type"], set(rows.values()))
+        for proxy in (maker, other):
+            assert last["response"] == await assert_ended(proxy, made, "completed", "one two three")
+
+
+@pytest.mark.parametrize("how", ["cancel", "delete"])
+async def test_ending_what_another_process_makes(how: str, tmp_path: Path) -> None:
+    """It keeps what was stored until then; its maker can add nothing more, and all streams of it end alike."""
+    async with held() as triton, two(triton, tmp_path) as (maker, other):
+        async with made_by(maker) as stream:
+            made = (await stream.until("created"))["response"]["id"]
+            async with Stream(other, "GET", f"/v1/responses/{made}?stream=true") as far:
+                # It is stored when it is there.
+                await far.until("output_text.delta")
+                if how == "cancel":
+                    answer = (await other.post(f"/v1/responses/{made}/cancel", {})).json
+                    assert ("cancelled", "one") == (answer["status"], answer["output"][0]["content"][0]["text"])
+                else:
+                    assert 200 == (await other.client.delete(f"/v1/responses/{made}")).status
+                assert "response.cancelled" == (await far.rest())[-1]["type"]
+            triton.may_go_on.set()
+            assert "response.cancelled" == (await stream.rest())[-1]["type"]
+        for proxy in (maker, other):
+            if how == "cancel":
+                await assert_ended(proxy, made, "cancelled", "one")
+            else:
+                assert 404 == (await proxy.get(f"/v1/responses/{made}?stream=true")).status
+
+
+async def test_a_reader_whose_service_stops(tmp_path: Path) -> None:
+    """It learns that it has to go on elsewhere, from where it is: the response itself goes on."""
+    async with held() as triton, two(triton, tmp_path) as (maker, other):
+        made = (await maker.post("/v1/responses", REQUEST)).json["id"]
+        async with Stream(other, "GET", f"/v1/responses/{made}?stream=true") as stream:
+            place = (await stream.until("output_text.delta"))["sequence_number"]
+            await other.client.app[DRAINING].drain(0.0)
+            (last,) = await stream.rest()
+        assert ("error", "service_stopping", place) == (last["type"], last["code"], last["sequence_number"])
+        triton.may_go_on.set()
+        assert place + 1 == (await resumed(maker, made, place))[0]["sequence_number"]
+
+
+async def test_a_maker_that_was_killed() -> None:
+    """Its response has failed as if it had been stopped, and keeps what was stored of it."""
+    async with (
+        held() as triton,
+        service(triton) as proxy,
+        made_by(proxy) as stream,
+    ):
+        made = (await stream.until("created"))["response"]["id"]
+        await stream.until("output_text.delta")
+        state = proxy.client.app[STATE]
+        async with Stream(proxy, "GET", f"/v1/responses/{made}?stream=true") as other:
+            await other.until("output_text.delta")
+            # As much is stored as another process would find.
+            await rows_of(state.store(), made, 1)
+            live = state.live.pop(made)
+            await live.log.close()
+            await state.store().claim(made, made, -1.0)
+            found = await assert_ended(proxy, made, "failed", "one")
+            assert "server_error" == found["error"]["code"]
+            events = await resumed(proxy, made)
+            assert ["error", "response.failed"] == [event["type"] for event in events[-2:]]
+            # Whoever made it comes back too late.
+            triton.may_go_on.set()
+            assert "response.failed" == (await other.rest())[-1]["type"]
+        assert found == (await proxy.get(f"/v1/responses/{made}")).json
+
+
+@pytest.mark.parametrize("fails", [1, 99])
+async def test_a_store_that_fails_at_the_end(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response is kept a little later; where that is no use, its last event says that it is not kept."""
+    put, failing = SqliteStore.put, 0
+
+    async def sometimes(store: SqliteStore, key: str, owner: str, head: bytes, version: int, **more: Any) -> bool:
+        nonlocal failing
+        if failing:
+            failing -= 1
+            raise StoreUnavailable("No.")
+        return await put(store, key, owner, head, version, **more)
+
+    monkeypatch.setattr(SqliteStore, "put", sometimes)
+    monkeypatch.setattr(handlers, "_PAUSES", (0.0, 0.0))
+    async with (
+        held() as triton,
+        service(triton) as proxy,
+        made_by(proxy) as stream,
+    ):
+        made = (await stream.until("created"))["response"]["id"]
+        await stream.until("output_text.delta")
+        failing = fails
+        with capture_logs() as logs:
+            triton.may_go_on.set()
+            last = (await stream.rest())[-1]
+        assert ("response.completed", fails == 1) == (last["type"], last["response"]["store"])
+        assert {"response is not kept"} == {line["event"] for line in logs if line["log_level"] == "warning"}
+        failing = 0
+        if fails == 1:
+            await assert_ended(proxy, made, "completed", "one two three")
+
+
+async def test_events_that_cannot_be_stored_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are stored later, each once, and the log says so; too many of them end the response."""
+    append, failing = SqliteStore.append, 1
+
+    async def sometimes(store: SqliteStore, *given: Any, **options: Any) -> bool:
+        nonlocal failing
+        done = await append(store, *given, **options)
+        if failing:
+            failing -= 1
+            raise StoreUnavailable("It was stored, and could not say so.")
+        return done
+
+    monkeypatch.setattr(SqliteStore, "append", sometimes)
+    store = open_store(ResponsesSettings(store="memory"))
+    assert store is not None
+    await store.put("k", "me", b"", 0, lease=("k", 10))
+    log = EventLog(store, "k", "me")
+    lost = asyncio.Event()
+    with capture_logs() as logs:
+        log.start(lost.set)
+        for number in range(40):
+            log.add(response_event("a", number))
+            await asyncio.sleep(0.02)
+        await rows_of(store, "k", 2)
+    assert ["events of a response are not stored yet"] == [line["event"] for line in logs]
+    # Somebody else takes over.
+    await store.put("k", "me", b"", 1, lease=("", 0))
+    log.add(response_event("a", 40))
+    await asyncio.wait_for(lost.wait(), 30)
+    await log.close()
+    found = b"".join([*await store.read(["k"], [EVENTS]), *(row.data for row in log.rows())])
+    assert list(range(41)) == [event["sequence_number"] for event in events_of(found)]
+    log.check_room()
+    log.add(b"x" * 9_000_000)
+    with pytest.raises(StoreUnavailable):
+        log.check_room()
+    await store.close()
+
+
+async def test_a_long_stream_and_a_slow_reader() -> None:
+    """Only the latest events stay in memory; who is behind reads the others from the store, from any place."""
+    settings = ResponsesSettings(store="memory")
+    state = ResponseState(open_store(settings), settings)
+    response = ResponseObject(id=f"resp_{1:032x}", created_at=1, model="m", reasoning={}, text={}, background=True)
+    await state.keep(response, "me", 0, lease=10)
+    log = EventLog(state.store(), response.id, "me")
+    task = asyncio.create_task(asyncio.Event().wait())
+    state.live[response.id] = Live(response, log, task)  # type: ignore[arg-type]  # what it returns does not matter
+    readers = {after: ResumedEvents(state, Record(response, 1), "me", after) for after in (-1, 0, 41, 1023, 5000)}
+    read: dict[int, list[int]] = {after: [] for after in readers}
+
+    async def read_on(after: int) -> bool:
+        found = await asyncio.wait_for(readers[after].next(0.0), 30)
+        read[after] += [event["sequence_number"] for event in events_of(found or b"")]
+        return found is not None
+
+    await read_on(-1)
+    log.start(task.cancel)
+    for number in range(2048):
+        log.add(response_event("a", number, delta="x" * 1024))
+        if number % 100 == 0:
+            assert await read_on(1023)
+            rows = log.rows()
+            await state.store().append(response.id, "me", rows)
+            log._take_stored(rows)
+    assert log.after(0) is None
+    log.end(response_event("last", log.count))
+    for after in readers:
+        while await read_on(after):
+            pass
+        assert read[after] == list(range(min(after + 1, 2048), 2049))
+    await log.close()
+    task.cancel()
+    await state.close()

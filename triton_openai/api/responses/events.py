@@ -131,7 +131,7 @@ class ResponseEvents(Renderer):
 
     def last(self, choice: int) -> bytes:
         """Return the text that the parser delayed, and the end of the last item."""
-        events = self._parsed(self.parser.flush(cut=self.run is not None and self.run.progress.cut), [])
+        events = self._parsed(self.parser.flush(cut=self.run.progress.cut), [])
         if not self._output:
             # An empty answer is a message too.
             events += self._begin(types.OutputMessage)

@@ -145,6 +145,13 @@ class Job:
             kept = msgspec.structs.replace(kept, status="failed", error=types.INTERRUPTED, output=())
         await self._put(kept, self.sources.rows, lease=LEASE_SECONDS if kept.background else 0.0)
 
+    async def begin(self) -> None:
+        """Tell other processes that the response is in progress."""
+        try:
+            await self._put(self.response, (), lease=LEASE_SECONDS)
+        except errors.StoreUnavailable as error:
+            self.state.not_kept(error, self.id)
+
     async def keep(self) -> None:
         """Keep the response, which has ended. If that does not work, it says so."""
         response = self.response
@@ -315,6 +322,7 @@ async def _in_background(
         turn = turns.pop() if turns else await _turn_of(context, job)
         (events.run,), (events.parser,) = turn.runs, turn.parsers
         log.add(events.opening())
+        await job.begin()
 
         def push(choice: int, deltas: Sequence[Delta]) -> None:
             log.check_room()

@@ -147,7 +147,7 @@ class ResponseState:
         """Give a response, which its maker has not ended, the output that its events tell of."""
         response = record.response
         events = b"".join(await self.store().read([response.id], [EVENTS]))
-        response.output = await offload.run(replayed, events, cost=offload.json_cost(len(events)))
+        response.output = await offload.run(replayed, events, cost=offload.JSON * len(events))
         if changed or response.output:
             # If somebody else is faster, he does the same.
             record.version += await self.keep(response, owner, record.version, output_rows(response))
