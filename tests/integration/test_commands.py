@@ -171,16 +171,20 @@ def _tritons_of(pid: int) -> list[int]:
 def test_a_supervised_triton(tmp_path: Path) -> None:
     """A Triton that was started here and dies comes back, without its broken model, and goes when the service goes."""
     repository = build_repository(tmp_path / "repository", models=["text_embedding"])
-    broken = repository.path / "broken" / "1"
-    broken.mkdir(parents=True)
-    (broken / "model.py").write_text("raise RuntimeError('on purpose')")
-    (broken.parent / "config.pbtxt").write_text('name: "broken"\nbackend: "python"\n')
+    version = repository.path / "broken" / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text("raise RuntimeError('on purpose')")
+    (version.parent / "config.pbtxt").write_text('name: "broken"\nbackend: "python"\n')
+    for name, config in (("misspelt", 'bakend: "python"'), ("empty", 'backend: "python"')):
+        (repository.path / name).mkdir()
+        (repository.path / name / "config.pbtxt").write_text(config)
     settings = tmp_path / "settings.yaml"
     settings.write_text("triton: {refresh_interval: 0.2}")
     with _serving("--model-repository", str(repository.path), "--config", str(settings)) as (process, banner):
         ready = f"{banner['address']}/health/ready"
         states = {model["name"]: model["state"] for model in banner["models"]}
-        assert {"text_embedding": "ready", "broken": "not ready: Internal: RuntimeError: on purpose"} == states
+        broken = "not ready: Internal: RuntimeError: on purpose"
+        assert {"text_embedding": "ready", "broken": broken, "misspelt": "not loaded"} == states
         assert _status(ready) == 200
 
         (first,) = _tritons_of(process.pid)
@@ -194,7 +198,9 @@ def test_a_supervised_triton(tmp_path: Path) -> None:
         assert first != second
         assert process.stderr is not None
         told = [line for line in map(json.loads, process.stderr) if line["event"] == "model could not be loaded"]
-        assert [("broken", True)] == [(line["model"], "on purpose" in line["reason"]) for line in told]
+        reasons = {"broken": "on purpose", "misspelt": "failed to read text proto", "empty": "at least one version"}
+        assert [] == [line for line in told if reasons.pop(line["model"]) not in line["reason"]]
+        assert {} == reasons
         _until(lambda: not Path(f"/proc/{second}").exists())
 
 

@@ -39,6 +39,9 @@ _POLL_SECONDS = 0.03
 _ATTEMPTS = 5
 _PORT_TAKEN = re.compile(rb"Socket '.*' already in use")
 _FAILED_TO_LOAD = re.compile(r"^E.*(failed to load|Poll failed|failed to start|Model '.*' loading failed)")
+_WHY_NOT_LOADED = re.compile(
+    r"^E.*\"(?:Poll failed for model directory|failed to load(?: model)?) '([^']+)'[^:]*: (.*)\"$", re.MULTILINE
+)
 # Triton waits this long for requests in flight; a stop with a shorter timeout kills it.
 _EXIT_SECONDS = 5
 
@@ -151,16 +154,20 @@ class EmbeddedTriton:
         return 128 - status if status > 128 else status
 
     def failed_models(self) -> tuple[Mapping[str, str], bool]:
-        """Return why models of the running server could not be loaded, by name, and whether any model is ready."""
+        """
+        Return why models of the running server could not be loaded, by name, and whether any model is ready.
+
+        Its index has no reason for a configuration that it could not read, and lacks models without a version; its log
+        has. Raises :class:`OSError`, or :class:`ValueError` for an answer that is no index.
+        """
         with contextlib.closing(http.client.HTTPConnection(self._address(0), timeout=_METRICS_SECONDS)) as connection:
             connection.request("POST", "/v2/repository/index", body=b"{}")
             index = json.loads(connection.getresponse().read())
-        failed = {
-            entry["name"]: " ".join(entry.get("reason", "").split())
-            for entry in index
-            if entry.get("state") == "UNAVAILABLE"
-        }
-        return failed, any(entry.get("state") == "READY" for entry in index)
+        ready = {entry["name"] for entry in index if entry.get("state") == "READY"}
+        logged = _WHY_NOT_LOADED.findall(self.log_path.read_text(errors="replace").replace("\\n", " "))
+        indexed = [(entry["name"], entry.get("reason", "")) for entry in index if entry.get("state") == "UNAVAILABLE"]
+        failed = {name: " ".join(reason.split()) for name, reason in (*logged, *indexed) if name not in ready}
+        return failed, bool(ready)
 
     @property
     def http_url(self) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 
 import structlog
@@ -81,7 +82,11 @@ class Supervisor:
 
     async def _report(self) -> None:
         """Log which models could not be loaded. Raises :class:`ConfigurationError` if no other is there."""
-        failed, others = await asyncio.to_thread(self._server.failed_models)
+        try:
+            failed, others = await asyncio.to_thread(self._server.failed_models)
+        except (OSError, HTTPException, ValueError):
+            # A server this busy has models, and ones that are missing show in the list of models too.
+            return
         if failed and not others:
             reasons = "".join(f"\n{name}: {reason}" for name, reason in failed.items())
             raise ConfigurationError(f"Triton could not load its models.{reasons}")
