@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 from triton_openai.config.tree import ResponsesSettings
@@ -35,6 +35,11 @@ if now > deadline then return redis.error_reply('LATE') end
 local function entry(of) return prefix .. 'entry:' .. of end
 local function rows(of) return prefix .. 'rows:' .. of end
 local function field(name) return redis.call('HGET', entry(key), name) end
+local function listed(name)
+  local ids = redis.call('ZRANGEBYLEX', rows(key), '[' .. name .. ':', '(' .. name .. ';')
+  for i, member in ipairs(ids) do ids[i] = string.sub(member, #name + 18) end
+  return ids
+end
 local function used(owner)
   redis.call('HSET', entry(key), 'used', string.format('%.6f', now))
   redis.call('ZADD', prefix .. 'used:' .. owner, now, key)
@@ -121,22 +126,40 @@ elseif op == 'drop' then
 elseif op == 'chain' then
   local found, link, most = {}, key, tonumber(ARGV[6])
   while link and #found < most do
-    local owner, parent, ends, last = unpack(redis.call('HMGET', entry(link), 'owner', 'parent', 'until', 'used'))
-    local count, size = 0, 0
-    if owner == ARGV[5] and tonumber(last) >= now - tonumber(ARGV[7]) then
-      for i = 8, #ARGV do
-        for _, member in ipairs(redis.call('ZRANGEBYLEX', rows(link), '[' .. ARGV[i] .. ':', '(' .. ARGV[i] .. ';')) do
-          count = count + 1
-          size = size + redis.call('HSTRLEN', entry(link), '=' .. string.sub(member, #ARGV[i] + 18))
-        end
+    key = link
+    local owner, parent, ends, last = unpack(redis.call('HMGET', entry(key), 'owner', 'parent', 'until', 'used'))
+    local count, size, there = 0, 0, owner == ARGV[5] and tonumber(last) >= now - tonumber(ARGV[7])
+    for i = 8, there and #ARGV or 0 do
+      for _, id in ipairs(listed(ARGV[i])) do
+        count, size = count + 1, size + redis.call('HSTRLEN', entry(key), '=' .. id)
       end
-    else
-      owner, parent = false, false
     end
-    found[#found + 1] = {link, owner and 1 or 0, ends or '0', count, size, last or '0'}
-    link = parent
+    local line = {link, there and 1 or 0, ends or 0, count, string.format('%d', size), last or 0}
+    found[#found + 1] = table.concat(line, ' ')
+    link = there and parent
   end
-  return found
+  return table.concat(found, ';')
+elseif op == 'rows' then
+  local owner, lengths, data = key, {}, {}
+  for i = 7, #ARGV, 2 do
+    key = ARGV[i]
+    local own = field('owner') == owner and tonumber(field('used')) >= now - tonumber(ARGV[5])
+    if ARGV[6] == 'data' then data[#data + 1] = own and field('=' .. ARGV[i + 1]) or '' end
+    lengths[#lengths + 1] = own and redis.call('HSTRLEN', entry(key), '=' .. ARGV[i + 1]) or 0
+  end
+  return {table.concat(lengths, ' '), table.concat(data)}
+elseif op == 'read' then
+  local lengths, data = {}, {}
+  for i = 5, #ARGV do
+    key = ARGV[i]
+    for name in string.gmatch(ARGV[4], '[^ ]+') do
+      for _, id in ipairs(listed(name)) do
+        data[#data + 1] = field('=' .. id)
+        lengths[#lengths + 1] = #data[#data]
+      end
+    end
+  end
+  return {table.concat(lengths, ' '), table.concat(data)}
 end
 return 1
 """
@@ -226,56 +249,43 @@ class RedisStore(Store):
             ends = (last, first) if reverse else (first, last)
             listed = self._client.zrevrangebylex if reverse else self._client.zrangebylex
             ids = [_row_id(member) for member in await listed(_rows(key), *ends, start=0, num=limit + 1)]
-            sizes = [size or 0 for size in await self._each("hstrlen", [(key, row_id) for row_id in ids])]
-            shown = ids[: within(sizes, limit, most_size)]
-            data = await self._each("hget", [(key, row_id) for row_id in shown])
+            owner = await self._client.hget(_entry(key), "owner")
+        places = [Place(key, row_id) for row_id in ids]
+        sizes = await self._rows_at(owner, "size", places) if ids else ()
+        shown = places[: within([size for size, _ in sizes], limit, most_size)]
+        data = await self._rows_at(owner, "data", shown) if shown else ()
         # One that somebody deletes meanwhile is not there.
-        rows = [Row(name, row_id.decode(), one) for row_id, one in zip(shown, data, strict=True) if one is not None]
+        rows = [Row(name, place.id, one) for place, (size, one) in zip(shown, data, strict=True) if size]
         return Page(rows, len(shown) < len(ids))
 
-    async def _each(self, command: str, places: Collection[tuple[str, bytes]]) -> Sequence[Any]:
-        """Return the answers to a *command* about the data of rows at *places*."""
-        async with self._client.pipeline(transaction=False) as pipe:
-            for key, row_id in places:
-                getattr(pipe, command)(_entry(key), b"=" + row_id)
-            found: Sequence[Any] = await pipe.execute()
-        return found
-
-    async def _of(self, owner: str, places: Collection[Place], command: str) -> Mapping[Place, Any]:
-        keys = dict.fromkeys(place.key for place in places)
-        own = {key for key in keys for link in await self.chain(key, owner, (), most=1) if link.found}
-        wanted = [place for place in places if place.key in own]
-        async with self._operation():
-            found = await self._each(command, [(place.key, place.id.encode()) for place in wanted])
-        return {place: value for place, value in zip(wanted, found, strict=True) if value}
+    async def _rows_at(self, owner: str, what: str, places: Collection[Place]) -> Sequence[tuple[int, bytes]]:
+        """Return sizes of rows, 0 for none, and their data."""
+        age = self._settings.max_age_seconds
+        return _split(await self._call("rows", owner, age, what, *chain(*places)))
 
     async def sizes(self, owner: str, places: Collection[Place]) -> Mapping[Place, int]:
-        return await self._of(owner, places, "hstrlen")
+        found = zip(places, await self._rows_at(owner, "size", places), strict=True)
+        return {place: size for place, (size, _) in found if size}
 
     async def fetch(self, owner: str, places: Collection[Place]) -> Mapping[Place, bytes]:
-        return await self._of(owner, places, "hget")
+        found = zip(places, await self._rows_at(owner, "data", places), strict=True)
+        return {place: data for place, (size, data) in found if size}
 
     async def chain(self, key: str, owner: str, names: Sequence[str], *, most: int) -> Sequence[Link]:
         found = await self._call("chain", key, owner, most, self._settings.max_age_seconds, *names)
-        async with self._operation():
-            now = await self._now()
+        # Leases end by the clock here.
+        now = await self._now()
+        ahead = now - time.time()
         links = []
-        for link, there, until, rows, size, used in found:
-            links.append(Link(link.decode(), bool(there), float(until) - now + time.time(), rows, size))
-            if there and float(used) < now - TOUCH_SECONDS:
-                await self._call("touch", link.decode())
+        for line in found.decode().split(";"):
+            link, there, until, rows, size, used = line.split(" ")
+            links.append(Link(link, there == "1", float(until) - ahead, int(rows), int(size)))
+            if there == "1" and float(used) < now - TOUCH_SECONDS:
+                await self._call("touch", link)
         return links
 
     async def read(self, keys: Sequence[str], names: Sequence[str]) -> Sequence[bytes]:
-        async with self._operation():
-            async with self._client.pipeline(transaction=False) as pipe:
-                for key in keys:
-                    for name in names:
-                        pipe.zrangebylex(_rows(key), f"[{name}:", f"({name};")
-                found = await pipe.execute()
-            lists = [(key, members) for key, members in zip([k for k in keys for _ in names], found, strict=True)]
-            places = [(key, _row_id(member)) for key, members in lists for member in members]
-            return [data for data in await self._each("hget", places) if data is not None]
+        return [data for _, data in _split(await self._call("read", " ".join(names), *keys))]
 
     async def delete(self, key: str) -> bool:
         return bool(await self._call("delete", key))
@@ -311,6 +321,12 @@ def _rows(key: str) -> str:
     return f"{_PREFIX}rows:{key}"
 
 
-def _row_id(member: bytes) -> bytes:
+def _row_id(member: bytes) -> str:
     """Return the id of the row that *member* of the sorted set stands for."""
-    return member.split(b":", 2)[2]
+    return member.split(b":", 2)[2].decode()
+
+
+def _split(found: tuple[bytes, bytes]) -> Sequence[tuple[int, bytes]]:
+    """Return lengths, and the data of each from one value: thousands of values take the client long to read."""
+    sizes = [int(size) for size in found[0].split()]
+    return [(size, found[1][end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
