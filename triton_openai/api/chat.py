@@ -18,7 +18,7 @@ from msgspec import Meta
 from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.run import Run
-from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES
+from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, tell_ignored
 from triton_openai.api.generate import Task, runs_of, task_of
 from triton_openai.api.logprobs import (
     ChatLogprobs,
@@ -199,6 +199,8 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
 async def handle(request: web.Request) -> web.StreamResponse:
     """Create a chat completion."""
     context = await begin(request, ChatRequest, "chat")
+    if context.body.verbosity in ("low", "high"):
+        tell_ignored(context.observation, ["verbosity"])
     return await context.admitted(_answer, param="messages")
 
 

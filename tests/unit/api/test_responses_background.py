@@ -32,6 +32,7 @@ from triton_openai.storage.store import Page, Store
 INPUTS = tuple(f"{name}? {kind} 1" for name, kind in (
     ("text_input", "BYTES"), ("sampling_parameters", "BYTES"), ("stream", "BOOL"), ("exclude_input_in_output", "BOOL"),
 ))  # fmt: skip
+IGNORED = "x-triton-openai-ignored"
 REQUEST = {"model": "m", "input": "Hi", "background": True}
 
 
@@ -426,3 +427,26 @@ async def test_a_long_stream_and_a_slow_reader() -> None:
     await log.close()
     task.cancel()
     await state.close()
+
+
+async def test_what_is_ignored() -> None:
+    """It is named for responses in the background as for others, and alike for chats."""
+    async with held() as triton, service(triton) as proxy:
+        triton.may_go_on.set()
+        tools = [{"type": "web_search"}]
+        for more in ({}, {"background": True}, {"background": True, "stream": True}):
+            body: dict[str, Any] = {"model": "m", "input": "Hi", "tools": tools, "text": {"verbosity": "high"}, **more}
+            answer = await proxy.post("/v1/responses", body)
+            assert "text.verbosity, web_search" == ", ".join(sorted(answer.headers[IGNORED].split(", ")))
+        chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+        for path, body, name in (
+            ("/v1/responses", {"model": "m", "input": "Hi"}, "text"),
+            ("/v1/chat/completions", chat, "verbosity"),
+        ):
+            for value in ("low", "medium", "high"):
+                given = {"verbosity": value} if name == "text" else value
+                answer = await proxy.post(path, {**body, name: given})
+                assert (200, value != "medium") == (answer.status, IGNORED in answer.headers)
+                assert "medium" == answer.json.get("text", {"verbosity": "medium"})["verbosity"]
+            wrong = await proxy.post(path, {**body, name: {"verbosity": "most"} if name == "text" else "most"})
+            assert 400 == wrong.status

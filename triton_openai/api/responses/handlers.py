@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from secrets import token_hex
@@ -111,6 +111,8 @@ class Job:
         agents.tell_left_out(context.observation, reading.tools.left_out)
         if effort is None and body.reasoning is not None and body.reasoning.effort is not None:
             tell_ignored(context.observation, ["reasoning.effort"])
+        if body.text is not None and body.text.verbosity in ("low", "high"):
+            tell_ignored(context.observation, ["text.verbosity"])
         self.response.tools = reading.tools.shown
         self.response.reasoning = {**self.response.reasoning, "effort": effort}
         return reading
@@ -209,8 +211,10 @@ async def handle(request: web.Request) -> web.StreamResponse:
     if not body.background:
         async with _chat(context, job) as asked:
             if body.stream and job.stored:
-                with suppress(errors.StoreUnavailable):
+                try:
                     await job.announce()
+                except errors.StoreUnavailable as error:
+                    state.not_kept(error, job.id)
             return await asked.admitted(partial(_answer, job=job), param="messages")
     return await _begin_in_background(context, job)
 
@@ -279,6 +283,8 @@ async def _begin_in_background(context: RequestContext[types.ResponsesRequest], 
     async with AsyncExitStack() as stack:
         asked = await stack.enter_async_context(_chat(replace(context, observation=observation), job))
         turn = await asked.answered(partial(_turn_of, job=job), param="messages")
+        # What is ignored was found out meanwhile.
+        context.observation.headers = observation.headers
         events = job.events(turn)
         job.response.status = "queued"
         await job.announce()
