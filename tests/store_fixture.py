@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -87,8 +88,14 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pytest.importorskip("redis")
     if shutil.which("redis-server") is None:
         pytest.skip("Redis is not installed")
+    with running_redis(str(tmp_path_factory.mktemp("redis"))) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running_redis(folder: str) -> Iterator[Server]:
+    """Run a Redis, which keeps nothing in *folder*."""
     port, numbers = _free_port(), count()
-    folder = str(tmp_path_factory.mktemp("redis"))
     command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", folder, "--save", ""]
     running: list[subprocess.Popen[bytes]] = []
 

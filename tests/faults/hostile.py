@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import math
+import signal
 import socket
 import sys
 import tempfile
@@ -111,7 +112,7 @@ class Hostile:
         """Send the requests with these *numbers*, look into what held the loop, wait until all is quiet."""
         figures = self.figures
         self._settle_in()
-        before = self._service.level()
+        before = self._service.usual_level()
         self._slow_turns()
         with ThreadPoolExecutor(self._clients + 1) as threads:
             watching = threads.submit(self._watch)
@@ -445,6 +446,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first request")
     parser.add_argument("--only", type=int, nargs="+", help="send the requests with these numbers, and print them")
     options = parser.parse_args(arguments)
+    # What was started ends with it, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     numbers = options.only or range(options.first, options.first + options.requests)
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-hostile-")))

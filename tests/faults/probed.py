@@ -63,8 +63,10 @@ def state(*, strict: bool) -> dict[str, Any]:
     idle = [connection for pool in alive["ConnectionPool"] for _, connection in pool._idle if connection.usable]
     calls = [call for call in alive["HttpCall"] if not call._ended.done()]
     kept = [connection for pool in alive["TCPConnector"] for group in pool._conns.values() for connection in group]
+    tasks = [str(getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks()]
     return {
-        "tasks": sorted(str(getattr(task.get_coro(), "__qualname__", "")) for task in asyncio.all_tasks()),
+        # A wait for an event belongs to the task that waits, which is one of them too.
+        "tasks": sorted(name for name in tasks if name != "Event.wait"),
         "running": sum(sum(each.running.values()) + each.queued for each in alive["Admission"]),
         "streams": sum(each._receiver is not None for each in streams),
         "used": sum(len(each._acquired) for each in alive["TCPConnector"]) + len(calls),

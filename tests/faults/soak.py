@@ -1,8 +1,9 @@
 """
-``python -m tests.faults.soak``: mixed traffic for a long time, while Triton is killed, frozen, and loses its models.
+``python -m tests.faults.soak``: mixed traffic for a long time, while Triton is killed, frozen, and loses its models,
+the store of responses hangs and is lost, and nobody reads the log.
 
 It prints what became of every request, and in the end what is left behind. The exit status is 1 if anything is, if an
-answer was wrong, or if a request failed for no reason that lies in Triton.
+answer was wrong, or if a request failed for no reason that lies in Triton or in the store.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
+import sqlite3
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,7 @@ import aiohttp
 
 from tests.clients.service import steered, until
 from tests.faults.surroundings import MEBIBYTE, QUICK, WORDS, Level, Watched, watched
+from tests.store_fixture import Server, running_redis
 from tests.triton_fixture import frozen
 from triton_openai.demo.repository import DemoRepository, build_repository
 from triton_openai.tritonserver.embedded import EmbeddedTriton
@@ -41,11 +48,16 @@ _NOTICE_SECONDS = 1.0
 _SETTLE_SECONDS = 30.0
 _WARM_SHARE = 0.1
 _READY_SECONDS = 60.0
-# What the service may say while something is done to Triton. Whatever else goes wrong is its own fault at any time.
-_EXCUSED = (
-    *("upstream_unavailable", "upstream_disconnected", "upstream_silent", "upstream_timeout", "upstream_error"),
-    "model_not_found",
-)
+# What the service may say while something is done to what is named first. Whatever else goes wrong is its own fault at
+# any time, and nobody may notice what is done to the log.
+_EXCUSED: Mapping[str, tuple[str, ...]] = {
+    "Triton": (
+        *("upstream_unavailable", "upstream_disconnected", "upstream_silent", "upstream_timeout", "upstream_error"),
+        "model_not_found",
+    ),
+    "store": ("store_unavailable", "not_found", "not_kept"),
+    "log": (),
+}
 # After the last fault, so that its end is part of it.
 _QUIET_SECONDS = 3.0
 
@@ -71,11 +83,14 @@ class Figures:
     @property
     def unexplained(self) -> Counter[str]:
         """What failed at a time when nothing was done to Triton and it ran, or in a way that no fault explains."""
-        times = [(began - _NOTICE_SECONDS, ended + _AFTERMATH_SECONDS) for _, began, ended in self.faults]
-        return Counter(
-            outcome
-            for outcome, began, ended in self.failures
-            if not (outcome.endswith(_EXCUSED) and any(began < last and first < ended for first, last in times))
+        return Counter(outcome for outcome, began, ended in self.failures if not self._excused(outcome, began, ended))
+
+    def _excused(self, outcome: str, began: float, ended: float) -> bool:
+        return any(
+            outcome.endswith(_EXCUSED[name.partition(" ")[0]])
+            and began < last + _AFTERMATH_SECONDS
+            and first - _NOTICE_SECONDS < ended
+            for name, first, last in self.faults
         )
 
     @property
@@ -87,9 +102,21 @@ class Figures:
 class Soak:
     """The traffic of *clients* clients and the faults, until *seconds* are over."""
 
-    def __init__(self, service: Watched, triton: EmbeddedTriton, *, clients: int, seconds: float, seed: int) -> None:
+    def __init__(
+        self,
+        service: Watched,
+        triton: EmbeddedTriton,
+        store: Store,
+        log: Log,
+        *,
+        clients: int,
+        seconds: float,
+        seed: int,
+    ) -> None:
         self._service = service
         self._triton = triton
+        self._store = store
+        self._log = log
         self._clients = clients
         self._seconds = seconds
         self._chance = random.Random(seed)
@@ -116,15 +143,15 @@ class Soak:
         self._ends = time.monotonic() + seconds
         async with aiohttp.ClientSession(self._service.address, connector=aiohttp.TCPConnector(limit=0)) as session:
             clients = [asyncio.create_task(self._client(session)) for _ in range(self._clients)]
-            await (self._faults() if faults else self._quiet(seconds))
+            await (self._all_faults() if faults else self._quiet(seconds))
             await asyncio.gather(*clients)
         await asyncio.to_thread(lambda: until(lambda: not self._service.level().running))
-        return await asyncio.to_thread(self._service.level)
+        return await asyncio.to_thread(self._service.usual_level)
 
     # What clients do
 
     async def _client(self, session: aiohttp.ClientSession) -> None:
-        kinds = (self._stream, self._stream, self._chat, self._leave, self._embed, self._mistake)
+        kinds = (self._stream, self._stream, self._chat, self._leave, self._embed, self._mistake, self._keep)
         while time.monotonic() < self._ends:
             kind = self._chance.choice(kinds)
             began = time.monotonic()
@@ -192,6 +219,41 @@ class Soak:
             data = (await response.json())["data"]
             return self._judged(request, len(data) == len(request["input"]), data, began)
 
+    async def _keep(self, session: aiohttp.ClientSession) -> str:
+        """Have an answer kept, in a conversation or alone, go on from it, read it again, and delete it."""
+        began = time.monotonic()
+        answer: dict[str, Any] = {}
+        kept: dict[str, str] = {}
+        async with contextlib.AsyncExitStack() as opened:
+
+            async def ask(method: str, path: str, body: dict[str, Any] | None = None) -> aiohttp.ClientResponse:
+                return await opened.enter_async_context(session.request(method, path, json=body))
+
+            if self._chance.random() < 0.5:
+                made = await ask("POST", "/v1/conversations", {})
+                if made.status != 200:
+                    return await _failure(made)
+                kept = {"conversation": (await made.json())["id"]}
+            request: dict[str, Any] = {}
+            for _ in range(2):
+                request = {"model": self._chance.choice(MODELS[:2]), "input": self._prompt(), **kept}
+                response = await ask("POST", "/v1/responses", request)
+                if response.status != 200:
+                    return await _failure(response)
+                answer = await response.json()
+                if answer["error"] is not None:
+                    return f"failed {answer['error']['code']}"
+                if not answer["store"]:
+                    return "200 not_kept"
+                kept = kept if "conversation" in kept else {"previous_response_id": answer["id"]}
+            again = await ask("GET", f"/v1/responses/{answer['id']}")
+            if again.status != 200:
+                return await _failure(again)
+            texts = [part["text"] for item in (await again.json())["output"] for part in item["content"]]
+            place = f"conversations/{kept['conversation']}" if "conversation" in kept else f"responses/{answer['id']}"
+            gone = await ask("DELETE", f"/v1/{place}")
+            return self._judged(request, texts == [WORDS], texts, began) if gone.status == 200 else await _failure(gone)
+
     async def _mistake(self, session: aiohttp.ClientSession) -> str:
         mistakes: Sequence[bytes] = (b"{", b"[]", b'{"model": 5}', b'{"model": "ensemble", "prompt": "a", "n": 0}')
         async with session.post("/v1/completions", data=self._chance.choice(mistakes)) as response:
@@ -204,22 +266,25 @@ class Soak:
         self.figures.wrong.append((f"{request!r:.200} -> {answer!r:.400}", began, time.monotonic()))
         return "WRONG ANSWER"
 
-    # What is done to Triton
+    # What is done to Triton, to the store and to the log, at the same time
 
-    async def _faults(self) -> None:
-        faults: dict[str, Callable[[], None]] = {
-            "killed": self._kill,
-            "frozen": self._freeze,
-            "unloaded": self._unload,
-            "restarted": self._restart,
-        }
+    async def _all_faults(self) -> None:
+        triton = {"killed": self._kill, "frozen": self._freeze, "unloaded": self._unload, "restarted": self._restart}
+        of_triton = {f"Triton {name}": do for name, do in triton.items()}
+        store = {f"store {name}": partial(do, self._chance) for name, do in self._store.faults.items()}
+        log = {f"log {name}": partial(do, self._chance) for name, do in self._log.faults.items()}
+        await asyncio.gather(self._faults(of_triton), self._faults(store), self._faults(log))
+
+    async def _faults(self, faults: Mapping[str, Callable[[], None]]) -> None:
+        done = 0
         while time.monotonic() < self._ends - _QUIET_SECONDS:
             for name, do in faults.items():
                 await self._quiet(self._chance.uniform(1, 2) * min(5.0, self._seconds / 10))
                 # However short it is and busy the machine, there is one.
-                if self.figures.faults and time.monotonic() >= self._ends - _QUIET_SECONDS:
+                if done and time.monotonic() >= self._ends - _QUIET_SECONDS:
                     break
                 await self._fault(name, do)
+                done += 1
         await self._quiet(self._ends - time.monotonic())
 
     async def _quiet(self, seconds: float) -> None:
@@ -227,7 +292,7 @@ class Soak:
         ends = min(time.monotonic() + seconds, self._ends)
         while time.monotonic() < ends:
             if self._triton.poll() is not None:
-                await self._fault("ended by itself", self._start_again)
+                await self._fault("Triton ended by itself", self._start_again)
             await asyncio.sleep(0.1)
 
     async def _fault(self, name: str, do: Callable[[], None]) -> None:
@@ -287,7 +352,7 @@ def render(figures: Figures, clients: int) -> str:
     lines = [f"{figures.seconds:.0f} seconds, {clients} clients, {sum(figures.outcomes.values())} requests"]
     lines += [f"  {count:>8}  {name}" for name, count in figures.outcomes.most_common()]
     faults = Counter(name for name, _, _ in figures.faults)
-    lines.append(f"Triton: {', '.join(f'{name} {count}' for name, count in faults.items()) or 'left in peace'}")
+    lines.append(f"faults: {', '.join(f'{name} {count}' for name, count in faults.items()) or 'none'}")
     if figures.endings:
         lines.append(f"ended by itself: {', '.join(how for how, _ in figures.endings)}")
     for what, began, ended in figures.wrong:
@@ -296,7 +361,7 @@ def render(figures: Figures, clients: int) -> str:
             for name, first, last in figures.faults
             if began < last + _AFTERMATH_SECONDS and first - _AFTERMATH_SECONDS < ended
         )
-        lines.append(f"wrong: {what} (Triton {near or 'left in peace'})")
+        lines.append(f"wrong: {what} ({near or 'at a quiet time'})")
     failed = ", ".join(f"{name}: {count}" for name, count in figures.unexplained.items()) or "none"
     lines.append(f"failed for no such reason: {failed}")
     for name, times in (("first token of a stream", figures.first), ("whole answer", figures.whole)):
@@ -307,6 +372,79 @@ def render(figures: Figures, clients: int) -> str:
     lines.append(f"memory: {start:.0f} MiB after the first tenth, {end:.0f} MiB at the end")
     lines.append(f"left behind: {', '.join(figures.left) or 'nothing'}")
     return "\n".join(lines)
+
+
+class Store:
+    """Where responses are kept, and what can be done to it: a Redis, or a file where there is no Redis."""
+
+    def __init__(self, redis: Server | None, file: Path) -> None:
+        self._redis = redis
+        self._file = file
+        self.url = f"sqlite:{file}" if redis is None else redis.url()
+        self.faults: Mapping[str, Callable[[random.Random], None]] = (
+            {"locked": self._lock} if redis is None else {"frozen": self._freeze, "lost": self._lose}
+        )
+
+    def _freeze(self, chance: random.Random) -> None:
+        assert self._redis is not None
+        self._redis.freeze()
+        time.sleep(chance.uniform(0.5, 8))
+        self._redis.thaw()
+
+    def _lose(self, chance: random.Random) -> None:
+        assert self._redis is not None
+        self._redis.stop()
+        time.sleep(chance.uniform(0, 4))
+        self._redis.start()
+
+    def _lock(self, chance: random.Random) -> None:
+        with contextlib.closing(sqlite3.connect(self._file, timeout=60, isolation_level=None)) as connection:
+            connection.execute("BEGIN EXCLUSIVE")
+            time.sleep(chance.uniform(0.5, 8))
+
+
+class Log:
+    """The reader of a service's log, which it copies into a *file*; and what it can do to the service."""
+
+    def __init__(self, folder: Path, file: Path) -> None:
+        #: The pipe that the service writes to
+        self.pipe = folder / "stderr"
+        os.mkfifo(self.pipe)
+        self._file = file
+        self._reads = threading.Lock()
+        self._source = self._opened()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread.start()
+        self.faults: Mapping[str, Callable[[random.Random], None]] = {"unread": self._rest, "gone": self._leave}
+
+    def close(self) -> None:
+        """End, with what is there."""
+        self._over.set()
+        self._thread.join()
+
+    def _opened(self) -> int:
+        # Else it would wait for the service.
+        return os.open(self.pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def _copy(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._over.is_set()
+            with self._reads, self._file.open("ab") as sink, contextlib.suppress(BlockingIOError):
+                while data := os.read(self._source, 65_536):
+                    sink.write(data)
+            time.sleep(0.02)
+
+    def _rest(self, chance: random.Random) -> None:
+        with self._reads:
+            time.sleep(chance.uniform(1, 8))
+
+    def _leave(self, chance: random.Random) -> None:
+        with self._reads:
+            os.close(self._source)
+            time.sleep(chance.uniform(0.5, 4))
+            self._source = self._opened()
 
 
 @contextlib.contextmanager
@@ -325,6 +463,13 @@ def _started(repository: DemoRepository) -> Any:
         server.stop(timeout=1.0)
 
 
+def _expected(line: str) -> bool:
+    """Whether the log may have *line*: of models while Triton is away, of lost lines, and one that a reader cut."""
+    return not line.endswith("}") or any(
+        f'"event":"{event}"' in line for event in ("model does not answer", "log lines were lost")
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description="Mixed traffic with faults.")
@@ -332,19 +477,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    # What was started ends with it, however it is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with contextlib.ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="triton-openai-soak-")))
         repository = build_repository(folder / "models", models=MODELS)
         triton = opened.enter_context(_started(repository))
         flags = ["--triton-url", triton.http_url, "--triton-url", triton.grpc_url]
         flags += ["--tokenizer", str(repository.tokenizer)]
+        has_redis = shutil.which("redis-server") is not None and importlib.util.find_spec("redis") is not None
+        redis = opened.enter_context(running_redis(str(folder))) if has_redis else None
+        store = Store(redis, folder / "responses")
+        flags += ["--responses-store", store.url]
+        log = opened.enter_context(contextlib.closing(Log(folder, folder / "service.log")))
         # What the collector frees in an hour is much, and no leak.
-        service = opened.enter_context(watched(folder, *flags, triton={**QUICK, "request_timeout": 10}, strict=False))
+        settings = {**QUICK, "request_timeout": 10}
+        started = watched(folder, *flags, triton=settings, strict=False, stderr=log.pipe)
+        service = opened.enter_context(started)
         until(lambda: service.status("/health/ready") == 200)
-        soak = Soak(service, triton, clients=options.clients, seconds=options.seconds, seed=options.seed)
+        soak = Soak(service, triton, store, log, clients=options.clients, seconds=options.seconds, seed=options.seed)
         figures = asyncio.run(soak.run())
-        # While Triton is away, its models do not answer: that is said, and no fault.
-        complaints = [line for line in service.complaints() if '"event":"model does not answer"' not in line]
+        log.close()
+        complaints = [line for line in service.complaints() if not _expected(line)]
     print(render(figures, options.clients))
     for line in complaints:
         print(line, file=sys.stderr)

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import os
 import signal
 import socket
 import time
@@ -126,18 +127,21 @@ class Watched(Service):
         told = msgspec.json.decode(self.probe.read_bytes(), type=Level)
         return msgspec.structs.replace(told, memory=self.memory())
 
+    def usual_level(self) -> Level:
+        """Return how it is; some tasks are over and made anew all the time: of what lasts, a look shows nearly all."""
+        looks = [self.level() for _ in range(3)]
+        tasks: Counter[str] = Counter()
+        for look in looks:
+            tasks |= Counter(look.tasks)
+        return msgspec.structs.replace(looks[-1], tasks=list(tasks.elements()))
+
     @contextlib.contextmanager
     def back_to_level(self) -> Iterator[None]:
         """
         Assert that what happens meanwhile leaves nothing behind: no request, task, stream, connection or descriptor,
         and no memory to speak of.
         """
-        # Some tasks are over and made anew all the time: of what lasts, each look shows nearly all.
-        looks = [self.level() for _ in range(3)]
-        tasks: Counter[str] = Counter()
-        for look in looks:
-            tasks |= Counter(look.tasks)
-        before = msgspec.structs.replace(looks[-1], tasks=list(tasks.elements()))
+        before = self.usual_level()
         yield
         deadline = time.monotonic() + _SETTLE_SECONDS
         while left := (after := self.level()).above(before):
@@ -149,13 +153,27 @@ class Watched(Service):
 
 @contextlib.contextmanager
 def watched(
-    folder: Path, *arguments: str, triton: Mapping[str, float] | None = None, strict: bool = True
+    folder: Path,
+    *arguments: str,
+    triton: Mapping[str, float] | None = None,
+    strict: bool = True,
+    stderr: Path | None = None,
 ) -> Iterator[Watched]:
-    """Run the service with *arguments* and settings of *triton*, so that it can be looked into; see ``probed``."""
+    """
+    Run the service with *arguments* and settings of *triton*, so that it can be looked into; see ``probed``.
+
+    What it writes to stderr goes to the pipe *stderr*, if there is one.
+    """
     probe = folder / "probe.json"
     settings = {"triton": {"refresh_interval": 0.2, **(triton or {})}, "server": {"heartbeat_interval": 0.2}}
-    with serving(folder, *arguments, settings=settings, first=partial(probed.watch, probe, strict=strict)) as service:
+    with serving(folder, *arguments, settings=settings, first=partial(_first, probe, strict, stderr)) as service:
         yield Watched(service.process, service.banner, service.log, probe)
+
+
+def _first(probe: Path, strict: bool, stderr: Path | None) -> None:
+    if stderr is not None:
+        os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    probed.watch(probe, strict=strict)
 
 
 def body(model: str, prompt: str, **fields: Any) -> dict[str, Any]:
