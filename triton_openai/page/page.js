@@ -203,8 +203,8 @@ function shower(answer, isJson) {
   if (isJson) markdown.write("```\n");
   const show = () => atEnd(() => {
     asked = 0;
-    reasoning.append(answer.reasoning.slice(thought));
-    markdown.write(answer.content.slice(said));
+    if (answer.reasoning.length > thought) reasoning.append(answer.reasoning.slice(thought));
+    if (answer.content.length > said) markdown.write(answer.content.slice(said));
     [thought, said] = [answer.reasoning.length, answer.content.length];
     details.hidden = !thought;
     answer.calls.forEach((call, index) => {
