@@ -67,7 +67,11 @@ def find(method: str, path: str) -> str | None:
         and re.fullmatch(re.sub(r"\\{\w+\\}", ".+", re.escape(template)), path.partition("?")[0])
     ]
     # The name of a model may hold slashes, so it could be the rest of any path.
-    return max(found, key=lambda template: template.count("/"), default=None)
+    best = max(found, key=lambda template: template.count("/"), default=None)
+    if best is None and path.startswith("/openai/"):
+        best = find(method, path.removeprefix("/openai"))
+        assert best is None or {"url": "/openai"} in document()["paths"][best][method.lower()]["servers"]
+    return best
 
 
 def _place(method: str, path: str, status: int) -> str:

@@ -171,7 +171,8 @@ def describe(settings: Settings) -> dict[str, Any]:
             described["requestBody"] = {"required": True, "content": content}
         for number, route in enumerate(operation.routes):
             method, path = re.sub(r":[^}]+", "", route).split()
-            one = {**described, "parameters": list(_parameters(operation, path, settings))}
+            servers = {"servers": [{"url": "/"}, {"url": _AZURE}]} if _at_azure(operation, path) else {}
+            one = {**described, **servers, "parameters": list(_parameters(operation, path, settings))}
             if number:
                 one["operationId"] += "_" + re.sub(r"[^a-z0-9]+", "_", f"{method}{path}".lower()).rstrip("_")
                 one["description"] = f"The same as `{re.sub(':[^}]+', '', operation.routes[0])}`."
@@ -346,6 +347,21 @@ def _openai(*routes: str) -> tuple[str, ...]:
     return tuple(route.replace(" ", f" {prefix}") for prefix in ("/v1", "") for route in routes)
 
 
+# What precedes the paths of OpenAI's API at Azure, and the model, which some of them name, by its deployment.
+_AZURE = "/openai"
+_DEPLOYMENT = f"{_AZURE}/deployments/{{deployment:.+}}"
+
+
+def _deployed(route: str) -> tuple[str, ...]:
+    """Return *route* as Azure's clients have it, too: the model is in the path."""
+    return (*_openai(route), route.replace(" ", f" {_DEPLOYMENT}"))
+
+
+def _at_azure(operation: Operation, path: str) -> bool:
+    """Return whether *path* is also served behind Azure's prefix."""
+    return operation.routes[0].split()[1].startswith("/v1/") and not (operation.anthropic or path.startswith(_AZURE))
+
+
 _READ = (errors.InvalidRequest, errors.RequestTimeout, errors.PayloadTooLarge, errors.UnsupportedMediaType)
 _MODEL = (errors.ConfigurationError, errors.ModelNotFound)
 _TRITON = (errors.UpstreamError, errors.UpstreamTimeout, errors.NotImplementedUpstream)
@@ -369,9 +385,9 @@ _RESPONSE, _CONVERSATION = "/responses/{response:[^/]+}", "/conversations/{conve
 _ITEM = _CONVERSATION + "/items/{item:[^/]+}"
 
 OPERATIONS = (
-    Operation(chat.handle, _openai("POST /chat/completions"), "create_chat_completion", "inference",
+    Operation(chat.handle, _deployed("POST /chat/completions"), "create_chat_completion", "inference",
               chat.ChatRequest, chat.ChatCompletion, event=chat.ChatCompletionChunk, infers=True),
-    Operation(completions.handle, _openai("POST /completions"), "create_completion", "inference",
+    Operation(completions.handle, _deployed("POST /completions"), "create_completion", "inference",
               completions.CompletionRequest, completions.Completion, event=completions.Completion, infers=True),
     Operation(responses.handle, _openai("POST /responses"), "create_response", "inference",
               response_types.ResponsesRequest, response_types.ResponseObject,
@@ -410,7 +426,7 @@ OPERATIONS = (
               event=message_types.MessageEvent, infers=True, anthropic=True),
     Operation(messages.count_tokens, _openai("POST /messages/count_tokens"), "count_message_tokens", "inference",
               message_types.CountTokensRequest, message_types.TokenCount, anthropic=True),
-    Operation(embeddings.handle, _openai("POST /embeddings"), "create_embeddings", "embedding",
+    Operation(embeddings.handle, _deployed("POST /embeddings"), "create_embeddings", "embedding",
               embeddings.EmbeddingsRequest, embeddings.EmbeddingList, infers=True),
     # The last path is that of the second version of Cohere's client.
     Operation(embeddings.handle_rerank, (*_openai("POST /rerank"), "POST /v2/rerank"), "rerank", "embedding",
@@ -450,6 +466,7 @@ def add_routes(app: web.Application) -> None:
     for operation in OPERATIONS:
         for route in operation.routes:
             method, path = route.split()
-            resource = app.router.add_resource(path)
-            for name in ("GET", "HEAD") if method == "GET" else (method,):
-                groups[resource.add_route(name, operation.handler)] = operation.group
+            for prefix in ("", _AZURE) if _at_azure(operation, path) else ("",):
+                resource = app.router.add_resource(prefix + path)
+                for name in ("GET", "HEAD") if method == "GET" else (method,):
+                    groups[resource.add_route(name, operation.handler)] = operation.group

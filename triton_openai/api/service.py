@@ -79,11 +79,12 @@ async def read_request(request: web.Request, kind: type[_Body]) -> tuple[Service
     """
     Return the service, the body of *request* as *kind*, and the model that the body names.
 
-    A body without a model gets the name of the default one. Raises as :func:`read_json` and :func:`find_model`.
+    A deployment in the path, as Azure's clients have it, takes the place of the body's model. A body without a model
+    gets the name of the default one. Raises as :func:`read_json` and :func:`find_model`.
     """
     service = service_of(request)
     body = await read_json(request, kind, strict=service.settings.api.strict_parameters)
-    model = await service.models.find(body.model, key_of(request).allows)
+    model = await service.models.find(request.match_info.get("deployment", body.model), key_of(request).allows)
     body.model = model.name
     return service, body, model
 

@@ -35,7 +35,11 @@ def test_every_route_has_an_operation_and_every_operation_a_route() -> None:
     methods = {(route.resource.canonical, route.method.lower()) for route in served if route.resource is not None}
     paths = {(path, method) for path, method in methods if method != "head"}
 
-    assert paths == {(path, method) for path, method, _ in operations()}
+    assert paths == {
+        (server["url"].rstrip("/") + path, method)
+        for path, method, operation in operations()
+        for server in operation.get("servers", [{"url": "/"}])
+    }
     assert {route.handler for route in served} == {operation.handler for operation in OPERATIONS}
     assert {path for path, method in methods if method == "head"} == {path for path, method in paths if method == "get"}
 
