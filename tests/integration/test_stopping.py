@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import signal
 import socket
 import threading
@@ -16,12 +17,11 @@ from typing import Any
 import pytest
 
 from tests.clients.service import Reply, Service, serving, until
+from tests.loops import on_uvloop
 from tests.scrape import Scrape
 from tests.triton_fixture import TestTriton
-from triton_openai.app import create_app
 from triton_openai.cli.serve import Stop, listening
-from triton_openai.config.tree import LimitSettings, Settings
-from triton_openai.serving.server import HttpServer
+from triton_openai.config.tree import Settings
 
 ENDLESS = {"text": "one two three", "eos": False, "delay_ms": 50}
 BODY = {"model": "ensemble", "prompt": f"<<steer {json.dumps(ENDLESS)}>>", "max_tokens": 2000}
@@ -208,33 +208,67 @@ def asked(events: list[dict[str, Any]], length: int = 2000) -> list[dict[str, An
     ]
 
 
-async def test_who_has_connected_is_let_in() -> None:
-    """However busy the service was: the end of its listening resets nobody who has connected before."""
-    server = HttpServer(create_app(Settings()), LimitSettings())
-    await server.start()
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_waits_to_be_accepted_is_answered(tmp_path: Path, workers: int) -> None:
+    """A service that has had no time for its clients when the signal comes resets none of them."""
+    arguments = ("--triton-url", "http://127.0.0.1:9", "--workers", str(workers))
+    # It takes the service some time to answer.
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n"
+    with (
+        serving(tmp_path, *arguments, XDG_RUNTIME_DIR=str(tmp_path)) as service,
+        contextlib.ExitStack() as closing,
+    ):
+
+        def connected(count: int) -> list[socket.socket]:
+            made = [socket.create_connection((service.host, service.port)) for _ in range(count)]
+            return [closing.enter_context(one) for one in made]
+
+        processes = [service.process.pid, *_children(service.process.pid)] if workers > 1 else [service.process.pid]
+        clients = connected(5)
+        assert 200 == service.status("/health/live")
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        clients += connected(40)
+        for client in clients:
+            client.sendall(request)
+        service.process.send_signal(signal.SIGTERM)
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+        for client in clients:
+            client.settimeout(30)
+        answers = [http.client.HTTPResponse(client) for client in clients]
+        for answer in answers:
+            answer.begin()
+            assert 200 == answer.status
+            json.loads(answer.read())
+        assert 0 == service.process.wait(30)
+        assert [] == service.complaints()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@on_uvloop
+async def test_a_second_signal_resets_nobody() -> None:
+    """Whoever has connected is answered all the same."""
     with contextlib.ExitStack() as closing:
         listener = closing.enter_context(socket.create_server(("127.0.0.1", 0)))
-        await server.listen(listener)
-        # Nothing is awaited in between, so that they are with the kernel when it ends.
-        clients = [closing.enter_context(socket.create_connection(listener.getsockname())) for _ in range(5)]
-        for client in clients:
-            client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        address = listener.getsockname()
-        await server.stop_listening()
-
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address)
-        for client in clients:
-            reader, writer = await asyncio.open_connection(sock=client)
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
-            assert head.startswith(b"HTTP/1.1 200 ")
-            writer.close()
-        await server.close()
+        stop = Stop()
+        stop.hurry()
+        async with listening(Settings(), [listener], stop):
+            # Nothing is awaited in between, so that they are with the kernel when it ends.
+            clients = [closing.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)]
+            for client in clients:
+                client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        answers = [client.recv(4096) for client in clients]
+        assert all(answer.startswith(b"HTTP/1.1 200 ") and b"\r\nConnection: close" in answer for answer in answers)
 
 
+@on_uvloop
 async def test_who_has_not_asked_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that connected last is answered, though its request comes only then; for it alone nobody is kept."""
-    monkeypatch.setattr("triton_openai.cli.serve._LAST_REQUESTS_SECONDS", 600.0)
+    monkeypatch.setattr("triton_openai.serving.server._LAST_REQUESTS_SECONDS", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         ending = asyncio.create_task(_ends_at_once(listener, connected := asyncio.Event(), begun := asyncio.Event()))

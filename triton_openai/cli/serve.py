@@ -46,9 +46,6 @@ from triton_openai.tritonserver.supervisor import Supervisor, triton_for
 log = structlog.get_logger(__name__)
 # Enough for every stream of one process. Not more, because some programs loop over all possible descriptors.
 _ENOUGH_FILES = 65_536
-# How long the last clients that connected have to send a request, and how often the connections are checked.
-_LAST_REQUESTS_SECONDS = 1.0
-_POLL_SECONDS = 0.1
 
 #: Called after the banner is shown. Returns the exit status, or ``None`` to go on serving.
 OnReady = Callable[[Banner], Awaitable[int | None]]
@@ -79,7 +76,6 @@ class Stop:
         if not self.asked.is_set():
             self.notice = notice
             self.asked.set()
-            # Last, because it fails if nobody reads the log any more.
             log.info("stopping", why=why)
 
     def hurry(self) -> None:
@@ -290,14 +286,7 @@ async def _shut_down(http: HttpServer, app: web.Application, stop: Stop) -> None
     draining.begun = True
     if stop.notice:
         await first_of(stop.hurried, timeout=server.shutdown_delay)
-    await http.stop_listening()
-    # Clients that have just connected get a moment to send their request.
-    deadline = time.monotonic() + _LAST_REQUESTS_SECONDS
-    while http.awaits_requests and not stop.hurried.is_set() and time.monotonic() < deadline:
-        await first_of(stop.hurried, timeout=_POLL_SECONDS)
-    http.close_idle()
-    grace = server.shutdown_grace
-    await draining.drain(grace, stop.hurried)
+    await http.stop(draining, server.shutdown_grace, stop.hurried)
     await http.close()
 
 

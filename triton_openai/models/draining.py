@@ -34,6 +34,12 @@ class Draining:
         #: Whether the end has begun: the service goes on, but it is not ready any more, and closes every connection
         #: after its next answer.
         self.begun = False
+        self._ended = False
+
+    def check(self) -> None:
+        """Raise :class:`UpstreamUnavailable` when the time that requests had is over."""
+        if self._ended:
+            raise _stopping()
 
     def enter(self) -> asyncio.Task[Any]:
         """Count the current task's request in; returns what :meth:`leave` takes."""
@@ -66,10 +72,15 @@ class Draining:
         if self._tasks:
             self._none.clear()
             await first_of(self._none, *([] if hurried is None else [hurried]), timeout=grace)
+        self._ended = True
         for task in self._tasks:
-            self.cancel(task, UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1))
+            self.cancel(task, _stopping())
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_ANSWER_SECONDS)
+
+
+def _stopping() -> ServiceError:
+    return UpstreamUnavailable("The service is stopping.", code="service_stopping", retry_after=1)
 
 
 DRAINING: web.AppKey[Draining] = web.AppKey("draining", Draining)

@@ -8,7 +8,7 @@ import uuid
 from email.utils import formatdate
 from functools import lru_cache
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion11, StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
@@ -45,9 +45,12 @@ class Connection(web.RequestHandler):
         self._head_began: float | None = None
         # One timer that checks this time, instead of a new timer for every request.
         self._header_timer: asyncio.TimerHandle | None = None
-        self._answering = self._draining = self._paused_reading = False
-        #: Whether a request has come over it.
-        self.used = False
+        self._answering = self._paused_reading = False
+        #: Whether it closes after the next answer.
+        self.closes = False
+        # Whether a request has come, whether the connection has ended, and the body of which the rest is read.
+        self._used = self._lost = False
+        self._unread: StreamReader | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -56,6 +59,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
+        self._lost = True
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -87,14 +91,15 @@ class Connection(web.RequestHandler):
 
     def begin_answer(self) -> None:
         """Note that the head of a request is complete."""
-        self._answering = self.used = True
+        self._answering = self._used = True
         self._head_began = None
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         """Send the rest of the response. The connection closes after it if the request's body was not read."""
-        if self._draining or not request.content.is_eof():
+        self._unread = None if request.content.is_eof() else request.content
+        if self.closes or self._unread is not None:
             resp.force_close()
         try:
             return await super().finish_response(request, resp, start_time)
@@ -132,9 +137,19 @@ class Connection(web.RequestHandler):
         response.force_close()
         return response
 
-    def drain(self) -> None:
-        """Close the connection after the answer that is being given, or at once if no request has begun."""
-        self._draining = True
+    def awaits_request(self) -> bool:
+        """Return whether its client has connected and not sent a request yet, or not all of a head."""
+        return not self._lost and not self._answering and (not self._used or self._head_began is not None)
+
+    def owes(self) -> bool:
+        """Return whether an answer has not left yet, or the rest of a refused body is still read."""
+        if self._lost or self.transport is None:
+            return False
+        reading = self._unread is not None and not self._unread.is_eof()
+        return self._answering or reading or self.transport.get_write_buffer_size() > 0
+
+    def close_idle(self) -> None:
+        """Close the connection, unless a request has begun."""
         if not self._answering and self._head_began is None:
             self.force_close()
 

@@ -78,6 +78,7 @@ def _middleware(app: web.Application) -> Middleware:
             served = cut_short = False
             response: web.StreamResponse | None = None
             try:
+                draining.check()
                 response = cors.preflight(request)
                 if response is None:
                     # None when there is no such path or method.

@@ -6,21 +6,29 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, cast
+from weakref import WeakSet
 
 from aiohttp import HttpVersion10, HttpVersion11, StreamReader, web
 from aiohttp.http import RawRequestMessage
 
 from triton_openai.config.tree import LimitSettings, ServerSettings, Settings
 from triton_openai.errors import ConfigurationError
+from triton_openai.models.draining import Draining
 from triton_openai.serving.connections import Connection
 from triton_openai.serving.request_body import EXPECTS_CONTINUE, without_expectations
+from triton_openai.tasks import cancel, first_of, spawn
 from triton_openai.telemetry.observation import OBSERVERS, Observer
 
-# How long the event loop has for the connections that the kernel has accepted when the service stops to listen.
-_ACCEPT_SECONDS = 0.05
+# At the end: how long clients that have connected have to send a request, how long the last answers have to leave, and
+# how often the connections are checked.
+_LAST_REQUESTS_SECONDS = 1.0
+_LAST_ANSWERS_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+# Turns of the event loop in which it reads what has come, parses it, and begins to answer.
+_TURNS = 5
 # aiohttp waits this long, twice, for handlers that are left when the server closes.
 _SHUTDOWN_SECONDS = 0.5
 #: Seconds after which a client that takes nothing of its answer is disconnected (on Linux).
@@ -41,7 +49,11 @@ class HttpServer:
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_SECONDS)
         self._limits, self._tls = limits, tls
         self._observer = app.get(OBSERVERS, Observer())
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[tuple[socket.socket, asyncio.Server]] = []
+        # With TLS, all connections: aiohttp knows of those whose handshake has ended.
+        self._handshakes: WeakSet[Connection] = WeakSet()
+        self._taking: set[asyncio.Task[None]] = set()
+        self._stopping = False
 
     async def start(self) -> None:
         """Start the application."""
@@ -66,45 +78,99 @@ class HttpServer:
 
     async def listen(self, sock: socket.socket) -> None:
         """Accept connections on *sock*, a bound TCP socket."""
-        server, limits, tls = self._runner.server, self._limits, self._tls
-        assert server is not None
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             # Accepted sockets inherit it. The kernel ends the connection of a client that takes nothing.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(WRITE_TIMEOUT * 1000))
+        sock.setblocking(False)
         listener = await asyncio.get_running_loop().create_server(
-            partial(Connection, server, limits, self._observer),
-            sock=sock,
-            backlog=_BACKLOG,
-            ssl=tls,
-            ssl_handshake_timeout=None if tls is None else limits.header_timeout,
+            self._connection, sock=sock, backlog=_BACKLOG, **self._tls_arguments
         )
-        self._listeners.append(listener)
+        self._listeners.append((sock, listener))
 
     @property
-    def awaits_requests(self) -> bool:
-        """Whether a client has connected and has not sent a request yet."""
-        return any(one.connected and not one.used for one in self._connections())
+    def _tls_arguments(self) -> dict[str, Any]:
+        return {} if self._tls is None else {"ssl": self._tls, "ssl_handshake_timeout": self._limits.header_timeout}
 
-    async def stop_listening(self) -> None:
+    def _connection(self) -> Connection:
+        server = self._runner.server
+        assert server is not None
+        connection = Connection(server, self._limits, self._observer)
+        if self._tls is not None:
+            self._handshakes.add(connection)
+        connection.closes = self._stopping
+        return connection
+
+    def _connections(self) -> set[Connection]:
+        server = self._runner.server
+        known = [] if server is None else server.connections
+        return {*cast(list[Connection], known), *self._handshakes}
+
+    async def _stop_listening(self) -> None:
         """Accept no more connections. Those that the kernel has accepted are taken first: closing would reset them."""
-        await asyncio.sleep(_ACCEPT_SECONDS)
-        for listener in self._listeners:
+        accepted: list[socket.socket] = []
+        for sock, listener in self._listeners:
+            # Here and not by the event loop, which accepts one in each of its turns.
+            while True:
+                try:
+                    accepted.append(sock.accept()[0])
+                except ConnectionError:
+                    # Its client has left.
+                    continue
+                except OSError:
+                    # There is none left, or no descriptor for it.
+                    break
             listener.close()
+        self._listeners.clear()
+        taken = [spawn(self._take(one), self._taking) for one in accepted]
+        if self._tls is None:
+            await asyncio.gather(*taken)
+        await self._turns()
 
-    def close_idle(self) -> None:
-        """Close idle connections at once, and every other one after its answer."""
+    async def _take(self, accepted: socket.socket) -> None:
+        # An error is that of a client that has left, or of its handshake.
+        with contextlib.suppress(OSError):
+            loop = asyncio.get_running_loop()
+            await loop.connect_accepted_socket(self._connection, accepted, **self._tls_arguments)
+
+    async def stop(self, draining: Draining, grace: float, hurried: asyncio.Event) -> None:
+        """
+        Answer what clients have sent, and accept nothing more.
+
+        Clients that have just connected get a moment to send their request. *draining* ends the requests, which have
+        *grace* seconds, or less when *hurried*; later ones are refused. Then the last answers have time to leave.
+        """
+        draining.begun = True
+        self._stopping = True
         for connection in self._connections():
-            connection.drain()
+            connection.closes = True
+        await self._stop_listening()
+        await self._while_any(Connection.awaits_request, _LAST_REQUESTS_SECONDS, hurried)
+        # However busy the event loop was, what has come until now is read: closing would reset its connection.
+        await self._turns()
+        for connection in self._connections():
+            connection.close_idle()
+        deadline = time.monotonic() + grace
+        await draining.drain(grace, hurried)
+        if hurried.is_set():
+            deadline, hurried = 0.0, asyncio.Event()
+        await self._while_any(Connection.owes, max(deadline - time.monotonic(), _LAST_ANSWERS_SECONDS), hurried)
+
+    async def _while_any(self, state: Callable[[Connection], bool], timeout: float, hurried: asyncio.Event) -> None:
+        deadline = time.monotonic() + timeout
+        while any(map(state, self._connections())) and not hurried.is_set() and time.monotonic() < deadline:
+            await first_of(hurried, timeout=_POLL_SECONDS)
+
+    @staticmethod
+    async def _turns() -> None:
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
 
     async def close(self) -> None:
         """Stop the application, and close all that is open."""
-        for listener in self._listeners:
+        for _, listener in self._listeners:
             listener.close()
+        await cancel(*self._taking)
         await self._runner.cleanup()
-
-    def _connections(self) -> list[Connection]:
-        server = self._runner.server
-        return [] if server is None else cast(list[Connection], server.connections)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import Mock
 
+from triton_openai.app import create_app
+from triton_openai.config.tree import Settings
 from triton_openai.models.draining import DRAINING, Draining
 from triton_openai.serving.middleware import Observed
 from triton_openai.telemetry.observation import OBSERVERS, Observation
@@ -19,3 +21,14 @@ async def test_all_observers_see_the_same_duration() -> None:
         pass
 
     assert 1 == len(set(seen))
+
+
+async def test_who_asks_when_the_time_is_over_is_refused(aiohttp_client) -> None:
+    """However quick the answer would be, and without a look at the request."""
+    app = create_app(Settings())
+    client = await aiohttp_client(app)
+    assert 200 == (await client.get("/health/live")).status
+    await app[DRAINING].drain(0)
+    for answer in (await client.get("/health/live"), await client.post("/v1/completions", data=bytes(100_000))):
+        assert (503, "close", "1") == (answer.status, answer.headers["Connection"], answer.headers["Retry-After"])
+        assert "service_stopping" == (await answer.json())["error"]["code"]
