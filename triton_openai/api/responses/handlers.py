@@ -169,7 +169,8 @@ class Job:
             await self._keep_at_last(rows, self.log)
         elif self.stored:
             try:
-                await self._put(response, rows)
+                # Somebody may have deleted it.
+                response.store = await self._put(response, rows)
             except errors.StoreUnavailable as error:
                 self.state.not_kept(error, self.id)
                 response.store, response.conversation = False, None
