@@ -10,6 +10,7 @@ import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageCustomToolCall
 from pydantic import SecretStr
 
 from tests.clients.service import Service, steered
@@ -65,6 +66,38 @@ def test_a_streamed_call(client: OpenAI, model: str) -> None:
     assert "tool_calls.function.arguments.delta" in kinds
     assert ("tool_calls", "get_weather") == (choice.finish_reason, call.function.name)
     assert {"city": "Bonn"} == json.loads(call.function.arguments)
+
+
+def test_custom_tools(client: OpenAI) -> None:
+    """Their calls are text, whole and streamed, and go back to the model with what they gave."""
+    code = 'print("é")\nprint(2)'
+    arguments = json.dumps({"input": code})
+    written = f'Running.<tool_call>{{"name": "run", "arguments": {arguments}}}</tool_call>'
+    tools: Any = [{"type": "custom", "custom": {"name": "run", "description": "Runs Python."}}, *TOOLS]
+    messages: Any = [{"role": "user", "content": steered(text=written)}]
+    whole = client.chat.completions.create(model="vllm_model", messages=messages, tools=tools, max_tokens=200)
+    call = (whole.choices[0].message.tool_calls or [])[0]
+    assert ("tool_calls", "custom") == (whole.choices[0].finish_reason, call.type)
+    assert isinstance(call, ChatCompletionMessageCustomToolCall)
+    assert ("run", code) == (call.custom.name, call.custom.input)
+
+    deltas: list[Any] = []
+    for chunk in client.chat.completions.create(
+        model="vllm_model", messages=messages, tools=tools, max_tokens=200, stream=True
+    ):
+        deltas += [delta.model_dump(exclude_unset=True) for delta in chunk.choices[0].delta.tool_calls or ()]
+    assert ["custom"] == [delta["type"] for delta in deltas if "id" in delta]
+    assert "run" == "".join(delta["custom"].get("name", "") for delta in deltas)
+    assert code == "".join(delta["custom"]["input"] for delta in deltas)
+
+    answered: Any = [
+        *messages,
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "é\n2"},
+        {"role": "user", "content": steered(text="Done.")},
+    ]
+    again = client.chat.completions.create(model="vllm_model", messages=answered, tools=tools, max_tokens=200)
+    assert "Done." == again.choices[0].message.content
 
 
 def test_a_parsed_answer(client: OpenAI) -> None:

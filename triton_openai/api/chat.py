@@ -33,13 +33,13 @@ from triton_openai.api.parameters import SamplingRequest, Verbosity, accepting, 
 from triton_openai.api.prompts import images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import Chunks, stream
-from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, plan_tools
+from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
 from triton_openai.api.usage import UsageObject, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Delta, FinishReason, Progress
 from triton_openai.media.images import ImageReference
 from triton_openai.parsers.answer_parser import AnswerParser
-from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallStart
+from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from triton_openai.parsers.registry import Parsers
 from triton_openai.parsers.tools.base import ToolParser
 from triton_openai.parsers.tools.guided import ForcedCall, GuidedCalls, HeldCalls
@@ -99,12 +99,25 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     arguments: str = ""
 
 
-class ToolCall(msgspec.Struct, kw_only=True):
-    """A call of a tool."""
+class ToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
+    """A call of a function."""
 
     id: str
-    type: Literal["function"] = "function"
     function: FunctionCall
+
+
+class CustomCall(msgspec.Struct, kw_only=True):
+    """A custom tool and its text."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
+    """A call of a custom tool."""
+
+    id: str
+    custom: CustomCall
 
 
 class AnswerMessage(msgspec.Struct, kw_only=True):
@@ -115,7 +128,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     refusal: str | None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
     function_call: FunctionCall | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -151,13 +164,21 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CustomDelta(msgspec.Struct, kw_only=True):
+    """A piece of a call of a custom tool: first its name, and at its end the whole text."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    input: str
+
+
 class ToolCallDelta(msgspec.Struct, kw_only=True):
     """A piece of one of the calls; what opens a call has its id."""
 
     index: int
     id: str | msgspec.UnsetType = msgspec.UNSET
-    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
-    function: FunctionDelta
+    type: Literal["function", "custom"] | msgspec.UnsetType = msgspec.UNSET
+    function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomDelta | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -378,7 +399,7 @@ def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -
     """Return the message that *events* make together, with the reasoning in *fields*."""
     content: list[str] = []
     thoughts: list[str] = []
-    calls: list[ToolCall] = []
+    starts: list[ToolCallStart] = []
     arguments: list[list[str]] = []
     for event in events:
         if isinstance(event, Content):
@@ -386,12 +407,11 @@ def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -
         elif isinstance(event, Reasoning):
             thoughts.append(event.text)
         elif isinstance(event, ToolCallStart):
-            calls.append(ToolCall(id=event.id, function=FunctionCall(name=event.name)))
+            starts.append(event)
             arguments.append([])
         else:
             arguments[event.index].append(event.text)
-    for call, parts in zip(calls, arguments, strict=True):
-        call.function.arguments = "".join(parts)
+    calls = [_call(start, "".join(parts), plan) for start, parts in zip(starts, arguments, strict=True)]
     text = "".join(content)
     reasoning = "".join(thoughts) or msgspec.UNSET
     return AnswerMessage(
@@ -400,8 +420,14 @@ def message_of(events: Sequence[Event], plan: ToolPlan, fields: Sequence[str]) -
         refusal=None,
         **dict.fromkeys(fields, reasoning),
         tool_calls=calls if calls and not plan.legacy else msgspec.UNSET,
-        function_call=calls[0].function if calls and plan.legacy else msgspec.UNSET,
+        function_call=calls[0].function if plan.legacy and isinstance(calls[0], ToolCall) else msgspec.UNSET,
     )
+
+
+def _call(start: ToolCallStart, arguments: str, plan: ToolPlan) -> ToolCall | CustomToolCall:
+    if start.name in plan.custom:
+        return CustomToolCall(id=start.id, custom=CustomCall(name=start.name, input=custom_input(arguments)))
+    return ToolCall(id=start.id, function=FunctionCall(name=start.name, arguments=arguments))
 
 
 def chat_choice(body: ChatRequest, turn: Turn, fields: Sequence[str], index: int, answer: Collected) -> ChatChoice:
@@ -430,6 +456,8 @@ class ChatChunks(Chunks):
         self._parsers = turn.parsers
         self._plan = turn.plan
         self._reasoning_fields = fields
+        # By choice and index, what the model writes as the argument of a custom tool.
+        self._custom: dict[tuple[int, int], list[str]] = {}
         self._text_tail = b'},"logprobs":null,"finish_reason":null}' + self._tail
         #: What precedes the text of most chunks; empty for a choice whose chunks need more.
         self._text_heads = [
@@ -456,6 +484,10 @@ class ChatChunks(Chunks):
         """Return the text that the parser delayed, and the chunk with the finish reason."""
         parser, progress = self._parsers[choice], self._runs[choice].progress
         delayed = b"" if parser.plain else self._events(choice, parser.flush(cut=progress.cut), Delta())
+        for (of, index), parts in self._custom.items():
+            if of == choice:
+                call = {"index": index, "custom": {"input": custom_input("".join(parts))}}
+                delayed += self._chunk(choice, _encode({"tool_calls": [call]}), b"null", self._counted(choice))
         reasons = (_encode(finish_reason(progress, parser, self._plan)), _encode(progress.stop_reason))
         end = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":%b,"stop_reason":%b}' % (choice, *reasons)
         return delayed + self._head + end + self._ended(choice)
@@ -468,6 +500,8 @@ class ChatChunks(Chunks):
         """Return a chunk for each of *events*; the first carries the log probabilities and ids that came with it."""
         if not self._reasoning_fields:
             events = [event for event in events if not isinstance(event, Reasoning)]
+        if self._plan.custom:
+            events = [event for event in events if not self._held(choice, event)]
         logprobs = _encode(chat_logprobs(delta.logprobs)) if delta.logprobs else b"null"
         ids = b',"token_ids":' + _encode(list(delta.token_ids)) if self._ids else b""
         if not events and (delta.logprobs or (ids and delta.token_ids)):
@@ -478,12 +512,25 @@ class ChatChunks(Chunks):
             logprobs, ids = b"null", b""
         return b"".join(chunks)
 
+    def _held(self, choice: int, event: Event) -> bool:
+        """Return whether *event* is a part of a custom tool's call: its text is sent as a whole."""
+        if isinstance(event, ToolCallStart) and event.name in self._plan.custom:
+            self._custom[choice, event.index] = []
+        held = self._custom.get((choice, event.index)) if isinstance(event, ToolCallArguments) else None
+        if held is None or not isinstance(event, ToolCallArguments):
+            return False
+        held.append(event.text)
+        return True
+
     def _delta(self, event: Event) -> dict[str, Any]:
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, Reasoning):
             return dict.fromkeys(self._reasoning_fields, event.text)
         if isinstance(event, ToolCallStart):
+            if event.name in self._plan.custom:
+                custom = {"name": event.name, "input": ""}
+                return {"tool_calls": [{"index": event.index, "id": event.id, "type": "custom", "custom": custom}]}
             function = {"name": event.name, "arguments": ""}
             if self._plan.legacy:
                 return {"function_call": function}

@@ -7,13 +7,14 @@ Source of the shapes: OpenAI's ``tools``, ``tool_choice`` and their older forms 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from triton_openai.api.bodies import explain
+from triton_openai.api.bodies import explain, missing
 from triton_openai.errors import InvalidRequest, InvalidValue
 from triton_openai.generation import Guide
 
@@ -71,11 +72,69 @@ class FunctionDefinition(msgspec.Struct):
     strict: bool | None = None
 
 
-class ToolDefinition(msgspec.Struct):
-    """A tool: only functions are supported."""
+class Grammar(msgspec.Struct):
+    """What a custom tool's text follows."""
 
-    function: FunctionDefinition
-    type: Literal["function"] = "function"
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(msgspec.Struct):
+    """The form of a custom tool's text: any, or that of a grammar."""
+
+    type: Literal["text", "grammar"] = "text"
+    grammar: Grammar | None = None
+
+
+class CustomDefinition(msgspec.Struct):
+    """A tool that takes text in place of arguments."""
+
+    name: _Name
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class ToolDefinition(msgspec.Struct):
+    """A function, or a custom tool."""
+
+    type: Literal["function", "custom"] = "function"
+    function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
+
+
+def custom_function(description: str | None, grammar: Grammar | None) -> dict[str, Any]:
+    """Return a custom tool as a function of one text; only a forced call is held to a regular expression."""
+    text: dict[str, Any] = {"type": "string", "description": "The tool's input, as plain text."}
+    whole = description or ""
+    if grammar is not None:
+        whole += f"\n\nThe input follows this {grammar.syntax} grammar:\n{grammar.definition}"
+        if grammar.syntax == "regex":
+            text["pattern"] = f"^(?:{grammar.definition})$"
+    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
+    return {"description": whole.strip(), "parameters": parameters}
+
+
+# The beginning of an object with one text, whose last character may be cut in its escape.
+_BEGUN = re.compile(
+    r"""\s*(?:\{[^:]*(?::\s*(?:"((?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}|"""
+    r"""\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*)"""
+    r"""(?:\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u[\da-fA-F]{0,3})?)?))?|"\s*)?)?)?)?"""
+)
+
+
+def custom_input(arguments: str) -> str:
+    """
+    Return the text for a custom tool: the argument ``input``, or the only one, or else what the model wrote.
+
+    Of arguments that were cut, it is the text up to there.
+    """
+    try:
+        given = msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        begun = _BEGUN.fullmatch(arguments)
+        return arguments if begun is None else msgspec.json.decode(f'"{begun[1] or ""}"', type=str)
+    text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
+    return text if isinstance(text, str) else arguments
 
 
 class NamedFunction(msgspec.Struct):
@@ -85,15 +144,21 @@ class NamedFunction(msgspec.Struct):
 
 
 class NamedTool(msgspec.Struct, tag_field="type", tag="function"):
-    """One of the given tools."""
+    """One of the given functions."""
 
     function: NamedFunction
+
+
+class NamedCustomTool(msgspec.Struct, tag_field="type", tag="custom"):
+    """One of the given custom tools."""
+
+    custom: NamedFunction
 
 
 class AllowedToolList(msgspec.Struct):
     """The tools that may be called, and whether one of them must be."""
 
-    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+    tools: Annotated[list[NamedTool | NamedCustomTool], Meta(min_length=1)]
     mode: Literal["auto", "required"] = "auto"
 
 
@@ -111,7 +176,7 @@ def _checked_later(kind: type[msgspec.Struct]) -> Meta:
 Tool: TypeAlias = Annotated[dict[str, Any], _checked_later(ToolDefinition)]
 Function: TypeAlias = Annotated[dict[str, Any], _checked_later(FunctionDefinition)]
 #: ``tool_choice`` and ``function_call``
-ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | AllowedTools | None
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedTools | None
 FunctionChoice: TypeAlias = Literal["none", "auto", "required"] | NamedFunction | None
 
 
@@ -129,7 +194,8 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     ``prompt`` is what the template gets. ``schemas`` are the parameters' schemas of the tools that may be called, by
     name. ``name`` is the tool that must be called in mode ``named``. ``legacy`` is whether the client uses
-    ``functions``, the older form, also for its answer. ``parallel`` is whether there may be several calls.
+    ``functions``, the older form, also for its answer. ``parallel`` is whether there may be several calls. ``custom``
+    are the names of the tools that take text in place of arguments, which are functions to the model.
     """
 
     prompt: Sequence[Mapping[str, Any]] = ()
@@ -138,6 +204,7 @@ class ToolPlan(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     legacy: bool = False
     parallel: bool = True
+    custom: frozenset[str] = frozenset()
 
     @property
     def active(self) -> bool:
@@ -187,7 +254,20 @@ def plan_tools(
     except msgspec.ValidationError as error:
         raise explain(str(error)) from error
     schemas: dict[str, Mapping[str, Any]] = {}
-    for function in given.functions or [tool.function for tool in given.tools]:
+    listed: list[Mapping[str, Any]] = list(tools or [{"type": "function", "function": one} for one in functions or ()])
+    custom = set()
+    for index, tool in enumerate(given.tools or [ToolDefinition(function=one) for one in given.functions]):
+        function = tool.function
+        if tool.type == "custom":
+            if tool.custom is None:
+                raise missing(f"tools[{index}].custom")
+            name, form = tool.custom.name, tool.custom.format
+            made = custom_function(tool.custom.description, None if form is None else form.grammar)
+            function = FunctionDefinition(name, parameters=made["parameters"])
+            listed[index] = {"type": "function", "function": {"name": name, **made}}
+            custom.add(name)
+        if function is None:
+            raise missing(f"tools[{index}].function")
         if function.name in schemas:
             raise InvalidValue(f"There are two tools of the name '{function.name}'.", names)
         parameters = function.parameters
@@ -199,27 +279,33 @@ def plan_tools(
     if choice == "none":
         # As OpenAI does it: the model knows of the tools and must not call them. Without them in the prompt it cannot.
         return ToolPlan()
-    listed: Sequence[Mapping[str, Any]] = tools or ()
-    if legacy:
-        listed = [{"type": "function", "function": function} for function in functions or ()]
-    parallel = parallel is not False and not legacy
-    if isinstance(choice, NamedTool | NamedFunction):
-        called, place = (choice, key) if isinstance(choice, NamedFunction) else (choice.function, f"{key}.function")
-        name = _known(called, place, schemas)
-        return ToolPlan(prompt=listed, schemas=schemas, mode="named", name=name, legacy=legacy, parallel=False)
-    mode: Mode = "required" if choice == "required" else "auto"
+    plan = ToolPlan(
+        prompt=listed,
+        schemas=schemas,
+        mode="required" if choice == "required" else "auto",
+        legacy=legacy,
+        parallel=parallel is not False and not legacy,
+        custom=frozenset(custom),
+    )
+    if isinstance(choice, NamedTool | NamedCustomTool | NamedFunction):
+        return msgspec.structs.replace(plan, mode="named", name=_known(choice, key, schemas), parallel=False)
     if isinstance(choice, AllowedTools):
-        mode, place = choice.allowed_tools.mode, "tool_choice.allowed_tools.tools"
-        chosen = [
-            _known(tool.function, f"{place}[{index}].function", schemas)
-            for index, tool in enumerate(choice.allowed_tools.tools)
-        ]
-        listed = [tool for tool in listed if tool["function"]["name"] in chosen]
-        schemas = {name: schemas[name] for name in chosen}
-    return ToolPlan(prompt=listed, schemas=schemas, mode=mode, legacy=legacy, parallel=parallel)
+        place = "tool_choice.allowed_tools.tools"
+        chosen = [_known(tool, f"{place}[{index}]", schemas) for index, tool in enumerate(choice.allowed_tools.tools)]
+        return msgspec.structs.replace(
+            plan,
+            prompt=[tool for tool in listed if tool["function"]["name"] in chosen],
+            schemas={name: schemas[name] for name in chosen},
+            mode=choice.allowed_tools.mode,
+        )
+    return plan
 
 
-def _known(function: NamedFunction, place: str, schemas: Mapping[str, Any]) -> str:
-    if function.name not in schemas:
+def _known(tool: NamedTool | NamedCustomTool | NamedFunction, place: str, schemas: Mapping[str, Any]) -> str:
+    if isinstance(tool, NamedTool):
+        tool, place = tool.function, f"{place}.function"
+    elif isinstance(tool, NamedCustomTool):
+        tool, place = tool.custom, f"{place}.custom"
+    if tool.name not in schemas:
         raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
-    return function.name
+    return tool.name

@@ -61,12 +61,20 @@ class MessageFunctionCall(msgspec.Struct, frozen=True, kw_only=True):
     arguments: str | dict[str, Any] | None = None
 
 
+class MessageCustomCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The custom tool that an assistant called, with its text."""
+
+    name: str
+    input: str
+
+
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One tool call of an assistant's message."""
 
     id: str | None = None
-    type: Annotated[str | None, Meta(extra_json_schema={"anyOf": [{"enum": ["function", None]}]})] = None
+    type: Annotated[str | None, Meta(extra_json_schema={"anyOf": [{"enum": ["function", "custom", None]}]})] = None
     function: MessageFunctionCall | None = None
+    custom: MessageCustomCall | None = None
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
@@ -369,14 +377,20 @@ def _assistant(message: AssistantMessage, content: Any, template: PromptTemplate
 
 
 def _call(call: MessageToolCall, template: PromptTemplate, place: str) -> dict[str, Any]:
-    if call.function is None:
+    function = call.function
+    if call.type == "custom" and call.custom is not None:
+        # To the model it is a function of one text.
+        function = MessageFunctionCall(name=call.custom.name, arguments={"input": call.custom.input})
+    if function is None:
+        if call.type == "custom":
+            raise InvalidRequest("A call of a custom tool must have 'custom'.", param=f"{place}.custom")
         if call.type in (None, "function"):
             raise InvalidRequest("A tool call must have a 'function' with a 'name'.", param=f"{place}.function")
         raise UnsupportedParameter(
-            f"Tool calls of type '{call.type[:100]}' are not supported by this model; only functions are.",
+            f"Tool calls of type '{call.type[:100]}' are not supported by this model; functions and custom tools are.",
             param=f"{place}.type",
         )
-    prepared: dict[str, Any] = {"type": "function", "function": _function(call.function, template, f"{place}.function")}
+    prepared: dict[str, Any] = {"type": "function", "function": _function(function, template, f"{place}.function")}
     if call.id is not None:
         prepared["id"] = call.id
     return prepared

@@ -183,9 +183,12 @@ def test_calls_and_thoughts() -> None:
     )[::2]
 
     assert ("hm", "ok") == (first["reasoning_content"], first["content"])
-    assert [{"id": "t1", "type": "function", "function": {"name": "Bash", "arguments": {"command": "ls"}}}] == first[
-        "tool_calls"
-    ]
+    (call,) = first["tool_calls"]
+    assert ("t1", "function", {"name": "Bash", "arguments": {"command": "ls"}}) == (
+        call["id"],
+        call["type"],
+        call["function"],
+    )
     assert "secret" == second["reasoning_content"]
     assert "secret" not in json.dumps(msgspec.to_builtins(hidden))
 

@@ -98,7 +98,11 @@ def test_functions_are_tools() -> None:
         ({"tools": [A, A]}, "tools"),
         ({"functions": [{"name": "a"}, {}]}, "functions[1].name"),
         ({"tools": [A], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": [A], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [A, {"type": "custom", "custom": {"name": "a"}}]}, "tools"),
+        ({"tools": [A], "tool_choice": {"type": "custom"}}, "tool_choice.custom"),
+        ({"tools": [A], "tool_choice": {"type": "custom", "custom": {"name": "b"}}}, "tool_choice.custom.name"),
+        ({"tools": [A], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"tools": [A], "tool_choice": B}, "tool_choice.function.name"),
         ({"tools": [A], "tool_choice": allowed()}, "tool_choice.allowed_tools.tools"),
         ({"tools": [A], "tool_choice": allowed(A, B)}, "tool_choice.allowed_tools.tools[1].function.name"),
@@ -112,6 +116,25 @@ def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
         planned(**fields)
 
     assert param == caught.value.param
+
+
+def test_custom_tools_are_functions_of_one_text() -> None:
+    """To the model; only a regular expression holds a forced call."""
+    forms: list[tuple[dict[str, Any] | None, str, str | None]] = [
+        (None, "Runs.", None),
+        ({"type": "text"}, "Runs.", None),
+        ({"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: X"}}, "start: X", None),
+        ({"type": "grammar", "grammar": {"syntax": "regex", "definition": "a+"}}, "a+", "^(?:a+)$"),
+    ]
+    for form, described, pattern in forms:
+        custom = {"type": "custom", "custom": {"name": "run", "description": "Runs.", "format": form}}
+        found = planned(tools=[A, custom], tool_choice={"type": "custom", "custom": {"name": "run"}})
+        _, shown = found.prompt
+        assert ("named", "run", frozenset({"run"})) == (found.mode, found.name, found.custom)
+        assert shown["function"]["description"].startswith("Runs.")
+        assert described in shown["function"]["description"]
+        assert found.schemas["run"] == shown["function"]["parameters"]
+        assert pattern == found.schemas["run"]["properties"]["input"].get("pattern")
 
 
 def test_references_move_with_their_schema():

@@ -10,7 +10,7 @@ import msgspec
 
 from bench.parsers import CALLS
 from tests.cases import every_case
-from triton_openai.api.chat import make_parser, message_of
+from triton_openai.api.chat import ToolCall, make_parser, message_of
 from triton_openai.api.tools import NamedFunction, NamedTool, ToolChoice, plan_tools
 from triton_openai.parsers.answer_parser import AnswerParser
 from triton_openai.parsers.events import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
@@ -65,6 +65,7 @@ def test_a_forced_call_in_the_models_own_form(tools: type[ToolParser] | None, si
             message = message_of(events + parser.flush(), wanted, ("reasoning",))
             assert isinstance(message.tool_calls, list), text
             (call,) = message.tool_calls
+            assert isinstance(call, ToolCall)
             assert ("now", {"a": 1}) == (call.function.name, json.loads(call.function.arguments))
             assert (None, False) == (message.content, parser.cut)
 
@@ -135,7 +136,7 @@ def test_a_forced_answer_is_cut_anywhere(name: str) -> None:
         events = [event for at in range(0, len(text), size) for event in parser.feed(text[at : at + size])]
         message = message_of(events + parser.flush(cut=True), wanted, ())
         assert not message.content, text
-        made = message.tool_calls or []
+        made = [call for call in message.tool_calls or [] if isinstance(call, ToolCall)]
         return [(call.function.name, call.function.arguments) for call in made], parser
 
     text = FORCED[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from triton_openai.api.responses import types
 from triton_openai.api.responses.reader import ToolName
 from triton_openai.api.service import now
 from triton_openai.api.sse import Renderer, event, event_data
+from triton_openai.api.tools import custom_input
 from triton_openai.errors import ContextLengthExceeded, InvalidRequest, Overloaded, ServiceError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.parsers.answer_parser import AnswerParser
@@ -42,12 +42,6 @@ _KINDS: Mapping[type[types.OutputItem], _Kind] = {
     types.OutputCustomCall: _Kind("ctc", "custom_tool_call_input"),
 }
 _SUMMARY = _Kind("rs", "reasoning_summary_text", types.SummaryText, "reasoning_summary_part", "summary_index")
-# The beginning of an object with one text, whose last character may be cut in its escape.
-_BEGUN = re.compile(
-    r"""\s*(?:\{[^:]*(?::\s*(?:"((?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}|"""
-    r"""\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2})*)"""
-    r"""(?:\\(?:u(?:[\da-fA-F]{0,3}|[dD][89abAB][\da-fA-F]{2}(?:\\(?:u[\da-fA-F]{0,3})?)?))?|"\s*)?)?)?)?"""
-)
 # The codes by which clients decide whether to try again; of several that fit, the first.
 _CODES: Mapping[type[ServiceError], str] = {
     ContextLengthExceeded: "context_length_exceeded",
@@ -280,7 +274,7 @@ class ResponseEvents(Renderer):
         self._texts, self._logprobs = [], []
         item.status = status
         if isinstance(item, types.OutputCustomCall):
-            text = _custom_input(text)
+            text = custom_input(text)
         _fill(item, text, logprobs, summarizes=kind is _SUMMARY)
         if isinstance(item, types.OutputMessage):
             rendered += self._item_event("output_text.done", content_index=0, text=text, logprobs=logprobs)
@@ -374,18 +368,3 @@ def _fill(item: types.OutputItem, text: str, logprobs: Sequence[ContentLogprob],
         item.arguments = text
     else:
         item.input = text
-
-
-def _custom_input(arguments: str) -> str:
-    """
-    Return the text for a custom tool: the argument ``input``, or the only one, or else what the model wrote.
-
-    Of arguments that were cut, it is the text up to there.
-    """
-    try:
-        given = msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        begun = _BEGUN.fullmatch(arguments)
-        return arguments if begun is None else msgspec.json.decode(f'"{begun[1] or ""}"', type=str)
-    text = given.get("input", next(iter(given.values())) if len(given) == 1 else None)
-    return text if isinstance(text, str) else arguments

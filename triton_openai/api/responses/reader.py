@@ -13,7 +13,16 @@ from triton_openai.api.bodies import MAX_MESSAGES, explain, missing
 from triton_openai.api.chat import ChatRequest
 from triton_openai.api.parameters import JsonSchemaFormat, NamedSchema, ResponseFormat
 from triton_openai.api.responses.types import SHARED, CompactRequest, Item, ResponsesRequest, SchemaFormat
-from triton_openai.api.tools import AllowedToolList, AllowedTools, NamedFunction, NamedTool, ToolChoice
+from triton_openai.api.tools import (
+    AllowedToolList,
+    AllowedTools,
+    Grammar,
+    NamedCustomTool,
+    NamedFunction,
+    NamedTool,
+    ToolChoice,
+    custom_function,
+)
 from triton_openai.errors import InvalidRequest, InvalidValue, ServiceError, UnsupportedParameter, printable
 from triton_openai.prompts import messages
 
@@ -71,14 +80,14 @@ class _ToolName(msgspec.Struct):
     description: str | None = None
 
 
-class _Grammar(msgspec.Struct):
+class _CustomFormat(msgspec.Struct):
     type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] | None = None
     definition: str = ""
 
 
 class _CustomTool(_ToolName):
-    format: _Grammar | None = None
+    format: _CustomFormat | None = None
 
 
 class _Namespace(_MoreTools):
@@ -149,7 +158,9 @@ class Tools:
             name, custom = _convert(tool, _ToolName, place).name, False
         elif kind == "custom":
             given = _convert(tool, _CustomTool, place)
-            name, custom, described = given.name, True, _as_function(given)
+            form = given.format
+            grammar = Grammar(form.definition, form.syntax or "lark") if form is not None and form.definition else None
+            name, custom, described = given.name, True, custom_function(given.description, grammar)
         elif kind == "namespace" and namespace is None:
             whole = _convert(tool, _Namespace, place)
             # All of them, whichever are left out.
@@ -180,7 +191,7 @@ class Tools:
             allowed = _convert(given, _Allowed, place)
             named = [self._named(tool, f"{place}.tools[{n}]") for n, tool in enumerate(allowed.tools)]
             # Those that were left out cannot be called anyway.
-            known = [tool for tool in named if tool is not None]
+            known: list[NamedTool | NamedCustomTool] = [tool for tool in named if tool is not None]
             if not known:
                 raise InvalidValue("'tool_choice.tools' names none of the given tools.", f"{place}.tools")
             return AllowedTools(AllowedToolList(known, allowed.mode))
@@ -197,19 +208,6 @@ class Tools:
         if flat not in self.names:
             raise InvalidValue(f"'{place}.name' is not one of the given tools.", f"{place}.name")
         return NamedTool(NamedFunction(flat))
-
-
-def _as_function(tool: _CustomTool) -> dict[str, Any]:
-    """Return a custom tool as a function of one text; only a forced call is held to a regular expression."""
-    form = tool.format or _Grammar()
-    text: dict[str, Any] = {"type": "string", "description": "The tool's input, as plain text."}
-    description = tool.description or ""
-    if form.definition:
-        description += f"\n\nThe input follows this {form.syntax or 'lark'} grammar:\n{form.definition}"
-        if form.syntax == "regex":
-            text["pattern"] = f"^(?:{form.definition})$"
-    parameters = {"type": "object", "properties": {"input": text}, "required": ["input"], "additionalProperties": False}
-    return {"description": description.strip(), "parameters": parameters}
 
 
 class _Turns:
