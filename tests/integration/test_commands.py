@@ -266,6 +266,7 @@ def test_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
         out, err = capsys.readouterr()
         assert ("", 1) == (out, err.count("\n"))
         assert re.match(r"triton-openai: .*(nothing|has no tokenizer\.json)", err)
+        assert ("m=" in str(arguments) or "{m:" in settings) == err.startswith("triton-openai: m: ")
 
 
 def test_demo() -> None:

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from triton_openai import offload
-from triton_openai.config.tree import ModelSettings, Settings
+from triton_openai.config.tree import ModelDefaults, ModelSettings, Settings
 from triton_openai.errors import ConfigurationError, InvalidRequest
 from triton_openai.parsers.registry import DetectionRule, Parsers, choose, detected
 from triton_openai.prompts.history import HistoryTemplate
@@ -278,14 +278,22 @@ def _read_template(spec: str) -> tuple[str, str, str]:
 
 def check_files(settings: Settings) -> None:
     """Raise :class:`ConfigurationError` if a tokenizer or template that *settings* name as a file is not there."""
-    for model in (settings.defaults, *settings.models.values()):
-        template, tokenizer = _given(model.chat_template), _given(model.tokenizer)
-        if template is not None and template not in NAMES:
-            _read_template(template)
-        # What the hub has turns out later: it may be unreachable for a while.
-        if tokenizer is not None and (_exists(tokenizer) or not may_be_on_hub(tokenizer)):
-            locate(tokenizer)
-        recommended_sampling(model.generation_config, {}, [])
+    _check_files(settings.defaults)
+    for name, model in settings.models.items():
+        try:
+            _check_files(model)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name}: {error.message}", detail=error.detail) from error
+
+
+def _check_files(model: ModelDefaults) -> None:
+    template, tokenizer = _given(model.chat_template), _given(model.tokenizer)
+    if template is not None and template not in NAMES:
+        _read_template(template)
+    # What the hub has turns out later: it may be unreachable for a while.
+    if tokenizer is not None and (_exists(tokenizer) or not may_be_on_hub(tokenizer)):
+        locate(tokenizer)
+    recommended_sampling(model.generation_config, {}, [])
 
 
 def _given(value: str | None) -> str | None:
