@@ -147,11 +147,11 @@ async def test_a_stream_and_its_resumption() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "delete", "stop"])
-async def test_the_end_of_what_is_in_progress(how: str) -> None:
+async def test_the_end_of_what_is_in_progress(how: str, tmp_path: Path) -> None:
     """Whoever reads a response that is cancelled, deleted or stopped learns it, and what there is of it stays."""
     async with (
         held() as triton,
-        service(triton) as proxy,
+        two(triton, tmp_path) as (proxy, other),
         made_by(proxy) as stream,
     ):
         made = (await stream.until("created"))["response"]["id"]
@@ -167,9 +167,10 @@ async def test_the_end_of_what_is_in_progress(how: str) -> None:
         status = "failed" if how == "stop" else "cancelled"
         assert (f"response.{status}", "one") == (last["type"], last["response"]["output"][0]["content"][0]["text"])
         if how == "delete":
-            assert 404 == (await proxy.get(f"/v1/responses/{made}?stream=true")).status
+            assert 404 == (await other.get(f"/v1/responses/{made}?stream=true")).status
             return
-        found = await assert_ended(proxy, made, status, "one")
+        # One that stops takes no more requests.
+        found = await assert_ended(other, made, status, "one")
         code = None if found["error"] is None else found["error"]["code"]
         assert code == ("server_error" if how == "stop" else None)
 
@@ -196,8 +197,28 @@ async def test_the_end_of_what_waits() -> None:
         await first.until("completed")
 
 
+async def test_cancelling_what_waits_in_another_process(tmp_path: Path) -> None:
+    """It never reaches the model, and whoever reads it learns that it is cancelled."""
+    async with held() as triton, two(triton, tmp_path, max_running_requests=1) as (maker, other):
+        async with made_by(maker) as first:
+            await first.until("output_text.delta")
+            made = (await maker.post("/v1/responses", REQUEST)).json["id"]
+            async with Stream(maker, "GET", f"/v1/responses/{made}?stream=true") as stream:
+                assert "cancelled" == (await other.post(f"/v1/responses/{made}/cancel", {})).json["status"]
+                triton.may_go_on.set()
+                assert "response.cancelled" == (await stream.rest())[-1]["type"]
+            await first.until("completed")
+        assert 1 == len(triton.asked)
+        for proxy in (maker, other):
+            await assert_ended(proxy, made, "cancelled")
+
+
 async def test_how_many_there_may_be() -> None:
     """What waits or runs in the background is bounded: more is refused at once, and leaves nothing behind."""
+    async with held() as triton, service(triton, max_background=2) as proxy:
+        answers = await asyncio.gather(*[proxy.post("/v1/responses", REQUEST) for _ in range(5)])
+        assert [200, 200, 503, 503, 503] == sorted(answer.status for answer in answers)
+        triton.may_go_on.set()
     limits: tuple[dict[str, Any], ...] = ({"max_background": 1}, {"max_running_requests": 1, "max_queued_requests": 0})
     for limit in limits:
         async with held() as triton, service(triton, **limit) as proxy:

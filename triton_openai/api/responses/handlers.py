@@ -147,12 +147,13 @@ class Job:
             kept = msgspec.structs.replace(kept, status="failed", error=types.INTERRUPTED, output=())
         await self._put(kept, self.sources.rows, lease=LEASE_SECONDS if kept.background else 0.0)
 
-    async def begin(self) -> None:
-        """Tell other processes that the response is in progress."""
+    async def begin(self) -> bool:
+        """Tell other processes that the response is in progress; return false if one of them has cancelled it."""
         try:
-            await self._put(self.response, (), lease=LEASE_SECONDS)
+            return await self._put(self.response, (), lease=LEASE_SECONDS)
         except errors.StoreUnavailable as error:
             self.state.not_kept(error, self.id)
+            return True
 
     async def keep(self) -> None:
         """Keep the response, which has ended. If that does not work, it says so."""
@@ -275,28 +276,32 @@ async def _begin_in_background(context: RequestContext[types.ResponsesRequest], 
     if not job.stored:
         raise errors.InvalidValue("'background' needs the response to be stored.", "background")
     most = context.service.settings.responses.max_background
-    if len(state.live) >= request.app[WORKER].share(most):
+    if len(state.live) + state.beginning >= request.app[WORKER].share(most):
         raise errors.ServiceOverloaded("Too many responses are being made in the background already.", retry_after=10)
     context.service.admission.check(context.model.triton_model)
     observation = msgspec.structs.replace(
         context.observation, request=None, began=time.monotonic(), stages=[], unknown_fields=(), stream=True, status=200
     )
-    async with AsyncExitStack() as stack:
-        asked = await stack.enter_async_context(_chat(replace(context, observation=observation), job))
-        turn = await asked.answered(partial(_turn_of, job=job), param="messages")
-        # What is ignored was found out meanwhile.
-        context.observation.headers = observation.headers
-        events = job.events(turn)
-        job.response.status = "queued"
-        await job.announce()
-        # The key is charged when the response has ended, not with this request.
-        ticket = request.pop(TICKET, None)
-        log = job.log = EventLog(state.store(), job.id, job.owner)
-        log.add(events.queued())
-        work = _in_background(asked, job, turn, events, log, stack.pop_all())
-        task = asyncio.create_task(_charged(work, observation, ticket))
-        state.live[job.id] = Live(job.response, log, task)
-        record = Record(job.response, job.version)
+    state.beginning += 1
+    try:
+        async with AsyncExitStack() as stack:
+            asked = await stack.enter_async_context(_chat(replace(context, observation=observation), job))
+            turn = await asked.answered(partial(_turn_of, job=job), param="messages")
+            # What is ignored was found out meanwhile.
+            context.observation.headers = observation.headers
+            events = job.events(turn)
+            job.response.status = "queued"
+            await job.announce()
+            # The key is charged when the response has ended, not with this request.
+            ticket = request.pop(TICKET, None)
+            log = job.log = EventLog(state.store(), job.id, job.owner)
+            log.add(events.queued())
+            work = _in_background(asked, job, turn, events, log, stack.pop_all())
+            task = asyncio.create_task(_charged(work, observation, ticket))
+            state.live[job.id] = Live(job.response, log, task)
+            record = Record(job.response, job.version)
+    finally:
+        state.beginning -= 1
     if job.body.stream:
         return await send_events(request, ResumedEvents(state, record, job.owner, -1))
     return json_response(job.response)
@@ -329,7 +334,8 @@ async def _in_background(
         turn = turns.pop() if turns else await _turn_of(context, job)
         (events.run,), (events.parser,) = turn.runs, turn.parsers
         log.add(events.opening())
-        await job.begin()
+        if not await job.begin():
+            raise asyncio.CancelledError
 
         def push(choice: int, deltas: Sequence[Delta]) -> None:
             log.check_room()

@@ -95,6 +95,8 @@ class ResponseState:
         self._store = store
         self._settings = settings
         self.live: dict[str, Live] = {}
+        #: How many more are about to be.
+        self.beginning = 0
 
     @property
     def keeps(self) -> bool:
