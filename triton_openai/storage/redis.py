@@ -24,6 +24,8 @@ from triton_openai.storage.store import (
 )
 
 _PREFIX = "triton-openai:"
+# Bytes that are read at once: the client works on a value as a whole.
+_MOST_AT_ONCE = 4 * 1024 * 1024
 # An entry is a hash with its fields, and `=ID` for the data and `@ID` for the member of each row. Its rows have their
 # order in a sorted set, whose members are `LIST:POSITION:ID`. Of each owner there are a sorted set with the times at
 # which entries were used and a hash with their sizes, and one sorted set has the sizes of all owners.
@@ -140,22 +142,30 @@ elseif op == 'chain' then
   end
   return table.concat(found, ';')
 elseif op == 'rows' then
-  local owner, lengths, data = key, {}, {}
-  for i = 7, #ARGV, 2 do
+  local owner, lengths, data, size = key, {}, {}, 0
+  for i = 8, #ARGV, 2 do
+    if size >= tonumber(ARGV[7]) then break end
     key = ARGV[i]
     local own = field('owner') == owner and tonumber(field('used')) >= now - tonumber(ARGV[5])
-    if ARGV[6] == 'data' then data[#data + 1] = own and field('=' .. ARGV[i + 1]) or '' end
     lengths[#lengths + 1] = own and redis.call('HSTRLEN', entry(key), '=' .. ARGV[i + 1]) or 0
+    if ARGV[6] == 'data' then
+      data[#data + 1] = own and field('=' .. ARGV[i + 1]) or ''
+      size = size + #data[#data]
+    end
   end
   return {table.concat(lengths, ' '), table.concat(data)}
 elseif op == 'read' then
-  local lengths, data = {}, {}
-  for i = 5, #ARGV do
+  local names, lengths, data, skip, size = key, {}, {}, tonumber(ARGV[5]), 0
+  for i = 7, #ARGV do
     key = ARGV[i]
-    for name in string.gmatch(ARGV[4], '[^ ]+') do
+    for name in string.gmatch(names, '[^ ]+') do
       for _, id in ipairs(listed(name)) do
-        data[#data + 1] = field('=' .. id)
-        lengths[#lengths + 1] = #data[#data]
+        skip = skip - 1
+        if skip < 0 and size < tonumber(ARGV[6]) then
+          data[#data + 1] = field('=' .. id)
+          lengths[#lengths + 1] = #data[#data]
+          size = size + #data[#data]
+        end
       end
     end
   end
@@ -251,17 +261,22 @@ class RedisStore(Store):
             ids = [_row_id(member) for member in await listed(_rows(key), *ends, start=0, num=limit + 1)]
             owner = await self._client.hget(_entry(key), "owner")
         places = [Place(key, row_id) for row_id in ids]
-        sizes = await self._rows_at(owner, "size", places) if ids else ()
+        sizes = await self._rows_at(owner, "size", places)
         shown = places[: within([size for size, _ in sizes], limit, most_size)]
-        data = await self._rows_at(owner, "data", shown) if shown else ()
+        data = await self._rows_at(owner, "data", shown)
         # One that somebody deletes meanwhile is not there.
         rows = [Row(name, place.id, one) for place, (size, one) in zip(shown, data, strict=True) if size]
         return Page(rows, len(shown) < len(ids))
 
     async def _rows_at(self, owner: str, what: str, places: Collection[Place]) -> Sequence[tuple[int, bytes]]:
         """Return sizes of rows, 0 for none, and their data."""
-        age = self._settings.max_age_seconds
-        return _split(await self._call("rows", owner, age, what, *chain(*places)))
+        head = (owner, self._settings.max_age_seconds, what, _MOST_AT_ONCE)
+        rest, found = list(places), list[tuple[int, bytes]]()
+        while rest:
+            some = _split(await self._call("rows", *head, *chain(*rest)))
+            found += some
+            del rest[: len(some)]
+        return found
 
     async def sizes(self, owner: str, places: Collection[Place]) -> Mapping[Place, int]:
         found = zip(places, await self._rows_at(owner, "size", places), strict=True)
@@ -285,7 +300,10 @@ class RedisStore(Store):
         return links
 
     async def read(self, keys: Sequence[str], names: Sequence[str]) -> Sequence[bytes]:
-        return [data for _, data in _split(await self._call("read", " ".join(names), *keys))]
+        rows: list[bytes] = []
+        while some := _split(await self._call("read", " ".join(names), len(rows), _MOST_AT_ONCE, *keys)):
+            rows += [data for _, data in some]
+        return rows
 
     async def delete(self, key: str) -> bool:
         return bool(await self._call("delete", key))

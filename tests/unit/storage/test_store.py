@@ -137,6 +137,17 @@ async def test_rows_of_the_holder(stores: tuple[Store, Store]) -> None:
     assert ["a"] == [row.id for row in (await page(second, "k")).rows]
 
 
+async def test_large_rows(stores: tuple[Store, Store]) -> None:
+    """They come whole, in their order, however many megabytes they are together."""
+    first, second = stores
+    rows = [Row("list", f"r{number}", bytes([number]) * 1_500_000) for number in range(8)]
+    await first.put("k", "me", b"h", 0, rows=rows[:4])
+    await first.put("l", "me", b"h", 0, rows=rows[4:])
+    assert [row.data for row in rows] == list(await second.read(["k", "l"], ["list"]))
+    places = [Place("kl"[number // 4], f"r{number}") for number in range(8)]
+    assert dict(zip(places, (row.data for row in rows), strict=True)) == await second.fetch("me", places)
+
+
 async def test_leases(stores: tuple[Store, Store]) -> None:
     """One holder at a time; who has lost a lease cannot renew it."""
     first, second = stores
