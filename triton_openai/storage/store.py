@@ -26,6 +26,8 @@ from triton_openai.config.tree import ResponsesSettings
 from triton_openai.errors import ConfigurationError, ServiceError, StoreUnavailable
 
 _log = structlog.get_logger(__name__)
+# What fails only after this time is as bad as what does not answer.
+_SLOW_SECONDS = 1.0
 _SWEEP_SECONDS = 300.0
 # The sweep also begins when this part of a size was written since the last one; writing ends at the other part.
 _SWEEP_PART = 16
@@ -218,13 +220,16 @@ class Store(ABC):
         """
         if not (inner or self.available):
             raise _unavailable("it did not answer in time, and does not yet again")
+        began = time.monotonic()
         try:
             async with asyncio.timeout(self.timeout):
                 yield
         except (ServiceError, EntryFull):
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and self._probing is None:
+            # A driver may have time limits of its own.
+            slow = isinstance(error, TimeoutError) or time.monotonic() - began > _SLOW_SECONDS
+            if slow and self._probing is None:
                 _log.warning("the store of responses does not answer: responses are not kept until it does")
                 self._probing = asyncio.create_task(self._probe())
             raise _unavailable(f"{type(error).__name__}: {error}") from error
