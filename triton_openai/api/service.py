@@ -148,7 +148,9 @@ async def begin(request: web.Request, kind: type[_Body], operation: str) -> Requ
     service, body, model = await read_request(request, kind)
     stream = bool(getattr(body, "stream", False))
     observation = request[OBSERVATION]
-    observation.identify(operation, model=model.label, adapter=model.adapter.name, stream=stream)
+    # Metrics have a name for each model, and none for each name that a client makes up.
+    label = model.name if model.listed else model.triton_model
+    observation.identify(operation, model=label, adapter=model.adapter.name, stream=stream)
     observation.response_model = model.answers_as
     request.app[OBSERVERS].identified(observation)
     limits = TimeLimits.of(service.settings.triton, request.headers, stream=stream)

@@ -78,11 +78,6 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     listed: bool = True
 
     @property
-    def label(self) -> str:
-        """The name in logs and metrics, of which there are only as many as there are models."""
-        return self.name if self.listed else self.triton_model
-
-    @property
     def answers_as(self) -> str:
         """The name of what answers: that of the Triton model, or of the LoRA adapter."""
         return self.triton_model if self.lora is None else self.lora.name

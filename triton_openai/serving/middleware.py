@@ -171,7 +171,7 @@ def _headers(app: web.Application) -> Callable[[web.Request, web.StreamResponse]
         observation, headers = request[OBSERVATION], response.headers
         headers["Server"] = "triton-openai"
         headers["x-request-id"] = observation.request_id
-        headers["openai-processing-ms"] = str(round(observation.duration * 1000))
+        headers["openai-processing-ms"] = str(round((time.monotonic() - observation.began) * 1000))
         if draining.begun:
             response.force_close()
             headers["Connection"] = "close"
