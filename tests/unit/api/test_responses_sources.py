@@ -87,6 +87,13 @@ async def test_values_and_items_that_are_brought_in() -> None:
             assert 200 == (await proxy.post(path, {"items": [message("x", extra=[[0]] * 9000)]})).status
         said = refused(await proxy.post("/v1/responses", {"model": "m", "conversation": conversation}), "conversation")
         assert "50000 values" in said
+        # So it is with JSON in texts, which templates read.
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": json.dumps([[0]] * 9000)}
+        conversation = (await proxy.post("/v1/conversations", {"items": [call] * 2})).json["id"]
+        body = {"model": "m", "conversation": conversation, "input": "x"}
+        assert "values" not in (await proxy.post("/v1/responses", body)).body.decode()
+        assert 200 == (await proxy.post(f"/v1/conversations/{conversation}/items", {"items": [call]})).status
+        assert "50000 values" in refused(await proxy.post("/v1/responses", body), "conversation")
         made = (await proxy.post("/v1/responses", {"model": "m", "input": "x"})).json
         references = [{"id": made["output"][0]["id"]}] * 4096
         body = {"model": "m", "input": references, "previous_response_id": made["id"]}

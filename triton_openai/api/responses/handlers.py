@@ -26,7 +26,7 @@ from triton_openai.api.responses.background import LEASE_SECONDS, EventLog
 from triton_openai.api.responses.events import ResponseEvents, terminal_events
 from triton_openai.api.responses.reader import Reading, input_items, is_id, read
 from triton_openai.api.responses.resume import ResumedEvents
-from triton_openai.api.responses.sources import Sources, gather
+from triton_openai.api.responses.sources import Sources, gather, too_long
 from triton_openai.api.responses.state import STATE, Live, Record, ResponseState, output_rows
 from triton_openai.api.service import RequestContext, begin, key_of, now
 from triton_openai.api.sse import send_events, stream
@@ -123,7 +123,7 @@ class Job:
             await offload.run(check_texts, reading.chat, check, cost=offload.LONG)
         except errors.InvalidRequest as error:
             reading.blame(error)
-            raise errors.ContextLengthExceeded(error.message, param=error.param) from error
+            raise too_long(error.message, error.param) from error
 
     def events(self, turn: chat.Turn) -> ResponseEvents:
         """Return what renders the response, which is the answer of *turn*."""

@@ -134,10 +134,10 @@ class _Budget:
         self._count += count
         self.size += size
         if self._count > MAX_MESSAGES:
-            raise _too_long(f"There are more than {MAX_MESSAGES} items.", param)
+            raise too_long(f"There are more than {MAX_MESSAGES} items.", param)
         most = self._settings.server.max_body_size
         if self.size > most:
-            raise _too_long(f"There are more than {most} bytes (server.max_body_size).", param)
+            raise too_long(f"There are more than {most} bytes (server.max_body_size).", param)
 
     def decoded(self, items: Sequence[bytes], param: str) -> Sequence[Item]:
         """Check *items* as a body, and read them."""
@@ -150,7 +150,7 @@ class _Budget:
         """Check all *items* together as a body; return what counts the JSON in their texts."""
         most = self._settings.server.max_body_size
         if sum(map(len, items)) > most:
-            raise _too_long(f"There are more than {most} bytes (server.max_body_size).", param)
+            raise too_long(f"There are more than {most} bytes (server.max_body_size).", param)
         return self._check(joined(items), param)
 
     def _check(self, whole: bytes, param: str) -> JsonCheck | None:
@@ -158,10 +158,11 @@ class _Budget:
         try:
             return None if check.check(whole) else check
         except InvalidRequest as error:
-            raise _too_long(error.message, param) from error
+            raise too_long(error.message, param) from error
 
 
-def _too_long(what: str, param: str) -> ContextLengthExceeded:
+def too_long(what: str, param: str | None) -> ContextLengthExceeded:
+    """Return the error for a request that *param* brings too much into."""
     return ContextLengthExceeded(
         f"The input, with what it goes on from and refers to, is larger than a request may be. {what}", param=param
     )
