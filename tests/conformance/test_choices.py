@@ -402,6 +402,34 @@ async def test_usage_in_every_chunk(proxy, model):
     assert counts[-1] > 1
 
 
+@pytest.mark.parametrize("endpoint", PATHS)
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm", "vllm_model"])
+async def test_a_chunk_counts_the_tokens_of_its_text(proxy, triton, model, endpoint):
+    """Not those that have come with them, nor those of text that is still held back as the start of a stop string."""
+    tokenizer = Tokenizer.load(str(triton.tokenizer))
+    answer = await ask(
+        proxy,
+        endpoint,
+        model,
+        steered(text="one two three four five six"),
+        max_tokens=20,
+        stop=["three four x"],
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    text, counted = "", 0
+    *chunks, last = answer.chunks
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        piece = choice["text"] if endpoint == "completions" else choice["delta"].get("content")
+        if piece:
+            text, counted = text + piece, chunk["usage"]["completion_tokens"]
+            assert len(tokenizer.encode(text)) == counted
+
+    assert "one two three four five six" == text
+    assert last["usage"]["completion_tokens"] >= counted
+
+
 @pytest.mark.parametrize("model", ["ensemble", "vllm_model"])
 async def test_a_nucleus_of_nothing_is_the_likeliest_token(proxy, triton, model):
     """OpenAI takes a top_p of 0; the backends do not, or read it as none, and get its meaning."""

@@ -137,3 +137,29 @@ async def test_a_file_counts_as_text(proxy):
         for path, fields in parts(url):
             answer = await proxy.post(f"/v1/{path}", {"model": "vllm_model", **fields})
             assert status == answer.status, answer.body
+
+
+@pytest.mark.parametrize(
+    "model, does",
+    [
+        ("text_embedding", "makes embeddings (/v1/embeddings)"),
+        ("text_rerank", "ranks texts (/v1/rerank, /v1/score)"),
+        ("text_classification", "classifies texts (/v1/classify)"),
+    ],
+)
+async def test_a_model_that_generates_nothing(proxy, model, does):
+    """A chat with it says what it does, and where, whatever else the chat lacks."""
+    for path, fields in (
+        ("chat/completions", {"messages": THREAD}),
+        ("completions", {"prompt": "Hello"}),
+        ("responses", {"input": "Hello"}),
+        ("responses/input_tokens", {"input": "Hello"}),
+        ("messages", {"messages": THREAD, "max_tokens": 1}),
+        ("messages/count_tokens", {"messages": THREAD}),
+    ):
+        answer = await proxy.post(f"/v1/{path}", {"model": model, **fields})
+        assert 400 == answer.status
+        message = answer.json["error"]["message"]
+        assert f"The model '{model}' does not generate text. It" in message
+        assert does in message
+        assert "tokenizer" not in message

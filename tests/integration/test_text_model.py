@@ -32,3 +32,18 @@ async def test_the_example(triton: TestTriton) -> None:
                 assert (text, reason) == ("".join(one["text"] for one in pieces), pieces[-1]["finish_reason"])
             chat = {"model": "my_model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 99}
             assert "HELLO" in (await proxy.post("/v1/chat/completions", chat)).json["choices"][0]["message"]["content"]
+
+
+async def test_counts_without_a_tokenizer(triton: TestTriton) -> None:
+    """A model that counts the tokens of its answers alone has a usage; no prompt has 0 tokens."""
+    described = yaml.safe_load((EXAMPLES / "text-model" / "settings.yaml").read_text())["models"]["my_model"]
+    models = {"my_model": msgspec.convert({**described, "tokenizer": None}, ModelSettings)}
+    usage = {"prompt_tokens": 0, "completion_tokens": 6, "total_tokens": 6}
+    for transport in TRANSPORTS:
+        async with serving(msgspec.structs.replace(proxy_settings(triton, transport), models=models)) as proxy:
+            body = {"model": "my_model", "prompt": "to be or not to be", "max_tokens": 9}
+            whole = await proxy.post("/v1/completions", body)
+            stream = await proxy.post(
+                "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}}
+            )
+            assert usage == whole.json["usage"] == stream.chunks[-1]["usage"]

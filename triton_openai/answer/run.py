@@ -74,6 +74,8 @@ class Run:
         self._decoder: Decoder = model.adapter.decoder(generation)
         self._logits: LogitsReader | None = None
         self._pipeline = Pipeline(model, generation, tokenizer, self.progress)
+        # Tokens of the steps with nothing to show since the last delta that was pushed.
+        self._unshown = 0
         self._pauses = 0
         # When the last response came, and the seconds within which the next one has to come.
         self._last_response, self._silence_limit = 0.0, math.inf
@@ -116,17 +118,24 @@ class Run:
             progress.first = progress.now
             self._silence_limit = self._limits.idle
         shown: list[Delta] = []
+        unshown = self._unshown
         try:
             for response in responses:
                 delta = self._decoder.feed(response)
                 pipeline.feed(delta)
                 if delta.text or delta.logprobs or (delta.token_ids and pipeline.token_ids):
+                    if unshown:
+                        # Its text ends with what was held back.
+                        delta.tokens, unshown = (delta.tokens or 0) + unshown, 0
                     shown.append(delta)
+                elif delta.tokens:
+                    unshown += delta.tokens
                 if pipeline.may_end and pipeline.ended:
                     # Stop the backend first, then send the last text to the client.
                     self._stop()
                     pipeline.flush(self._decoder, shown)
                     break
+            self._unshown = unshown
             if shown and self._push is not None:
                 self._push(self._number, shown)
         except Exception as error:  # noqa: BLE001 - the waiting task raises any error
@@ -145,6 +154,8 @@ class Run:
                 if not self.progress.steps:
                     raise no_answer(self.model.name)
                 self._pipeline.flush(self._decoder, shown)
+                if shown and self._unshown:
+                    shown[-1].tokens = self._unshown
                 if shown and self._push is not None:
                     self._push(self._number, shown)
             except Exception as failure:  # noqa: BLE001 - the waiting task raises any error

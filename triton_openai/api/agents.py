@@ -15,6 +15,7 @@ from triton_openai.answer.fan_out import collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import tell_ignored
 from triton_openai.api.chat import ChatRequest, plan_of, prompt_of
+from triton_openai.api.generate import not_generating
 from triton_openai.api.logprobs import rendering_cost
 from triton_openai.api.service import RequestContext
 from triton_openai.api.sse import Renderer
@@ -77,6 +78,8 @@ def _warn_left_out(kind: str) -> None:
 async def count_tokens(context: RequestContext[ChatRequest]) -> int:
     """Return how many tokens a chat has, as the model's template and tokenizer make them."""
     model = context.model
+    if not (model.adapter.capabilities.generate and model.hints.generates):
+        raise not_generating(model)
     prompter = await model.prompter()
     tokenizer = tokenizer_of(prompter)
     prompt, _ = await prompt_of(context, plan_of(context.body), prompter)

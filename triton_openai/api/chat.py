@@ -19,7 +19,7 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import MAX_ITEMS, MAX_MESSAGES, tell_ignored
-from triton_openai.api.generate import Task, runs_of, task_of
+from triton_openai.api.generate import Task, not_generating, runs_of, task_of
 from triton_openai.api.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
@@ -34,7 +34,7 @@ from triton_openai.api.prompts import images_of, rendered_chat
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import Chunks, stream
 from triton_openai.api.tools import Function, FunctionChoice, Tool, ToolChoice, ToolPlan, custom_input, plan_tools
-from triton_openai.api.usage import UsageObject, usage_of
+from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import InvalidRequest, InvalidValue, UnsupportedParameter
 from triton_openai.generation import Delta, FinishReason, Progress
 from triton_openai.media.images import ImageReference
@@ -282,6 +282,8 @@ async def turn_of(context: RequestContext[ChatRequest], answer_id: str, *, fitti
     :class:`InvalidRequest` and its subclasses, and :class:`ConfigurationError` for a model that cannot chat.
     """
     service, body, observation = context.service, context.body, context.observation
+    if not (context.model.adapter.capabilities.generate and context.model.hints.generates):
+        raise not_generating(context.model)
     plan = plan_of(body)
     prompter = await context.model.prompter()
     parsers = prompter.parsers
@@ -313,7 +315,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
 
     def rendered() -> bytes:
         choices = in_pieces(chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-        usages = [run.progress.usage for run in runs]
+        usages = [known_usage(run.progress) for run in runs]
         # Known once the answers are parsed.
         usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
         scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
@@ -478,6 +480,8 @@ class ChatChunks(Chunks):
         head = self._text_heads[choice]
         if head and not delta.logprobs:
             return head + _encode(delta.text) + self._text_tail
+        if self._continuous:
+            self._shown[choice] += delta.tokens or 0
         return self._events(choice, self._parsers[choice].feed(delta.text, delta.tokens), delta)
 
     def last(self, choice: int) -> bytes:
@@ -493,7 +497,7 @@ class ChatChunks(Chunks):
         return delayed + self._head + end + self._ended(choice)
 
     def _usage(self) -> UsageObject | None:
-        usages = [run.progress.usage for run in self._runs]
+        usages = [known_usage(run.progress) for run in self._runs]
         return usage_of(usages, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:

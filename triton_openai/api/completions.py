@@ -17,7 +17,7 @@ from triton_openai import offload
 from triton_openai.answer.fan_out import Collected, collect
 from triton_openai.answer.run import Run
 from triton_openai.api.bodies import missing
-from triton_openai.api.generate import Task, runs_of, task_of
+from triton_openai.api.generate import Task, not_generating, runs_of, task_of
 from triton_openai.api.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
@@ -33,7 +33,7 @@ from triton_openai.api.parameters import SamplingRequest
 from triton_openai.api.prompts import filled, prompts_of
 from triton_openai.api.service import RequestContext, begin, new_id, now
 from triton_openai.api.sse import Chunks, stream
-from triton_openai.api.usage import UsageObject, usage_of
+from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import InvalidValue, UnsupportedParameter, UpstreamError
 from triton_openai.generation import Delta, FinishReason
 from triton_openai.serving.connections import WholeResponse
@@ -128,7 +128,7 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
             created=now(),
             model=body.model,
             choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
-            usage=usage_of([run.progress.usage for run in runs], n=task.n) or msgspec.UNSET,
+            usage=usage_of([known_usage(run.progress) for run in runs], n=task.n) or msgspec.UNSET,
             system_fingerprint=model.fingerprint,
         )
         return _encode(completion)
@@ -139,6 +139,8 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
 
 async def _task(context: RequestContext[CompletionRequest]) -> Task:
     body, model = context.body, context.model
+    if not (model.adapter.capabilities.generate and model.hints.generates):
+        raise not_generating(model)
     n = body.n or 1
     best_of = n if body.best_of is None else body.best_of
     if best_of < n:
@@ -262,6 +264,8 @@ class CompletionChunks(Chunks):
     def piece(self, choice: int, delta: Delta) -> bytes:
         if not delta.logprobs and not self._continuous and not self._ids:
             return self._text + _encode(delta.text) + self._text_tails[choice]
+        if self._continuous:
+            self._shown[choice] += delta.tokens or 0
         logprobs = None
         if delta.logprobs:
             logprobs, self._offsets[choice] = completion_logprobs(delta.logprobs, offset=self._offsets[choice])

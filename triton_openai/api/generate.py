@@ -83,8 +83,6 @@ def task_of(
     """
     body, model, settings = context.body, context.model, context.service.settings
     adapter = model.adapter
-    if not adapter.capabilities.generate:
-        raise InvalidRequest(f"The model '{body.model}' does not generate text.", param="model")
     objective = 0
     if settings.access.trust_gateway:
         name = gateway_header(context.request.headers, "objective")
@@ -154,6 +152,20 @@ async def runs_of(context: RequestContext[Any], prompts: Sequence[Prompt], task:
         for place, run in enumerate(runs):
             run.prompt_logprobs = scores[place // count]
     return runs
+
+
+_INSTEAD = {
+    "embed": "makes embeddings (/v1/embeddings)",
+    "rerank": "ranks texts (/v1/rerank, /v1/score)",
+    "classify": "classifies texts (/v1/classify)",
+}
+
+
+def not_generating(model: ServedModel) -> InvalidRequest:
+    """Return the error for a model that generates no text; it says what the model does, and where."""
+    instead = " and ".join(_INSTEAD[task] for task in model.tasks if task in _INSTEAD)
+    does = f" It {instead}." if instead else ""
+    return InvalidRequest(f"The model '{model.name}' does not generate text.{does}", param="model")
 
 
 def run_of(

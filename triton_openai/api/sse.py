@@ -22,7 +22,7 @@ from triton_openai.answer.fan_out import RunGroup, too_long
 from triton_openai.answer.run import Run
 from triton_openai.api.generate import Task
 from triton_openai.api.service import RequestContext, now, service_of
-from triton_openai.api.usage import UsageObject, usage_of
+from triton_openai.api.usage import UsageObject, known_usage, usage_of
 from triton_openai.errors import ServiceError
 from triton_openai.generation import Delta
 from triton_openai.models.draining import DRAINING
@@ -107,6 +107,8 @@ class Chunks(Renderer):
         self._n = task.n
         self._include_usage = bool(task.options.include_usage)
         self._continuous = bool(task.options.continuous_usage_stats)
+        # Of each choice the tokens whose text has been sent, or is about to be.
+        self._shown = [0] * len(runs)
         self._ids = task.token_ids
         self._fingerprint = b',"system_fingerprint":' + _encode(context.model.fingerprint)
         #: What follows the choice in most chunks.
@@ -132,12 +134,20 @@ class Chunks(Renderer):
         return event("error", error.envelope())
 
     def _usage(self) -> UsageObject | None:
-        return usage_of([run.progress.usage for run in self._runs], n=self._n)
+        return usage_of([known_usage(run.progress) for run in self._runs], n=self._n)
 
     def _counted(self, choice: int) -> bytes:
         """Return what follows the choice in a chunk that counts the tokens so far."""
-        usage = usage_of([self._runs[choice].progress.usage_so_far]) if self._continuous else None
-        return self._tail if usage is None else b'],"usage":' + _encode(usage) + b"}" + _END
+        if not self._continuous:
+            return self._tail
+        progress = self._runs[choice].progress
+        counted = progress.usage_so_far
+        if counted is None:
+            return self._tail
+        if progress.usage is None:
+            # The backend may be ahead of the text.
+            counted = msgspec.structs.replace(counted, completion_tokens=self._shown[choice])
+        return b'],"usage":' + _encode(usage_of([counted])) + b"}" + _END
 
     def _ended(self, choice: int) -> bytes:
         """Return what follows the choice in its last chunk."""
@@ -186,7 +196,7 @@ class EventStream:
         self._chunked = request.version >= HttpVersion11
         # Events from before the status line, and whether new ones are written at once
         self._pending: list[bytes] = []
-        self._waits = any(run.generation.prompt != runs[0].generation.prompt for run in runs)
+        self._waits = len(runs) > 1 and any(run.generation.prompt != runs[0].generation.prompt for run in runs)
         self._flowing = False
         self._paused = False
         self._heartbeat = heartbeat
@@ -214,8 +224,9 @@ class EventStream:
         ended: list[int] = []
         while group.unfinished:
             ended += await group.wait()
-            unanswered = [run for run in unanswered if not (run.progress.steps or run.over)]
-            self._waits = bool(unanswered) and monotonic() < self._last + self._heartbeat
+            if self._waits:
+                unanswered = [run for run in unanswered if not (run.progress.steps or run.over)]
+                self._waits = bool(unanswered) and monotonic() < self._last + self._heartbeat
             if self._waits:
                 continue
             if group.unfinished and not self._flowing:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from triton_openai.generation import Usage, total_usage
+from triton_openai.generation import Progress, Usage, total_usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +29,17 @@ class UsageObject(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+def known_usage(progress: Progress) -> Usage | None:
+    """
+    Return the tokens of an answer that has ended, ``None`` if they are not known.
+
+    Where the backend counts those of the answer, and nobody those of the prompt, the prompt has 0, which none has.
+    """
+    if progress.usage is None and progress.tokens is not None:
+        return Usage(prompt_tokens=0, completion_tokens=progress.tokens)
+    return progress.usage
 
 
 def usage_of(usages: Sequence[Usage | None], *, n: int = 1, reasoning_tokens: int | None = None) -> UsageObject | None:
