@@ -315,7 +315,7 @@ async def _answer(context: RequestContext[ChatRequest]) -> web.StreamResponse:
 
     def rendered() -> bytes:
         choices = in_pieces(chat_choice(body, turn, fields, index, answer) for index, answer in enumerate(answers))
-        usages = [known_usage(run.progress) for run in runs]
+        usages = [run.progress.usage or known_usage(run.progress) for run in runs]
         # Known once the answers are parsed.
         usage = usage_of(usages, n=task.n, reasoning_tokens=reasoning_tokens(turn.parsers))
         scores: Any = None if body.prompt_logprobs is None else in_pieces(prompt_logprobs(runs[0].prompt_logprobs))
@@ -497,7 +497,7 @@ class ChatChunks(Chunks):
         return delayed + self._head + end + self._ended(choice)
 
     def _usage(self) -> UsageObject | None:
-        usages = [known_usage(run.progress) for run in self._runs]
+        usages = [run.progress.usage or known_usage(run.progress) for run in self._runs]
         return usage_of(usages, n=self._n, reasoning_tokens=reasoning_tokens(self._parsers))
 
     def _events(self, choice: int, events: Sequence[Event], delta: Delta) -> bytes:

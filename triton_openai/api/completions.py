@@ -128,7 +128,8 @@ async def _answer(context: RequestContext[CompletionRequest]) -> web.StreamRespo
             created=now(),
             model=body.model,
             choices=in_pieces(_choice(body, echoes[index // n], index, answer) for index, answer in enumerate(best)),
-            usage=usage_of([known_usage(run.progress) for run in runs], n=task.n) or msgspec.UNSET,
+            usage=usage_of([run.progress.usage or known_usage(run.progress) for run in runs], n=task.n)
+            or msgspec.UNSET,
             system_fingerprint=model.fingerprint,
         )
         return _encode(completion)

@@ -134,7 +134,7 @@ class Chunks(Renderer):
         return event("error", error.envelope())
 
     def _usage(self) -> UsageObject | None:
-        return usage_of([known_usage(run.progress) for run in self._runs], n=self._n)
+        return usage_of([run.progress.usage or known_usage(run.progress) for run in self._runs], n=self._n)
 
     def _counted(self, choice: int) -> bytes:
         """Return what follows the choice in a chunk that counts the tokens so far."""

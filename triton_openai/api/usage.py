@@ -33,13 +33,11 @@ class UsageObject(msgspec.Struct, frozen=True, kw_only=True):
 
 def known_usage(progress: Progress) -> Usage | None:
     """
-    Return the tokens of an answer that has ended, ``None`` if they are not known.
+    Return the tokens of an answer without a usage that has ended, ``None`` if they are not known.
 
     Where the backend counts those of the answer, and nobody those of the prompt, the prompt has 0, which none has.
     """
-    if progress.usage is None and progress.tokens is not None:
-        return Usage(prompt_tokens=0, completion_tokens=progress.tokens)
-    return progress.usage
+    return None if progress.tokens is None else Usage(prompt_tokens=0, completion_tokens=progress.tokens)
 
 
 def usage_of(usages: Sequence[Usage | None], *, n: int = 1, reasoning_tokens: int | None = None) -> UsageObject | None:
