@@ -288,7 +288,7 @@ class _Maker:
             return chance.choice((MANAGED, MANAGED, "nobody", "a/b", "\0", "é" * 100, "../x", "x" * 3000))
         if chance.random() < 0.1:
             return self.text(3.3).encode("utf-8", "replace").decode() or "-"
-        if name == "model":
+        if name in ("model", "deployment"):
             return chance.choice(MODELS)
         return self._known.id(chance, {"response": "resp", "conversation": "conv", "item": "msg"}[name])
 
